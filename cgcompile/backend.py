@@ -1,0 +1,156 @@
+"""The backend: what happens to one graph that Dynamo traced, on one page.
+
+``torch.compile(model, backend="cgcompile")`` finds :data:`backend` through the entry point group
+``torch_dynamo_backends``; ``torch.compile(model, backend=cgcompile.Backend(config))`` is the typed
+door. Both are one thing: the named door keeps a :class:`Backend` for each set of settings, because
+torch resolves a name to one object per process.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from cgcompile import compat
+from cgcompile.boundaries import Boundaries
+from cgcompile.config import CompilationConfig, CompilationMode
+from cgcompile.entry import CompiledGraph
+from cgcompile.errors import ConfigError
+from cgcompile.passes import split_graph
+from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
+
+log = logging.getLogger(__name__)
+
+
+class Backend:
+    """A backend with fixed settings, and the user's handle over what it compiled.
+
+    ``torch.compile(model, backend=cgcompile.Backend(config))``.
+
+    Args:
+        config: the settings; environment and defaults if left out.
+        **settings: single settings; they beat ``config``.
+
+    Raises:
+        ConfigError: unknown, malformed or impossible settings.
+    """
+
+    def __init__(self, config: CompilationConfig | None = None, **settings: Any) -> None:
+        self.config = CompilationConfig.resolve(config, arguments=settings)
+        self.__name__ = "cgcompile"  # torch shows it where the backend raises
+        self._graphs: list[weakref.ref[CompiledGraph]] = []
+
+    @property
+    def graphs(self) -> tuple[CompiledGraph, ...]:
+        """The compiled graphs that still live, in the order they were made.
+
+        Dynamo owns them: ``torch._dynamo.reset()`` frees them, and so does the death of the code.
+        """
+        found = (reference() for reference in self._graphs)
+        return tuple(graph for graph in found if graph is not None)
+
+    def reset(self) -> None:
+        """Forget what was compiled; ``torch._dynamo.reset()`` calls it."""
+        self._graphs.clear()
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> Callable[..., Any]:
+        """Compile one graph that Dynamo traced; ``torch.compile`` calls this.
+
+        Args:
+            gm: Dynamo's pre-grad graph.
+            example_inputs: what it was traced with.
+            mode: must be left out: the settings are fixed.
+            options: must be left out: the settings are fixed.
+        """
+        if mode is not None or options:
+            raise ConfigError.settings_are_fixed()
+        if self.config.mode is CompilationMode.NONE:
+            return gm.forward
+        if self.config.mode is CompilationMode.STOCK_TORCH_COMPILE:
+            return compat.compile_whole(gm, example_inputs, inductor_patches(self.config))
+        if self.config.mode is CompilationMode.DYNAMO_TRACE_ONCE:
+            raise ConfigError.trace_once_needs_guards_dropped()
+        graph = _compile_piecewise(gm, self.config)
+        self._graphs.append(weakref.ref(graph))
+        return graph
+
+
+def _compile_piecewise(gm: fx.GraphModule, config: CompilationConfig) -> CompiledGraph:
+    """Split, check, compile, stitch."""
+    boundaries = Boundaries(config.splitting_ops, builtin=config.builtin_splitting_ops)
+    split = split_graph(
+        gm,
+        boundaries,
+        graph_passes=config.graph_passes,
+        piece_passes=config.piece_passes,
+        dump_dir=config.dump_passes,
+    )
+    log.info("split graph:\n%s", split)
+    sizes = config.cudagraph_capture_sizes or ()
+    split.symbols.check_sizes(sizes, config.capture_dim)
+    runnables = compile_pieces(split, config)
+    split.symbols.check_sizes(sizes, config.capture_dim)  # a compiler may add guards of its own
+    return CompiledGraph(split, runnables)
+
+
+class NamedBackend:
+    """What the name ``"cgcompile"`` stands for: one :class:`Backend` for each set of settings."""
+
+    def __init__(self) -> None:
+        self.__name__ = "cgcompile"
+        self._handles: dict[CompilationConfig, Backend] = {}
+
+    def handle(self, mode: str | None, options: Mapping[str, Any] | None) -> Backend:
+        """The backend that serves ``torch.compile(mode=mode, options=options)``."""
+        config = CompilationConfig.resolve(options=options, torch_mode=mode)
+        if mode is not None:
+            tuned = {**compat.inductor_mode_options(mode), **dict(config.inductor_options)}
+            config = replace(config, inductor_options=tuple(tuned.items()))
+        return self._handles.setdefault(config, Backend(config))
+
+    def reset(self) -> None:
+        """Forget everything; ``torch._dynamo.reset()`` calls it."""
+        self._handles.clear()
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> Callable[..., Any]:
+        """Compile one graph that Dynamo traced, with the settings of this ``torch.compile`` call."""
+        return self.handle(mode, options)(gm, example_inputs)
+
+
+backend = NamedBackend()
+
+
+def runtime(compiled: Any) -> Backend:
+    """The handle of a module that ``torch.compile`` returned, for either door.
+
+    With ``backend="cgcompile"`` all modules of equal settings share one handle.
+
+    Raises:
+        ConfigError: the module was not compiled with this backend, or it is no module. Compile a
+            function with ``backend=cgcompile.Backend(...)`` and keep that object instead.
+    """
+    found, mode, options = compat.backend_of(compiled)
+    if isinstance(found, Backend):
+        return found
+    if isinstance(found, NamedBackend):
+        return found.handle(mode, options)
+    raise ConfigError.not_compiled_here(type(compiled).__name__)

@@ -1,0 +1,246 @@
+"""What is a splitting op: one registry for the FX split, breakable capture and audits.
+
+A *splitting op* ends a piece and runs outside of piecewise CUDA graphs, because its work depends on
+the step (attention metadata, host values). :class:`Boundaries` is an immutable value made from the
+built-in list and the user's ``splitting_ops``; it answers :meth:`~Boundaries.match` for a node of
+an FX graph and :meth:`~Boundaries.match_call` for a function or op that runs.
+"""
+
+import enum
+import fnmatch
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from cgcompile import compat
+from cgcompile.errors import BoundaryError
+
+REGION_MARK = {"cgcompile": "eager"}
+
+
+class AttentionCGSupport(enum.IntEnum):
+    """How far an attention op can go into a FULL graph. More is better; undeclared is NEVER."""
+
+    NEVER = 0  # must run outside of graphs
+    UNIFORM_SINGLE_TOKEN_DECODE = 1  # batches in which each request has one token
+    UNIFORM_BATCH = 2  # batches in which all requests have the same number of tokens
+    ALWAYS = 3  # any batch
+
+
+@dataclass(frozen=True)
+class SplittingOp:
+    """One entry of the registry. Give ``target`` or ``predicate``.
+
+    Attributes:
+        target: ``"ns::op"``, ``"ns.op"``, ``"ns::op.overload"``, a pattern ``"ns::*"``, the dotted
+            path of a function, an op of ``torch.ops``, a higher-order op, or a function that
+            appears in the graph (a torch function, or one under ``allow_in_graph``).
+        predicate: a test on ``fx.Node``; it works for the FX split alone.
+        support: how far the op can go into a FULL graph.
+        compiled: compile the op on its own although it is not captured (flex attention is slow
+            and large when it runs uncompiled).
+        name: what messages call it; made from the target if left out.
+    """
+
+    target: Any = None
+    predicate: Callable[[fx.Node], bool] | None = None
+    support: AttentionCGSupport = AttentionCGSupport.NEVER
+    compiled: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.target is None) == (self.predicate is None):
+            raise BoundaryError.target_or_predicate()
+        if not self.name:
+            shown = self.target if self.predicate is None else self.predicate
+            object.__setattr__(self, "name", target_name(shown))
+
+
+def target_name(target: Any) -> str:
+    """The name of an op, function or method as messages and snapshots show it."""
+    if isinstance(target, str):
+        return target
+    if compat.is_op(target):
+        return compat.op_names(target)[0].split(".")[0]
+    if target is F.scaled_dot_product_attention:
+        return "torch.nn.functional.scaled_dot_product_attention"
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
+    module = getattr(target, "__module__", None)
+    if name is None:
+        return type(target).__name__
+    return f"{module}.{name}" if module and module != "builtins" else str(name)
+
+
+_ALWAYS = AttentionCGSupport.ALWAYS
+
+BUILTIN_SPLITTING_OPS: tuple[SplittingOp, ...] = (
+    # Dense attention: its result depends on tensors alone.
+    SplittingOp(F.scaled_dot_product_attention, support=_ALWAYS),
+    SplittingOp("aten::scaled_dot_product_attention", support=_ALWAYS),
+    SplittingOp("aten::_scaled_dot_product_*attention*", support=_ALWAYS),
+    SplittingOp(F.multi_head_attention_forward, support=_ALWAYS),
+    SplittingOp("higher_order::flex_attention", support=_ALWAYS, compiled=True),
+    # Packages that may not be installed: names as they register them.
+    SplittingOp("flash_attn*::*fwd*"),
+    SplittingOp("flash_attn*::*forward*"),
+    SplittingOp("xformers*::*attention_forward*"),
+    SplittingOp("xformers_flash*::*fwd*"),
+    SplittingOp("flashinfer::*prefill*"),
+    SplittingOp("flashinfer::*decode*"),
+    SplittingOp("flashinfer::*attention*"),
+    SplittingOp("flashinfer::*mla*"),
+)
+
+
+def eager_region() -> AbstractContextManager[Any]:
+    """Context manager for model code: what is traced inside runs eager, as one boundary.
+
+    It marks nodes of an FX split; outside of tracing it does nothing.
+    """
+    if torch.compiler.is_compiling():
+        return compat.annotate(REGION_MARK)
+    return nullcontext()
+
+
+def in_eager_region(node: fx.Node) -> bool:
+    """Whether ``node`` was traced inside :func:`eager_region`."""
+    custom = node.meta.get("custom") or {}
+    return all(custom.get(key) == value for key, value in REGION_MARK.items())
+
+
+class Boundaries:
+    """The registry of one configuration: built-in entries and the user's, looked up by node.
+
+    Args:
+        entries: the user's splitting ops, in any form that :class:`SplittingOp` takes as target,
+            or ``SplittingOp`` objects.
+        builtin: whether the built-in attention ops are boundaries.
+
+    Raises:
+        BoundaryError: a name that nothing defines (with close matches), an object that is no op,
+            or one op declared twice with different settings.
+    """
+
+    def __init__(self, entries: Iterable[Any] = (), *, builtin: bool = True) -> None:
+        self._names: dict[str, SplittingOp] = {}
+        self._functions: dict[Any, SplittingOp] = {}
+        self._patterns: list[SplittingOp] = []
+        self._predicates: list[SplittingOp] = []
+        # The user's entries come first, so that they can say more about a built-in op.
+        for entry in entries:
+            op = entry if isinstance(entry, SplittingOp) else SplittingOp(_checked_target(entry))
+            self._add(op, known=None)
+        for op in BUILTIN_SPLITTING_OPS if builtin else ():
+            self._add(op, known=op)
+
+    def _add(self, op: SplittingOp, known: SplittingOp | None) -> None:
+        """``known`` is set for built-in entries: their packages may be absent."""
+        if op.predicate is not None:
+            self._predicates.append(op)
+            return
+        target = _checked_target(op.target)
+        if isinstance(target, str) and known is None:
+            target = _resolved(target)
+        if isinstance(target, str) and "*" in target:
+            self._patterns.append(op)
+        elif isinstance(target, str):
+            self._claim(self._names, target, op, mine=known is None)
+        elif compat.is_op(target):
+            self._claim(self._names, compat.op_names(target)[0], op, mine=known is None)
+        else:
+            self._claim(self._functions, target, op, mine=known is None)
+
+    @staticmethod
+    def _claim(table: dict[Any, SplittingOp], key: Any, op: SplittingOp, mine: bool) -> None:
+        present = table.get(key)
+        if present is None:
+            table[key] = op
+        elif mine and replace(present, target=op.target, name=op.name) != op:
+            raise BoundaryError.declared_twice(op.name)
+
+    def __iter__(self) -> Iterator[SplittingOp]:
+        yield from (*self._names.values(), *self._functions.values())
+        yield from (*self._patterns, *self._predicates)
+
+    def uuid(self) -> str:
+        """Equal for registries that split every graph in the same way, as far as names can tell."""
+        rows = [(op.name, int(op.support), op.compiled) for op in self]
+        return repr(sorted(rows))
+
+    def match(self, node: fx.Node) -> SplittingOp | None:
+        """The entry that makes ``node`` a boundary, or None."""
+        if node.op == "call_function":
+            found = self.match_call(node.target)
+            if found is not None:
+                return found
+        return next((op for op in self._predicates if op.predicate and op.predicate(node)), None)
+
+    def match_call(self, function: Any) -> SplittingOp | None:
+        """The entry of a function or op that is about to run, or None. Predicates do not apply."""
+        for name in compat.op_names(function):
+            found = self._names.get(name) or self._match_pattern(name)
+            if found is not None:
+                return found
+        try:
+            found = self._functions.get(function)
+        except TypeError:  # an unhashable callable is in no table
+            found = None
+        if found is not None:
+            return found
+        unsafe = torch.Tag.cudagraph_unsafe
+        if any(unsafe in overload.tags for overload in compat.op_overloads(function)):
+            return SplittingOp(function, name=f"{target_name(function)} (tag cudagraph_unsafe)")
+        return None
+
+    def _match_pattern(self, name: str) -> SplittingOp | None:
+        return next((op for op in self._patterns if fnmatch.fnmatchcase(name, op.target)), None)
+
+
+def _checked_target(target: Any) -> Any:
+    overload = compat.custom_op_overload(target)
+    if overload is not None:
+        return overload
+    if isinstance(target, str) or callable(target):
+        return target
+    raise BoundaryError.not_an_op(target)
+
+
+def _resolved(name: str) -> Any:
+    """A registry key or a function for what the user wrote; raises if nothing has that name."""
+    ops = compat.all_op_names()
+    packets = {op.split(".")[0] for op in ops}
+    higher = {f"higher_order::{op}" for op in compat.higher_order_ops()}
+    known = {*ops, *packets, *higher}
+    spelled = name if "::" in name or "." not in name else name.replace(".", "::", 1)
+    # 'ns::op.default' is the overload that the dispatcher lists without a name.
+    canonical = spelled.removesuffix(".default") if spelled.endswith(".default") else spelled
+    if "*" in spelled:
+        if fnmatch.filter(known, spelled):
+            return spelled
+    elif canonical in known:
+        return spelled if canonical == spelled else f"{canonical}.default"
+    elif f"higher_order::{name}" in higher:
+        return f"higher_order::{name}"
+    else:
+        function = _imported(name)
+        if function is not None:
+            return function
+    raise BoundaryError.unknown(name, sorted({*packets, *higher}))
+
+
+def _imported(path: str) -> Any:
+    """The callable at a dotted path, or None."""
+    module, _, attribute = path.rpartition(".")
+    if not module:
+        return None
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ImportError:
+        return None
+    return _checked_target(found) if callable(found) else None

@@ -1,0 +1,240 @@
+"""Every error that cgcompile raises, with every message, in one tree.
+
+A message says what was expected, what was found (argument path, node and user source line where
+there is one) and what to do next. Messages are built here, by class methods, so that they are
+reviewed together and each has a snapshot in ``tests/test_errors.py``. Arguments are plain strings
+and numbers: this file imports nothing of cgcompile and nothing of torch.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "(none)"
+
+
+def _close(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'a' or 'b'?``, or nothing if no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+class CGCompileError(Exception):
+    """The root: ``except CGCompileError`` catches whatever cgcompile itself refuses."""
+
+
+class ConfigError(CGCompileError, ValueError):
+    """A setting that does not exist, has a bad value, or contradicts another one."""
+
+    @classmethod
+    def unknown_setting(cls, name: str, where: str, known: Sequence[str]) -> "ConfigError":
+        return cls(
+            f"{where}: there is no setting {name!r}.{_close(name, known)}\n"
+            f"  Settings: {_listed(known)}."
+        )
+
+    @classmethod
+    def bad_value(cls, name: str, where: str, value: object, expected: str) -> "ConfigError":
+        return cls(f"{where}: {name} = {value!r}; expected {expected}.")
+
+    @classmethod
+    def impossible(cls, what: str, because: str, instead: str) -> "ConfigError":
+        return cls(f"{what} is impossible: {because}.\n  {instead}")
+
+    @classmethod
+    def unknown_torch_mode(cls, mode: str, known: Sequence[str]) -> "ConfigError":
+        return cls(
+            f"torch.compile(mode={mode!r}): this mode is not known.{_close(mode, known)}\n"
+            f"  Modes: {_listed(known)}. cgcompile's own settings go into options={{...}}."
+        )
+
+    @classmethod
+    def settings_are_fixed(cls) -> "ConfigError":
+        return cls(
+            "torch.compile(mode=... or options=...) beside a cgcompile.Backend object: the settings "
+            "of the object are fixed.\n  Give them to cgcompile.Backend(...), or use "
+            "backend='cgcompile' with options."
+        )
+
+    @classmethod
+    def not_compiled_here(cls, found: str) -> "ConfigError":
+        return cls(
+            f"cgcompile.runtime(): found a {found}; expected a module that torch.compile returned "
+            "for this backend.\n  For a function, keep the object of backend=cgcompile.Backend(...)."
+        )
+
+    @classmethod
+    def unknown_inductor_option(cls, name: str, known: Iterable[str]) -> "ConfigError":
+        return cls(
+            f"inductor_options: this torch has no Inductor setting {name!r}.{_close(name, known)}\n"
+            "  The names are those of torch._inductor.config."
+        )
+
+    @classmethod
+    def trace_once_needs_guards_dropped(cls) -> "ConfigError":
+        return cls(
+            "mode DYNAMO_TRACE_ONCE traces once and drops Dynamo's guards, but torch.compile gives "
+            "a backend no say over guards.\n"
+            "  Drop them where torch.compile takes them, and compile the whole graph: options="
+            "{'mode': 'STOCK_TORCH_COMPILE', 'guard_filter_fn': "
+            "torch.compiler.skip_all_guards_unsafe}."
+        )
+
+    @classmethod
+    def which_dimension(cls, dims: Sequence[str], named: str | None) -> "ConfigError":
+        found = (
+            f"capture_dim={named!r} is none of them"
+            if named is not None
+            else f"the graph has {len(dims)} of them"
+        )
+        return cls(
+            "cudagraph_capture_sizes: the sizes must speak of one dynamic dimension of the inputs, "
+            f"but {found}.\n  Set capture_dim to one of: {_listed(dims)}."
+        )
+
+
+class DescriptorError(CGCompileError, ValueError):
+    """A :class:`~cgcompile.BatchDescriptor` that contradicts itself."""
+
+    @classmethod
+    def field(cls, name: str, value: object, expected: str) -> "DescriptorError":
+        return cls(f"BatchDescriptor: {name} = {value!r}; expected {expected}.")
+
+    @classmethod
+    def not_uniform(cls, num_tokens: int, num_reqs: int | None) -> "DescriptorError":
+        return cls(
+            f"BatchDescriptor(num_tokens={num_tokens}, num_reqs={num_reqs}, uniform=True): a "
+            "uniform batch needs num_reqs, and num_tokens must be a multiple of it.\n"
+            "  The query length of each request is num_tokens // num_reqs, exactly."
+        )
+
+
+class ForwardContextError(CGCompileError, RuntimeError):
+    """The forward context is missing, or was used where it cannot work."""
+
+    @classmethod
+    def missing(cls) -> "ForwardContextError":
+        return cls(
+            "get_forward_context(): no forward context is set in this thread or task.\n"
+            "  Wrap the call of the model: with cgcompile.set_forward_context(...): model(...). A "
+            "new thread or asyncio task starts with none."
+        )
+
+    @classmethod
+    def traced(cls, what: str) -> "ForwardContextError":
+        return cls(
+            f"{what} was called in code that torch.compile traces: its value would be frozen into "
+            "the graph or recompile it.\n"
+            "  Read the context inside an opaque custom op (torch.library), and set it around the "
+            "call of the compiled model."
+        )
+
+    @classmethod
+    def runtime_mode(cls, found: object) -> "ForwardContextError":
+        return cls(
+            f"set_forward_context(cudagraph_runtime_mode={found!r}): a step runs in one mode; "
+            "expected CUDAGraphMode.NONE, PIECEWISE or FULL.\n"
+            "  Of a combined mode take decode_mode() or mixed_mode()."
+        )
+
+
+class BoundaryError(CGCompileError, ValueError):
+    """A splitting op that does not exist, or is declared twice with different meanings."""
+
+    @classmethod
+    def unknown(cls, name: str, known: Iterable[str]) -> "BoundaryError":
+        return cls(
+            f"splitting op {name!r}: no operator, higher-order op or function has this name."
+            f"{_close(name, known)}\n"
+            "  Import the library that defines it first. Forms: 'ns::op', 'ns.op', "
+            "'ns::op.overload', 'ns::*', 'package.module.function'."
+        )
+
+    @classmethod
+    def not_an_op(cls, found: object) -> "BoundaryError":
+        return cls(
+            f"splitting op: found {found!r}; expected a name, an op of torch.ops, a function, or "
+            "a cgcompile.SplittingOp (with predicate=... for a test on fx.Node)."
+        )
+
+    @classmethod
+    def target_or_predicate(cls) -> "BoundaryError":
+        return cls("SplittingOp: give either target= or predicate=, not both and not none.")
+
+    @classmethod
+    def declared_twice(cls, name: str) -> "BoundaryError":
+        return cls(
+            f"splitting op {name!r} is declared twice with different settings. Declare it once."
+        )
+
+
+class PassError(CGCompileError, RuntimeError):
+    """A pass failed, or left a graph that is not valid."""
+
+    @classmethod
+    def invalid(cls, name: str, problem: str) -> "PassError":
+        return cls(
+            f"pass {name!r} left an invalid graph: {problem}.\n"
+            "  A pass may assume a valid graph and must leave one; see cgcompile.passes.verify."
+        )
+
+    @classmethod
+    def raised(cls, name: str, error: BaseException) -> "PassError":
+        return cls(f"pass {name!r} raised {type(error).__name__}: {error}")
+
+    @classmethod
+    def not_a_pass(cls, found: object) -> "PassError":
+        return cls(
+            f"a pass must have a name, uuid() and __call__(gm) -> gm; found {found!r}.\n"
+            "  Wrap a plain function: cgcompile.passes.FunctionPass(name, function)."
+        )
+
+
+class SymbolError(CGCompileError, RuntimeError):
+    """A size that is not what the compiled graph allows."""
+
+    @classmethod
+    def free(cls, value: str, symbols: Sequence[str], where: str) -> "SymbolError":
+        return cls(
+            f"{where}: the size of {value!r} depends on {_listed(symbols)}, which no input of the "
+            "graph gives.\n  Such a value cannot cross into a captured piece; please report this "
+            "graph."
+        )
+
+    @classmethod
+    def specialised(cls, dim: str, size: str, where: str) -> "SymbolError":
+        return cls(
+            f"{where}: compiling it fixed the dynamic dimension {dim} to {size}; the result would "
+            "be wrong for every other size.\n"
+            "  Look for a comparison with a constant size in the compiler or pass that ran last, "
+            "or compile this model without dynamic sizes (dynamic=False)."
+        )
+
+    @classmethod
+    def size_refused(cls, size: int, dim: str, guard: str, where: str) -> "SymbolError":
+        return cls(
+            f"cudagraph_capture_sizes: size {size} of {dim} is refused by the model's own guard "
+            f"{guard}{where}.\n  Leave it out, or round it to a size that the guard allows."
+        )
+
+
+class PieceCompileError(CGCompileError, RuntimeError):
+    """The compiler of a piece raised, or returned something that cannot be called."""
+
+    @classmethod
+    def raised(
+        cls, piece: str, compiler: str, where: str, error: BaseException
+    ) -> "PieceCompileError":
+        return cls(
+            f"{piece}: compiler {compiler!r} raised {type(error).__name__}: {error}\n"
+            f"  The piece is from {where}. options={{'compiler': 'eager'}} runs it uncompiled; "
+            "a splitting op or cgcompile.eager_region() takes the op out of the piece."
+        )
+
+    @classmethod
+    def not_callable(cls, piece: str, compiler: str, found: object) -> "PieceCompileError":
+        return cls(
+            f"{piece}: compiler {compiler!r} returned {found!r}; expected a callable that takes "
+            "the inputs of the piece and returns the list of its outputs."
+        )

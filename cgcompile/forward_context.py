@@ -1,0 +1,251 @@
+"""The batch descriptor and the forward context: what one step is, told from outside the model.
+
+Opaque ops, graph wrappers and eager segments read the context of *this* step here; traced code must
+not, because its value would be frozen into the graph. Without it every attention op would need the
+step's metadata as arguments. The rule a caller keeps: set the context around the call of the
+model, in the same thread and asyncio task.
+
+The context variable below is the only ambient state of cgcompile.
+"""
+
+import asyncio
+import threading
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from cgcompile.config import CUDAGraphMode
+from cgcompile.errors import DescriptorError, ForwardContextError
+
+
+class _Fields(NamedTuple):
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform: bool = False
+    has_lora: bool = False
+    num_active_loras: int = 0
+    max_query_len: int | None = None
+    extra: tuple[Any, ...] = ()
+
+
+class BatchDescriptor(_Fields):
+    """What a captured graph was captured for: the key of every graph. Immutable and hashable.
+
+    Attributes:
+        num_tokens: rows of the batch, padded; at least 0.
+        num_reqs: requests in the batch, padded; None where the graph does not depend on it.
+        uniform: all requests have the same query length, ``num_tokens // num_reqs`` exactly.
+        has_lora: LoRA adapters are active.
+        num_active_loras: how many; 0 without LoRA.
+        max_query_len: the longest query the graph was captured for; None if it does not matter.
+        extra: further key axes of the user's own (a ``max_seqlen`` bucket, a kernel id); hashable.
+
+    Raises:
+        DescriptorError: a field is out of range, or ``uniform`` does not divide.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        num_tokens: int,
+        num_reqs: int | None = None,
+        uniform: bool = False,
+        has_lora: bool = False,
+        num_active_loras: int = 0,
+        max_query_len: int | None = None,
+        extra: tuple[Any, ...] = (),
+    ) -> "BatchDescriptor":
+        counts = (
+            ("num_tokens", num_tokens, 0),
+            ("num_reqs", num_reqs, 1),
+            ("num_active_loras", num_active_loras, 0),
+            ("max_query_len", max_query_len, 1),
+        )
+        for name, value, least in counts:
+            optional = name in ("num_reqs", "max_query_len")
+            if value is None and optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                expected = f"a whole number of at least {least}" + (" or None" if optional else "")
+                raise DescriptorError.field(name, value, expected)
+        if not isinstance(extra, tuple):
+            raise DescriptorError.field("extra", extra, "a tuple")
+        try:
+            hash(extra)
+        except TypeError:
+            raise DescriptorError.field("extra", extra, "a tuple of hashable values") from None
+        if uniform and (num_reqs is None or num_tokens % num_reqs):
+            raise DescriptorError.not_uniform(num_tokens, num_reqs)
+        return super().__new__(
+            cls, num_tokens, num_reqs, uniform, has_lora, num_active_loras, max_query_len, extra
+        )
+
+    @classmethod
+    def _make(cls, iterable: Any) -> "BatchDescriptor":
+        return cls(*iterable)  # so that _replace() validates too
+
+    @property
+    def query_len(self) -> int | None:
+        """Tokens of each request of a uniform batch; None for any other batch."""
+        return self.num_tokens // self.num_reqs if self.uniform and self.num_reqs else None
+
+
+class ForwardContext:
+    """What opaque ops, wrappers and eager segments may know of the current step.
+
+    Attributes are those of :class:`set_forward_context`; ``additional`` holds its extra keywords.
+    """
+
+    __slots__ = (
+        "additional",
+        "attn_metadata",
+        "batch_descriptor",
+        "cudagraph_runtime_mode",
+        "num_tokens",
+        "num_tokens_across_dp",
+        "num_unpadded_tokens",
+        "slot_mapping",
+    )
+
+    def __init__(
+        self,
+        attn_metadata: Any = None,
+        *,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        batch_descriptor: BatchDescriptor | None = None,
+        num_tokens: int | None = None,
+        num_unpadded_tokens: int | None = None,
+        num_tokens_across_dp: torch.Tensor | None = None,
+        slot_mapping: Any = None,
+        **additional: Any,
+    ) -> None:
+        if cudagraph_runtime_mode not in CUDAGraphMode.valid_runtime_modes():
+            raise ForwardContextError.runtime_mode(cudagraph_runtime_mode)
+        self.attn_metadata = attn_metadata
+        self.cudagraph_runtime_mode = cudagraph_runtime_mode
+        self.batch_descriptor = batch_descriptor
+        self.num_tokens = num_tokens
+        self.num_unpadded_tokens = num_unpadded_tokens
+        self.num_tokens_across_dp = num_tokens_across_dp
+        self.slot_mapping = slot_mapping
+        self.additional = additional
+
+
+# (context, who set it). The owner matters: a task or thread that copied this context on creation
+# would otherwise see the step of its parent, long after that step has ended.
+_Owner = tuple[int, "asyncio.Task[Any] | None"]
+_current: ContextVar[tuple[ForwardContext | None, _Owner] | None] = ContextVar(
+    "cgcompile_forward_context", default=None
+)
+
+
+def _owner() -> _Owner:
+    # Asking for the loop first costs no exception in the usual case, a plain thread.
+    loop = asyncio._get_running_loop()
+    return threading.get_ident(), asyncio.current_task(loop) if loop is not None else None
+
+
+def _read() -> ForwardContext | None:
+    entry = _current.get()
+    if entry is None or entry[1] != _owner():
+        return None
+    return entry[0]
+
+
+class override_forward_context:
+    """Context manager: make ``context`` (or None) current in this thread or task; re-entrant."""
+
+    __slots__ = ("_context", "_tokens")
+
+    def __init__(self, context: ForwardContext | None) -> None:
+        if torch.compiler.is_compiling():
+            raise ForwardContextError.traced(type(self).__name__ + "()")
+        self._context = context
+        self._tokens: list[Token[Any]] = []
+
+    def __enter__(self) -> ForwardContext | None:
+        self._tokens.append(_current.set((self._context, _owner())))
+        return self._context
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _current.reset(self._tokens.pop())
+
+
+class set_forward_context(override_forward_context):
+    """Context manager: the context of one step, set around the call of the model; re-entrant.
+
+    Nothing is copied and nothing synchronises; the context holds references until it is left.
+
+    Args:
+        attn_metadata: whatever the attention ops of the engine need; opaque to cgcompile.
+        cudagraph_runtime_mode: NONE, PIECEWISE or FULL.
+        batch_descriptor: the key of the graphs to capture or replay.
+        num_tokens: rows of the batch after padding.
+        num_unpadded_tokens: rows that are real.
+        num_tokens_across_dp: int32 tensor [R] on the CPU, the tokens of each of R ranks.
+        slot_mapping: where new keys and values go; opaque to cgcompile.
+        **additional: anything else; found in ``ForwardContext.additional``.
+
+    Raises:
+        ForwardContextError: the mode is not a runtime mode, or the caller is being traced.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        attn_metadata: Any = None,
+        *,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        batch_descriptor: BatchDescriptor | None = None,
+        num_tokens: int | None = None,
+        num_unpadded_tokens: int | None = None,
+        num_tokens_across_dp: torch.Tensor | None = None,
+        slot_mapping: Any = None,
+        **additional: Any,
+    ) -> None:
+        super().__init__(
+            ForwardContext(
+                attn_metadata,
+                cudagraph_runtime_mode=cudagraph_runtime_mode,
+                batch_descriptor=batch_descriptor,
+                num_tokens=num_tokens,
+                num_unpadded_tokens=num_unpadded_tokens,
+                num_tokens_across_dp=num_tokens_across_dp,
+                slot_mapping=slot_mapping,
+                **additional,
+            )
+        )
+
+
+def is_forward_context_available() -> bool:
+    """Whether this thread or task has a forward context.
+
+    Raises:
+        ForwardContextError: called in code that torch.compile traces.
+    """
+    if torch.compiler.is_compiling():
+        raise ForwardContextError.traced("is_forward_context_available()")
+    return _read() is not None
+
+
+def get_forward_context() -> ForwardContext:
+    """The forward context of this thread or task.
+
+    Raises:
+        ForwardContextError: none is set, or the caller is being traced by torch.compile.
+    """
+    if torch.compiler.is_compiling():
+        raise ForwardContextError.traced("get_forward_context()")
+    context = _read()
+    if context is None:
+        raise ForwardContextError.missing()
+    return context

@@ -1,0 +1,95 @@
+"""Compile the pieces of a split graph.
+
+A compiler of pieces is a callable ``(gm, fake_inputs) -> callable``; the result takes the inputs of
+the piece by position and returns the list or tuple of its outputs. Everything is compiled inside
+the backend call, so that what a compiler assumes about sizes becomes one of Dynamo's guards, and
+under ``no_grad``, because a piece compiled for training keeps state that a graph cannot hold.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from tqdm import tqdm
+
+from cgcompile import compat
+from cgcompile.config import CompilationConfig
+from cgcompile.errors import CGCompileError, ConfigError, PieceCompileError
+from cgcompile.passes.nodes import value
+from cgcompile.passes.split import Piece, SplitGraph
+
+log = logging.getLogger(__name__)
+
+Runnable = Callable[..., Sequence[Any]]
+PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Runnable]
+
+
+def compile_pieces(split: SplitGraph, config: CompilationConfig) -> list[Runnable]:
+    """One callable per piece, in order; pieces of equal structure share theirs.
+
+    Raises:
+        PieceCompileError: the compiler raised; names the piece and the user's source line.
+        SymbolError: compiling fixed a dynamic size to a number.
+    """
+    compiler = compiler_for(config)
+    name = compiler_name(config)
+    todo = [piece for piece in split.distinct if piece.compiled]
+    made: dict[int, Runnable] = {}
+    progress = tqdm(todo, desc="cgcompile: pieces", unit="piece", disable=None, leave=False)
+    with torch.no_grad(), progress:
+        for piece in progress:
+            log.debug("compiling %s (%d ops) with %s", piece.name, piece.num_ops, name)
+            made[piece.index] = _compile_one(piece, compiler, name)
+            split.symbols.check_not_specialised(f"{piece.name} ({piece.where})")
+    log.info("compiled %d pieces for %d, with %s", len(made), len(split.pieces), name)
+    return [made.get(piece.same_as, piece.module.forward) for piece in split.pieces]
+
+
+def _compile_one(piece: Piece, compiler: PieceCompiler, name: str) -> Runnable:
+    fake_inputs = [value(node) for node in piece.module.graph.find_nodes(op="placeholder")]
+    try:
+        made = compiler(piece.module, fake_inputs)
+    except CGCompileError:
+        raise
+    except Exception as error:
+        raise PieceCompileError.raised(piece.name, name, piece.where, error) from error
+    if not callable(made):
+        raise PieceCompileError.not_callable(piece.name, name, made)
+    return made
+
+
+def compiler_name(config: CompilationConfig) -> str:
+    chosen = config.compiler
+    return chosen if isinstance(chosen, str) else getattr(chosen, "__name__", repr(chosen))
+
+
+def compiler_for(config: CompilationConfig) -> PieceCompiler:
+    """The compiler that a configuration asks for.
+
+    Raises:
+        ConfigError: an Inductor setting that this torch does not have.
+    """
+    patches = inductor_patches(config)
+    if callable(config.compiler):
+        return config.compiler
+    if config.compiler == "eager":
+        return lambda gm, fake_inputs: gm.forward
+    if config.compiler == "aot":
+        return _aot
+    return lambda gm, fake_inputs: compat.compile_standalone(gm, fake_inputs, patches)
+
+
+def inductor_patches(config: CompilationConfig) -> dict[str, Any]:
+    """The user's Inductor settings, checked against those that this torch knows."""
+    patches = dict(config.inductor_options)
+    for name in patches:
+        if name not in compat.inductor_option_names():
+            raise ConfigError.unknown_inductor_option(name, compat.inductor_option_names())
+    return patches
+
+
+def _aot(gm: fx.GraphModule, fake_inputs: Sequence[Any]) -> Runnable:
+    """The functional ATen graph of a piece, run op by op."""
+    return compat.compile_aten(gm, fake_inputs, lambda aten, inputs: aten.forward)

@@ -1,0 +1,149 @@
+"""Keep two tensors of one memory from crossing a boundary where that would go wrong.
+
+Note [Alias hazards]. Inside a piece, views are views. Between pieces they are separate values, and
+two things break. (a) A compiled piece may return a view of its own intermediate as a copy; if a
+later piece writes that memory, the other value does not see it. (b) A compiler that gets two inputs
+of one memory and a write to it rebuilds one from the other by the layout that the *traced* tensors
+had, which the tensors at run time need not have.
+
+The cure is the same: only the base crosses, and every piece that needs the view makes it again. It
+costs a microsecond where the view is made on the host, so it is done for hazards only.
+"""
+
+from dataclasses import replace
+
+from torch import fx
+
+from cgcompile.passes.assign import PLACEMENT, Placement, placement
+from cgcompile.passes.nodes import COMPUTING, is_view, storages, tensors, value, written
+from cgcompile.passes.regions import nodes_in_regions
+
+
+class ResolveAliases:
+    """Sink views into the pieces that use them, wherever a hazard needs it."""
+
+    name = "resolve_aliases"
+
+    def uuid(self) -> str:
+        return "resolve_aliases/1"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        _use_what_was_written(gm)
+        in_region = nodes_in_regions(gm)
+        for members in _by_storage(gm).values():
+            if _endangered_pieces(gm, members):
+                for node in reversed(members[1:]):
+                    if is_view(gm, node) and node not in in_region:
+                        _sink(gm, node)
+        for members in _by_storage(gm).values():
+            _leave_uncompiled(gm, _endangered_pieces(gm, members))
+        return gm
+
+
+def _use_what_was_written(gm: fx.GraphModule) -> None:
+    """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``, one name for one tensor."""
+    for node in gm.graph.nodes:
+        for target in written(gm, node):
+            if _same_tensor(node, target):
+                node.replace_all_uses_with(target)
+                break
+
+
+def _same_tensor(one: fx.Node, other: fx.Node) -> bool:
+    a, b = value(one), value(other)
+    if not (len(tensors(a)) == len(tensors(b)) == 1 and a is tensors(a)[0] and b is tensors(b)[0]):
+        return False
+    layout_a = (a.dtype, a.size(), a.stride(), a.storage_offset())
+    layout_b = (b.dtype, b.size(), b.stride(), b.storage_offset())
+    return storages(a) == storages(b) != set() and layout_a == layout_b
+
+
+def _by_storage(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
+    """For each storage the nodes whose value lies in it, in order; the first one is its root."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if node.op != "output":
+            for key in storages(value(node)):
+                found.setdefault(key, []).append(node)
+    return {key: members for key, members in found.items() if len(members) > 1}
+
+
+def _piece(node: fx.Node) -> int:
+    """The number of a node's piece; -1 for inputs, a large one for the output."""
+    if node.op == "output":
+        return 1 << 30
+    place = placement(node)
+    return place.piece if place is not None else -1
+
+
+def _endangered_pieces(gm: fx.GraphModule, members: list[fx.Node]) -> set[int]:
+    """The captured pieces that the note above speaks of, for the values in one storage."""
+    keys = set(members)
+    writers = {
+        _piece(user)
+        for node in members
+        for user in node.users
+        if not keys.isdisjoint(written(gm, user))
+    }
+    if not writers:
+        return set()
+    readers = {  # of each value that is one tensor: the other pieces that use it
+        node: {_piece(user) for user in node.users} - {_piece(node)}
+        for node in members
+        if len(tensors(value(node))) == 1
+    }
+    endangered = set()
+    for piece in {_piece(node) for node in members if _is_captured(node)}:  # (a)
+        leaving = [node for node, others in readers.items() if _piece(node) == piece and others]
+        if len(leaving) > 1 and max(writers) > piece and _piece(members[0]) == piece:
+            endangered.add(piece)
+    for piece in writers:  # (b)
+        given = [node for node, others in readers.items() if piece in others]
+        if len(given) > 1 and _captured_piece(gm, piece):
+            endangered.add(piece)
+    return endangered
+
+
+def _is_captured(node: fx.Node) -> bool:
+    place = placement(node)
+    return place is not None and place.capture
+
+
+def _captured_piece(gm: fx.GraphModule, piece: int) -> bool:
+    return any(_piece(node) == piece and _is_captured(node) for node in gm.graph.nodes)
+
+
+def _leave_uncompiled(gm: fx.GraphModule, pieces: set[int]) -> None:
+    """Uncompiled kernels keep views as views, so a hazard that stays is right without a compiler."""
+    for node in gm.graph.nodes:
+        place = placement(node)
+        if place is not None and place.piece in pieces:
+            node.meta[PLACEMENT] = replace(
+                place, compiled=False, uncompiled="memory that it writes has another name"
+            )
+
+
+def _sink(gm: fx.GraphModule, view: fx.Node) -> None:
+    """Make ``view`` again in each other piece that uses it."""
+    own = _piece(view)
+    users_by_piece: dict[int, list[fx.Node]] = {}
+    for user in view.users:
+        if user.op == "output" or _piece(user) != own:
+            users_by_piece.setdefault(_piece(user), []).append(user)
+    order = {node: position for position, node in enumerate(gm.graph.nodes)}
+    for users in users_by_piece.values():
+        first = min(users, key=order.__getitem__)
+        where = placement(first) or _last_placement(gm)
+        with gm.graph.inserting_before(first):
+            copy = gm.graph.node_copy(view)
+        copy.meta[PLACEMENT] = where
+        for user in users:
+            user.replace_input_with(view, copy)
+    if not view.users:
+        gm.graph.erase_node(view)
+
+
+def _last_placement(gm: fx.GraphModule) -> Placement | None:
+    """Where a view goes that only the caller gets: the last piece."""
+    computing = [n for n in gm.graph.nodes if n.op in COMPUTING and placement(n) is not None]
+    return placement(computing[-1]) if computing else None

@@ -1,0 +1,190 @@
+"""Which node goes into which piece, captured or eager, and why.
+
+The order of the graph is kept. A node that cannot be captured makes an eager piece, neighbours
+share one, and what lies between is a captured piece, with two refinements: allocations between two
+boundaries move into the captured piece before them, and a stretch that launches no kernel joins
+its eager neighbour, because an empty graph costs a replay for nothing.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from cgcompile import compat
+from cgcompile.boundaries import Boundaries
+from cgcompile.passes.capturable import Capturability
+from cgcompile.passes.nodes import (
+    COMPUTING,
+    is_allocation,
+    is_container_item,
+    launches_kernel,
+    runs_once_on_host,
+    toggles_state,
+)
+from cgcompile.passes.normalize import bound_symbols, is_floating
+from cgcompile.passes.regions import state_regions
+from cgcompile.reasons import Reason, Why
+
+PLACEMENT = "cgcompile_placement"  # the key in node.meta
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a node goes.
+
+    Attributes:
+        piece: the number of its piece, ascending along the graph.
+        capture: whether that piece is captured.
+        why: why this node cannot be; None for a node that only keeps it company.
+        compiled: whether the compiler of pieces gets that piece.
+        uncompiled: why the piece is left to run op by op although it is captured.
+    """
+
+    piece: int
+    capture: bool
+    why: Why | None
+    compiled: bool
+    uncompiled: str | None = None
+
+
+def placement(node: fx.Node) -> Placement | None:
+    """The placement of a node; None for inputs, attributes and floating numbers."""
+    return node.meta.get(PLACEMENT)
+
+
+@dataclass
+class _Run:
+    """Consecutive nodes that go together."""
+
+    capture: bool
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+class AssignPieces:
+    """Write a :class:`Placement` into the meta of every node that computes.
+
+    Args:
+        boundaries: the registry that says what is a splitting op.
+    """
+
+    name = "assign_pieces"
+
+    def __init__(self, boundaries: Boundaries) -> None:
+        self._boundaries = boundaries
+
+    def uuid(self) -> str:
+        return f"assign_pieces/1/{self._boundaries.uuid()}"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        whys = self._decide(gm)
+        in_region = _spread_over_regions(gm, whys)
+        runs = _settle(gm, _group(whys), in_region, whys)
+        for number, run in enumerate(runs):
+            compiled = run.capture or self._compiles_alone(run, whys)
+            for node in run.nodes:
+                node.meta[PLACEMENT] = Placement(number, run.capture, whys[node], compiled)
+        return gm
+
+    def _compiles_alone(self, run: _Run, whys: dict[fx.Node, Why | None]) -> bool:
+        """Whether an eager run is nothing but ops that their registration wants compiled."""
+        matched = []
+        for node in run.nodes:
+            why = whys[node]
+            if why is not None and why.reason is Reason.SPLITTING_OP:
+                matched.append(self._boundaries.match(node))
+            elif why is not None and why.reason is not Reason.NO_KERNEL:
+                return False
+        return bool(matched) and all(op is not None and op.compiled for op in matched)
+
+    def _decide(self, gm: fx.GraphModule) -> dict[fx.Node, Why | None]:
+        """For every node that needs a piece, in order: why it cannot be captured."""
+        predicate = Capturability(gm, self._boundaries)
+        bound = bound_symbols(gm).keys()
+        whys: dict[fx.Node, Why | None] = {}
+        for node in gm.graph.nodes:
+            if node.op not in COMPUTING or is_floating(node, bound):
+                continue
+            if is_container_item(node) and node.args[0] in whys:
+                whys[node] = whys[node.args[0]]
+            else:
+                whys[node] = predicate.why_not(node)
+        return whys
+
+
+def _spread_over_regions(gm: fx.GraphModule, whys: dict[fx.Node, Why | None]) -> set[fx.Node]:
+    """Make regions with an eager node eager as a whole; return the nodes in any region."""
+    nodes = list(gm.graph.nodes)
+    inside: set[fx.Node] = set()
+    for region in state_regions(gm):
+        members = [node for node in nodes[region.first : region.last + 1] if node in whys]
+        inside |= set(members)
+        cause = next((whys[node] for node in members if whys[node] is not None), None)
+        if cause is None and not region.gradients:
+            continue
+        detail = f"in one {region.label} region" + (f" with {cause.detail}" if cause else "")
+        reason = Reason.STATE_REGION if cause else Reason.GRADIENTS
+        for node in members:
+            whys[node] = whys[node] or Why(reason, detail)
+    return inside
+
+
+def _group(whys: dict[fx.Node, Why | None]) -> list[_Run]:
+    """Cut the nodes where capture and eager alternate; nodes without a side take a neighbour's."""
+    runs: list[_Run] = []
+    waiting: list[fx.Node] = []
+    for node, why in whys.items():
+        if why is None and _takes_no_side(node):
+            waiting.append(node)
+            if node.target is compat.EXIT_AUTOCAST and runs:  # close in the piece that ends here
+                runs[-1].nodes += waiting
+                waiting = []
+            continue
+        if not runs or runs[-1].capture != (why is None):
+            runs.append(_Run(capture=why is None))
+        runs[-1].nodes += [*waiting, node]
+        waiting = []
+    if waiting:
+        runs = runs or [_Run(capture=True)]
+        runs[-1].nodes += waiting
+    return runs
+
+
+def _takes_no_side(node: fx.Node) -> bool:
+    return toggles_state(node) or (runs_once_on_host(node) and not node.all_input_nodes)
+
+
+def _settle(
+    gm: fx.GraphModule,
+    runs: list[_Run],
+    in_region: set[fx.Node],
+    whys: dict[fx.Node, Why | None],
+) -> list[_Run]:
+    """Dissolve captured runs that launch no kernel, and join eager neighbours."""
+    settled: list[_Run] = []
+    for run in runs:
+        if run.capture and not any(launches_kernel(gm, node) for node in run.nodes):
+            captured = settled[-2] if len(settled) >= 2 else None
+            if captured is not None:
+                _hoist_allocations(run, captured, settled[-1], in_region)
+            for node in run.nodes:
+                whys[node] = Why(Reason.NO_KERNEL, "launches no kernel")
+            run.capture = False
+        if settled and settled[-1].capture == run.capture:
+            settled[-1].nodes += run.nodes
+        elif run.nodes:
+            settled.append(run)
+    return settled
+
+
+def _hoist_allocations(
+    run: _Run, captured: _Run, eager_between: _Run, in_region: set[fx.Node]
+) -> None:
+    """Move allocations of ``run`` to the end of ``captured``, so that they have fixed addresses."""
+    too_late = {*eager_between.nodes, *run.nodes}
+    for node in list(run.nodes):
+        movable = is_allocation(node) and node not in in_region
+        if movable and too_late.isdisjoint(node.all_input_nodes):
+            captured.nodes[-1].append(node)
+            captured.nodes.append(node)
+            run.nodes.remove(node)
+            too_late.discard(node)

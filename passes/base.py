@@ -1,0 +1,119 @@
+"""A pass, and the manager that runs a list of them.
+
+A pass is a small object with a ``name``, a ``uuid()`` that changes when its effect does, and a
+``__call__(gm) -> gm``. It may assume a valid graph and must leave one (:mod:`.verify`); between
+the two, anything goes. The manager verifies after every pass and, on request, writes the graph
+before and after each to a folder.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import fx
+
+from cgcompile.errors import CGCompileError, PassError
+from cgcompile.passes.nodes import value
+from cgcompile.passes.verify import fill_values, problem_in, signature
+
+
+@runtime_checkable
+class GraphPass(Protocol):
+    """What every pass, ours or a user's, looks like."""
+
+    name: str
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Change ``gm`` in place, or return another graph with the same inputs and outputs."""
+
+    def uuid(self) -> str:
+        """Equal for two passes that change every graph in the same way; part of cache keys."""
+
+
+@dataclass(frozen=True)
+class FunctionPass:
+    """A plain function as a pass.
+
+    Args:
+        name: shown in messages and dumps.
+        function: ``(gm) -> gm``, or ``(gm) -> None`` if it works in place.
+        version: change it when the function changes what it does.
+    """
+
+    name: str
+    function: Callable[[fx.GraphModule], fx.GraphModule | None]
+    version: str = "1"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        return self.function(gm) or gm
+
+    def uuid(self) -> str:
+        return f"{self.name}/{self.function.__module__}.{self.function.__qualname__}/{self.version}"
+
+
+class PassManager:
+    """Runs passes in order and checks the graph after each.
+
+    Args:
+        passes: objects that follow :class:`GraphPass`.
+        dump_dir: a folder (made if absent) for ``00.before.txt``, ``00.<name>.txt``, ...
+
+    Raises:
+        PassError: something in ``passes`` is not a pass.
+    """
+
+    def __init__(self, passes: Iterable[Any], dump_dir: str | None = None) -> None:
+        self.passes: tuple[GraphPass, ...] = tuple(passes)
+        for candidate in self.passes:
+            if not isinstance(candidate, GraphPass):
+                raise PassError.not_a_pass(candidate)
+        self._dump_dir = dump_dir
+
+    def uuid(self) -> str:
+        """A hash over the uuids of all passes, in order."""
+        rows = "\n".join(each.uuid() for each in self.passes)
+        return hashlib.sha256(rows.encode()).hexdigest()
+
+    def __call__(self, gm: fx.GraphModule, label: str = "graph") -> fx.GraphModule:
+        """Run all passes.
+
+        Raises:
+            PassError: a pass raised, or left an invalid graph. cgcompile's own errors pass through.
+        """
+        expected = signature(gm)
+        self._dump(gm, label, 0, "before")
+        for number, each in enumerate(self.passes):
+            known = set(gm.graph.nodes)
+            try:
+                gm = each(gm)
+            except CGCompileError:
+                raise
+            except Exception as error:
+                raise PassError.raised(each.name, error) from error
+            problem = problem_in(gm, expected) or fill_values(gm, known)
+            if problem is not None:
+                raise PassError.invalid(each.name, problem)
+            self._dump(gm, label, number, each.name)
+        return gm
+
+    def _dump(self, gm: fx.GraphModule, label: str, number: int, name: str) -> None:
+        if self._dump_dir is None:
+            return
+        os.makedirs(self._dump_dir, exist_ok=True)
+        path = os.path.join(self._dump_dir, f"{label}.{number:02}.{name}.txt")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(graph_text(gm) + "\n")
+
+
+def graph_text(gm: fx.GraphModule) -> str:
+    """One line per node: ``name = target(arguments)  # shape``; stable and free of paths."""
+    lines = []
+    for node in gm.graph.nodes:
+        arguments = [str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()]
+        found = value(node)
+        shape = f"  # {tuple(found.shape)}" if hasattr(found, "shape") else ""
+        target = node.target if isinstance(node.target, str) else node._pretty_print_target(node.target)
+        lines.append(f"{node.name} = {node.op} {target}({', '.join(arguments)}){shape}")
+    return "\n".join(lines)

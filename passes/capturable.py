@@ -1,0 +1,173 @@
+"""Can this node live in a CUDA graph? One predicate, :meth:`Capturability.why_not`, which says why.
+
+A captured graph repeats kernels; the host does not run again. So a node cannot be captured if the
+host must read what the device computes, if it works on the CPU or on another device, or if it
+copies through pageable memory. What this predicate misses shows at the first capture.
+"""
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from cgcompile import compat
+from cgcompile.boundaries import Boundaries, in_eager_region, target_name
+from cgcompile.passes.nodes import (
+    COMPUTING,
+    is_symbolic_number,
+    launches_kernel,
+    short_name,
+    subgraphs,
+    symbols_of,
+    tensors,
+    value,
+)
+from cgcompile.passes.normalize import bound_symbols
+from cgcompile.reasons import Reason, Why
+
+_BRANCHES_ON_THE_HOST = {"cond", "while_loop"}
+_COPIES = {"to", "cuda", "cpu", "copy_", "setitem", "_to_copy", "type_as", "type"}
+_FROM_PYTHON = {"tensor", "as_tensor", "asarray", "from_numpy", "new_tensor"}
+_CHECKS_ON_THE_HOST = {"equal", "allclose", "is_nonzero", "tolist", "numpy"}
+_COLLECTIVE_NAMESPACES = ("_c10d_functional", "c10d", "c10d_functional")
+_CAPTURABLE_COLLECTIVES = {"nccl", "rccl", "fake"}
+
+
+class Capturability:
+    """Answers for the nodes of one graph.
+
+    Args:
+        gm: the graph; every computing node has a fake value.
+        boundaries: the registry of splitting ops.
+    """
+
+    def __init__(self, gm: fx.GraphModule, boundaries: Boundaries) -> None:
+        self._gm = gm
+        self._boundaries = boundaries
+        self._bound = set(bound_symbols(gm))
+        self.device = graph_device(gm)
+
+    def why_not(self, node: fx.Node) -> Why | None:
+        """Why ``node`` runs outside of captured pieces, or None if it can be captured."""
+        return (
+            self._registered(node)
+            or self._unbacked(node)
+            or self._host(node)
+            or self._collective(node)
+            or self._body(node)
+            or self._device(node)
+        )
+
+    def _registered(self, node: fx.Node) -> Why | None:
+        found = self._boundaries.match(node)
+        if found is not None:
+            return Why(Reason.SPLITTING_OP, f"{found.name} [{found.support.name}]")
+        if in_eager_region(node):
+            return Why(Reason.EAGER_REGION, "cgcompile.eager_region()")
+        return None
+
+    def _unbacked(self, node: fx.Node) -> Why | None:
+        given: set[sympy.Symbol] = set()
+        for argument in node.all_input_nodes:
+            given |= self._unbound(value(argument))
+        made = self._unbound(value(node)) - given
+        name = target_name(node.target)
+        if made:
+            return Why(Reason.HOST_SYNC, f"the size or value of {name} depends on data")
+        if given:
+            return Why(Reason.UNBACKED_SIZE, f"{name} works on a size that depends on data")
+        return None
+
+    def _unbound(self, found: Any) -> set[sympy.Symbol]:
+        """Symbols that stand for data: unbacked, and not given by an input of the graph."""
+        return {s for s in symbols_of(found) - self._bound if compat.is_unbacked(s)}
+
+    def _host(self, node: fx.Node) -> Why | None:
+        name = short_name(node.target)
+        if compat.is_higher_order_op(node.target) and name in _BRANCHES_ON_THE_HOST:
+            return Why(Reason.HOST_SYNC, f"torch.{name} picks its branch on the host")
+        if name in _CHECKS_ON_THE_HOST and any(tensors(value(a)) for a in node.all_input_nodes):
+            return Why(Reason.HOST_SYNC, f"{target_name(node.target)} reads a tensor on the host")
+        if self._assigns_by_mask(node):
+            return Why(Reason.HOST_SYNC, "a masked assignment counts the mask on the host")
+        return None
+
+    @staticmethod
+    def _assigns_by_mask(node: fx.Node) -> bool:
+        """``x[mask] = values`` finds the places of the mask first, unless it fills one number."""
+        if node.target is operator.setitem:
+            index, new = node.args[1], node.args[2]
+        elif short_name(node.target) in ("index_put", "index_put_") and len(node.args) > 2:
+            index, new = node.args[1], node.args[2]
+        else:
+            return False
+        new_value = value(new) if isinstance(new, fx.Node) else new
+        one_number = not isinstance(new_value, torch.Tensor) or new_value.numel() == 1
+        entries = compat.tree_leaves(index)
+        masks = [value(e) for e in entries if isinstance(e, fx.Node)]
+        is_mask = any(m.dtype in (torch.bool, torch.uint8) for m in tensors(masks))
+        return is_mask and not one_number
+
+    def _collective(self, node: fx.Node) -> Why | None:
+        overloads = compat.op_overloads(node.target)
+        if not overloads or overloads[0].namespace not in _COLLECTIVE_NAMESPACES:
+            return None
+        if "wait" in short_name(node.target):
+            source = node.args[0] if isinstance(node.args[0], fx.Node) else None
+            return self._collective(source) if source is not None else None
+        groups = [compat.process_group_backend(a) for a in (*node.args, *node.kwargs.values())]
+        backend = next((group for group in groups if group is not None), None)
+        if backend is not None and set(backend.split(",")) & _CAPTURABLE_COLLECTIVES:
+            return None
+        name = target_name(node.target)
+        return Why(Reason.COLLECTIVE, f"{name} over backend {backend or 'unknown'}")
+
+    def _body(self, node: fx.Node) -> Why | None:
+        """A higher-order op cannot be captured if something in its body cannot."""
+        for body in subgraphs(self._gm, node):
+            inside = Capturability(body, self._boundaries)
+            for inner in body.graph.nodes:
+                why = inside.why_not(inner) if inner.op in COMPUTING else None
+                if why is not None:
+                    detail = f"inside {target_name(node.target)}: {why.detail}"
+                    return Why(why.reason, detail)
+        return None
+
+    def _device(self, node: fx.Node) -> Why | None:
+        if self.device.type == "cpu" or is_symbolic_number(value(node)):
+            return None
+        name = short_name(node.target)
+        made = tensors(value(node))
+        given = [t for a in node.all_input_nodes for t in tensors(value(a))]
+        foreign = next((t for t in made + given if t.device not in (self.device, _CPU)), None)
+        if foreign is not None:
+            return Why(Reason.OTHER_DEVICE, f"{name} on {foreign.device}, graph on {self.device}")
+        crosses = {t.device for t in given} == {_CPU} and any(t.device != _CPU for t in made)
+        if any(t.device == _CPU for t in made):
+            if any(t.device != _CPU for t in given):
+                return Why(Reason.DEVICE_COPY, f"{name} copies from {self.device} to the CPU")
+            return Why(Reason.CPU_TENSOR, f"{name} computes on the CPU")
+        if name in _FROM_PYTHON and launches_kernel(self._gm, node):
+            return Why(Reason.DEVICE_COPY, f"{name} copies Python data to {self.device}")
+        cpu = [t for t in given if t.device == _CPU]
+        if cpu and (name in _COPIES or crosses):
+            return Why(Reason.DEVICE_COPY, f"{name} copies from the CPU to {self.device}")
+        # A 0-dim CPU tensor is read on the host at launch, like a number; its value is guarded.
+        if any(t.dim() > 0 for t in cpu):
+            return Why(Reason.CPU_TENSOR, f"{name} reads a CPU tensor")
+        return None
+
+
+_CPU = torch.device("cpu")
+
+
+def graph_device(gm: fx.GraphModule) -> torch.device:
+    """The device that most values of the graph are on, the CPU only if nothing else is there."""
+    counts: dict[torch.device, int] = {}
+    for node in gm.graph.nodes:
+        for tensor in tensors(value(node)):
+            counts[tensor.device] = counts.get(tensor.device, 0) + 1
+    others = {device: n for device, n in counts.items() if device.type != "cpu"}
+    return max(others, key=lambda device: others[device]) if others else _CPU

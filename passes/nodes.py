@@ -1,0 +1,217 @@
+"""Questions about one node of Dynamo's pre-grad graph: its value, what it writes, where it is from.
+
+Every pass asks these, so they live in one place. ``node.meta["example_value"]`` is the fake value
+that Dynamo left; a node without one (a statement such as ``x[i] = y``) has the value None.
+"""
+
+import operator
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from cgcompile import compat
+from cgcompile.boundaries import target_name
+
+COMPUTING = ("call_function", "call_method", "call_module")
+
+_INPLACE_OPERATORS = {
+    operator.setitem,
+    operator.delitem,
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ipow,
+    operator.iand,
+    operator.ior,
+    operator.ixor,
+    operator.ilshift,
+    operator.irshift,
+    operator.imatmul,
+}
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty"}
+_ALLOCATIONS |= {"new_empty_strided"}
+_RUN_ONCE_ON_THE_HOST = {"_log_api_usage_once", "lazy_load_decompositions", "_assert_scalar"}
+_RUN_ONCE_ON_THE_HOST |= {"sym_constrain_range", "sym_constrain_range_for_size", "_check"}
+
+
+def value(node: fx.Node) -> Any:
+    """The fake value of a node: tensors, symbolic numbers, or containers of them; None if none."""
+    return node.meta.get("example_value")
+
+
+def tensors(found: Any) -> list[torch.Tensor]:
+    """The tensors in a value, containers opened."""
+    return [leaf for leaf in compat.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+
+def is_symbolic_number(found: Any) -> bool:
+    return isinstance(found, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def symbols_of(found: Any) -> set[sympy.Symbol]:
+    """The free symbols in a value: of numbers, and of sizes, strides and offsets of tensors."""
+    symbols: set[sympy.Symbol] = set()
+    for leaf in compat.tree_leaves(found):
+        if is_symbolic_number(leaf):
+            symbols |= leaf.node.expr.free_symbols
+        elif isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            numbers = (*leaf.shape, *leaf.stride(), leaf.storage_offset())
+            for number in numbers:
+                if isinstance(number, torch.SymInt):
+                    symbols |= number.node.expr.free_symbols
+        elif isinstance(leaf, torch.Tensor):
+            for size in leaf.shape:
+                if isinstance(size, torch.SymInt):
+                    symbols |= size.node.expr.free_symbols
+    return symbols
+
+
+def storages(found: Any) -> set[int]:
+    """Keys of the storages behind the tensors of a value."""
+    keys = (compat.storage_key(tensor) for tensor in tensors(found))
+    return {key for key in keys if key is not None}
+
+
+def short_name(target: Any) -> str:
+    """The last part of a target's name: ``empty_like`` for torch, aten and method alike."""
+    return target_name(target).replace("::", ".").rpartition(".")[2]
+
+
+def subgraphs(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """The graph modules that a higher-order op takes as bodies."""
+    found = []
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            module = attribute(gm, argument)
+            if isinstance(module, fx.GraphModule):
+                found.append(module)
+    return found
+
+
+def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """What a ``get_attr`` node reads."""
+    found: Any = gm
+    for part in str(node.target).split("."):
+        found = getattr(found, part)
+    return found
+
+
+def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    """The argument nodes whose tensors ``node`` writes.
+
+    Exact for operators with a schema; for torch functions and methods it follows torch's naming
+    rule (a trailing underscore, ``out=``, ``inplace=True``); a higher-order op whose body writes is
+    taken to write all its tensor arguments.
+    """
+    if node.op not in COMPUTING:
+        return []
+    if node.op == "call_method":
+        name = str(node.target)
+        inplace = name.endswith("_") and not name.endswith("__") or name in ("__setitem__",)
+        return _nodes(node.args[:1]) if inplace else []
+    overloads = compat.op_overloads(node.target)
+    if overloads:
+        places = {place for op in overloads for place in compat.written_arguments(op)}
+        given = [node.args[i] for i, _ in places if i < len(node.args)]
+        return _nodes(given + [node.kwargs[name] for _, name in places if name in node.kwargs])
+    if compat.is_higher_order_op(node.target):
+        return _written_by_higher_order(gm, node)
+    if node.target in _INPLACE_OPERATORS or node.kwargs.get("inplace") is True:
+        return _nodes(node.args[:1])
+    name = short_name(node.target)
+    if name.endswith("_") and not name.endswith("__"):
+        return _nodes(node.args[:1])
+    if name == "batch_norm" and (node.kwargs.get("training") or True in node.args[5:6]):
+        return _nodes([*node.args[1:3], node.kwargs.get("running_mean")])
+    return _nodes([node.kwargs["out"]]) if node.kwargs.get("out") is not None else []
+
+
+def _written_by_higher_order(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    triton = "triton_kernel_wrapper" in target_name(node.target)
+    bodies = subgraphs(gm, node)
+    writes = triton or any(written(body, inner) for body in bodies for inner in body.graph.nodes)
+    return [n for n in node.all_input_nodes if tensors(value(n))] if writes else []
+
+
+def _nodes(arguments: Any) -> list[fx.Node]:
+    return [leaf for leaf in compat.tree_leaves(arguments) if isinstance(leaf, fx.Node)]
+
+
+def is_view(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the node only makes new tensors over storages that its arguments have."""
+    if node.op not in COMPUTING or written(gm, node):
+        return False
+    own = storages(value(node))
+    given: set[int] = set()
+    for argument in node.all_input_nodes:
+        given |= storages(value(argument))
+    return bool(own) and own <= given
+
+
+def is_container_item(node: fx.Node) -> bool:
+    """Whether the node picks an item out of a node that returned several values."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+        return False
+    source = value(node.args[0])
+    return isinstance(source, (tuple, list)) and not isinstance(source, torch.Size)
+
+
+def is_allocation(node: fx.Node) -> bool:
+    """Whether the node only allocates memory, without filling it."""
+    return node.op in COMPUTING and short_name(node.target) in _ALLOCATIONS
+
+
+def toggles_state(node: fx.Node) -> bool:
+    """Whether the node switches autocast or grad mode, which each piece repeats for itself."""
+    return node.op == "call_function" and node.target in (
+        compat.ENTER_AUTOCAST,
+        compat.EXIT_AUTOCAST,
+        compat.SET_GRAD_ENABLED,
+    )
+
+
+def runs_once_on_host(node: fx.Node) -> bool:
+    """Whether the node is a check or a registration on the host, without effect on tensors."""
+    return node.op == "call_function" and short_name(node.target) in _RUN_ONCE_ON_THE_HOST
+
+
+def launches_kernel(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the node does work on the device; when in doubt, yes."""
+    if node.op not in COMPUTING or is_symbolic_number(value(node)) or toggles_state(node):
+        return False
+    if is_container_item(node) or is_allocation(node):
+        return False
+    if runs_once_on_host(node):
+        return False
+    return not is_view(gm, node)
+
+
+# ---------------------------------------------------------------- where a node is from
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
+
+
+def frames(node: fx.Node) -> Iterator[tuple[str, int, str, str]]:
+    """(file, line, function, code) of each frame of the user's stack, outermost first."""
+    lines = (node.meta.get("stack_trace") or "").splitlines()
+    for i, text in enumerate(lines):
+        found = _FRAME.search(text)
+        if found:
+            code = lines[i + 1].strip() if i + 1 < len(lines) else ""
+            yield found["file"], int(found["line"]), found["function"].strip(), code
+
+
+def user_line(node: fx.Node) -> tuple[str, str] | None:
+    """(where, code) of the innermost frame, such as ``("model.py:41 in forward", "q = ...")``."""
+    innermost = None
+    for file, line, function, code in frames(node):
+        innermost = (f"{os.path.basename(file)}:{line} in {function}", code)
+    return innermost

@@ -1,0 +1,265 @@
+"""Cut a graph whose nodes carry a placement into pieces: :func:`cut`.
+
+Each piece gets its foreign values as inputs (sizes first, then in order of use) and returns a
+tuple, always; arithmetic on sizes is repeated in each piece that needs it; autocast and grad mode
+are entered again at the start of a piece and left at its end. Pieces of equal structure share one
+``GraphModule``.
+
+Note [Own splitter]. ``torch.fx.passes.split_module`` does most of this, but it leaves grad mode
+changed between pieces, fails on an unbacked symbol without a binding node, returns a bare value for
+a single output on torch 2.11, and makes one GraphModule a piece, equal or not.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch import fx
+
+from cgcompile import compat
+from cgcompile.passes.assign import placement
+from cgcompile.passes.nodes import COMPUTING, attribute, symbols_of, user_line, value
+from cgcompile.passes.normalize import bound_symbols, is_floating
+from cgcompile.passes.regions import grad_mode_around
+from cgcompile.passes.sources import dotted_source, identifier
+from cgcompile.passes.split import Piece, Ref, SplitGraph, Value
+from cgcompile.passes.structure import structural_key
+from cgcompile.passes.symbols import Symbols
+from cgcompile.reasons import Reason, Why
+
+
+def cut(gm: fx.GraphModule) -> SplitGraph:
+    """The split of a graph by the placements of its nodes; ``gm`` is left as it is."""
+    return _Cutter(gm).split()
+
+
+@dataclass(frozen=True)
+class _State:
+    """The state that toggling nodes have set at some point of the graph."""
+
+    autocasts: tuple[fx.Node, ...]  # the enter nodes that are still open, outermost first
+    grad: bool | None
+
+
+class _Cutter:
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._gm = gm
+        self._bound = bound_symbols(gm)
+        self._grad_outside = grad_mode_around(gm)
+        self._members: dict[int, list[fx.Node]] = {}
+        self._before: dict[int, _State] = {}
+        self._after: dict[int, _State] = {}
+        self._walk()
+        self._names = self._name_everything()
+        self._modules: dict[Hashable, tuple[int, fx.GraphModule]] = {}
+
+    # -------------------------------------------------------------- reading the graph
+
+    def _walk(self) -> None:
+        """Collect the nodes of each piece, and the state before and after it."""
+        state = _State((), self._grad_outside)
+        for node in self._gm.graph.nodes:
+            place = placement(node)
+            if place is None:
+                continue
+            self._members.setdefault(place.piece, []).append(node)
+            self._before.setdefault(place.piece, state)
+            if node.target is compat.ENTER_AUTOCAST:
+                state = _State((*state.autocasts, node), state.grad)
+            elif node.target is compat.EXIT_AUTOCAST:
+                rest = tuple(enter for enter in state.autocasts if enter is not node.args[0])
+                state = _State(rest, state.grad)
+            elif node.target is compat.SET_GRAD_ENABLED:
+                state = _State(state.autocasts, bool(node.args[0]))
+            self._after[place.piece] = state
+
+    def _name_everything(self) -> dict[fx.Node, str]:
+        taken: set[str] = set()
+        names: dict[fx.Node, str] = {}
+        for node in self._gm.graph.nodes:
+            if node.op == "placeholder" and node in self._bound.values():
+                names[node] = identifier(f"s{len(names)}", taken)
+        for node in self._gm.graph.nodes:
+            if node not in names and node.op != "output":
+                source = dotted_source(node) if node.op == "placeholder" else None
+                names[node] = identifier(source or node.name, taken)
+        return names
+
+    # -------------------------------------------------------------- the parts of the result
+
+    def split(self) -> SplitGraph:
+        pieces = tuple(self._piece(index, members) for index, members in self._members.items())
+        inputs = tuple(self._value(n) for n in self._gm.graph.find_nodes(op="placeholder"))
+        made = [self._value(n) for members in self._members.values() for n in members]
+        crossing = {name for piece in pieces for name in piece.outputs}
+        constants = self._constants()
+        values = {v.name: v for v in (*inputs, *(v for v in made if v.name in crossing))}
+        for name, constant in constants.items():
+            values[name] = Value(name, constant, source=name, static=True)
+        output = self._gm.graph.output_node().args[0]
+        return SplitGraph(
+            pieces=pieces,
+            inputs=inputs,
+            values=values,
+            constants=constants,
+            numbers=self._numbers_for_the_caller(),
+            result=fx.map_arg(output, lambda node: Ref(self._names[node])),
+            symbols=Symbols(self._gm),
+            graph_break=compat.graph_break(self._gm),
+        )
+
+    def _value(self, node: fx.Node) -> Value:
+        is_input = node.op == "placeholder"
+        return Value(
+            self._names[node],
+            value(node),
+            dotted_source(node) if is_input else None,
+            is_input and compat.is_static_input(node),
+        )
+
+    def _constants(self) -> dict[str, Any]:
+        found = {}
+        for node in self._gm.graph.find_nodes(op="get_attr"):
+            constant = attribute(self._gm, node)
+            if not isinstance(constant, fx.GraphModule):
+                found[self._names[node]] = constant
+        return found
+
+    def _numbers_for_the_caller(self) -> Piece | None:
+        output = self._gm.graph.output_node()
+        wanted = [n for n in output.all_input_nodes if is_floating(n, self._bound.keys())]
+        if not wanted:
+            return None
+        module, inputs = self._module([], wanted, _State((), None), _State((), None))
+        return Piece(
+            index=len(self._members),
+            module=module,
+            capture=False,
+            why=(Why(Reason.NO_KERNEL, "arithmetic on sizes"),),
+            compiled=False,
+            uncompiled=None,
+            inputs=inputs,
+            outputs=tuple(self._names[node] for node in wanted),
+            num_ops=len(wanted),
+            lines=(),
+            same_as=len(self._members),
+        )
+
+    def _piece(self, index: int, members: list[fx.Node]) -> Piece:
+        place = placement(members[0])
+        assert place is not None
+        outputs = [n for n in members if self._leaves(n, index)]
+        module, inputs = self._module(members, outputs, self._before[index], self._after[index])
+        same_as, module = self._shared(index, module, place.capture)
+        whys = _distinct(p.why for p in map(placement, members) if p is not None)
+        boundary = [n for n in members if (p := placement(n)) is not None and p.why is not None]
+        return Piece(
+            index=index,
+            module=module,
+            capture=place.capture,
+            why=whys,
+            compiled=place.compiled,
+            uncompiled=place.uncompiled,
+            inputs=inputs,
+            outputs=tuple(self._names[node] for node in outputs),
+            num_ops=len(members),
+            lines=_lines(boundary or members),
+            same_as=same_as,
+        )
+
+    def _leaves(self, node: fx.Node, index: int) -> bool:
+        """Whether something outside of the piece uses the node's value."""
+        if node.target is compat.ENTER_AUTOCAST:
+            return False
+        return any(
+            user.op == "output" or ((p := placement(user)) is not None and p.piece != index)
+            for user in node.users
+        )
+
+    def _shared(
+        self, index: int, module: fx.GraphModule, capture: bool
+    ) -> tuple[int, fx.GraphModule]:
+        key = (capture, structural_key(module))
+        return self._modules.setdefault(key, (index, module))
+
+    # -------------------------------------------------------------- one piece
+
+    def _module(
+        self,
+        members: list[fx.Node],
+        outputs: list[fx.Node],
+        before: _State,
+        after: _State,
+    ) -> tuple[fx.GraphModule, tuple[str, ...]]:
+        """The piece as a module, and the names of the values it takes."""
+        foreign, floating, bodies = self._needs(members, outputs)
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in foreign:
+            copies[node] = graph.placeholder(self._names[node])
+            copies[node].meta = node.meta.copy()
+        for node in (*bodies, *floating):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        for enter in before.autocasts:
+            copies[enter] = graph.node_copy(enter)
+        if before.grad != self._grad_outside:
+            graph.call_function(compat.SET_GRAD_ENABLED, (before.grad,))
+        for node in members:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        for enter in reversed(after.autocasts):
+            graph.call_function(compat.EXIT_AUTOCAST, (copies[enter],))
+        if after.grad != self._grad_outside:
+            graph.call_function(compat.SET_GRAD_ENABLED, (self._grad_outside,))
+        graph.output(tuple(copies[node] for node in outputs))
+        module = fx.GraphModule(self._gm, graph, class_name="Piece")
+        return module, tuple(self._names[node] for node in foreign)
+
+    def _needs(
+        self, members: list[fx.Node], outputs: list[fx.Node]
+    ) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+        """What a piece uses of the rest: values, floating numbers, bodies of higher-order ops."""
+        inside = set(members)
+        values: dict[fx.Node, None] = {}
+        floating: dict[fx.Node, None] = {}
+        bodies: dict[fx.Node, None] = {}
+
+        def use(node: fx.Node) -> None:
+            if node in inside or node.target is compat.ENTER_AUTOCAST:
+                return
+            if is_floating(node, self._bound.keys()):
+                for argument in node.all_input_nodes:
+                    use(argument)
+                floating[node] = None
+            elif node.op == "get_attr" and isinstance(attribute(self._gm, node), fx.GraphModule):
+                bodies[node] = None
+            else:
+                values[node] = None
+
+        for node in members:
+            for argument in node.all_input_nodes:
+                use(argument)
+        for node in outputs:
+            use(node)
+        sizes = self._sizes_for(values)
+        rest = [node for node in values if node not in sizes]
+        return [*sizes, *rest], list(floating), list(bodies)
+
+    def _sizes_for(self, used: Iterable[fx.Node]) -> list[fx.Node]:
+        """The size inputs that these values need, in the order of the graph's inputs."""
+        symbols: set[sympy.Symbol] = set()
+        for node in used:
+            symbols |= symbols_of(value(node))
+        return [node for symbol, node in self._bound.items() if symbol in symbols]
+
+
+def _distinct(whys: Iterable[Why | None]) -> tuple[Why, ...]:
+    """In order, without repetition; kernel-less company is only named where it is alone."""
+    found = tuple(dict.fromkeys(why for why in whys if why is not None))
+    told = tuple(why for why in found if why.reason is not Reason.NO_KERNEL)
+    return told or found
+
+
+def _lines(nodes: list[fx.Node]) -> tuple[tuple[str, str], ...]:
+    found = (user_line(node) for node in nodes)
+    return tuple(dict.fromkeys(line for line in found if line is not None))

@@ -1,0 +1,159 @@
+"""The sizes of a graph as sympy expressions: printing, bytes, and checks before anything is captured.
+
+A graph traced with dynamic sizes has one symbol per varying dimension of its inputs. Every size and
+every number of bytes is an expression of these symbols, so that a capture size that the model's own
+guards refuse is refused up front, with the guard, and not by a wrong result.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from cgcompile import compat
+from cgcompile.errors import ConfigError, SymbolError
+from cgcompile.passes.nodes import symbols_of, value
+from cgcompile.passes.normalize import bound_symbols
+from cgcompile.passes.sources import dotted_source
+
+_DTYPES = {
+    "float": "f",
+    "bfloat": "bf",
+    "int": "i",
+    "uint": "u",
+    "complex": "c",
+    "bool": "b8",
+}
+
+
+class Symbols:
+    """The symbols that the inputs of one graph give, in the order of the inputs.
+
+    Args:
+        gm: a graph whose inputs carry fake values.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        bound = bound_symbols(gm)
+        self._dims = {symbol: dotted_source(node) or node.name for symbol, node in bound.items()}
+        self._short = {symbol: sympy.Symbol(f"s{i}") for i, symbol in enumerate(bound)}
+        self._shapes = compat.Shapes.of(value(node) for node in bound.values())
+
+    @property
+    def dims(self) -> dict[str, str]:
+        """Printed symbol -> the input dimension it stands for: ``{"s0": "x.size()[0]"}``."""
+        return {str(self._short[symbol]): dim for symbol, dim in self._dims.items()}
+
+    # -------------------------------------------------------------- printing
+
+    def pretty(self, expression: Any) -> str:
+        """An expression in the printed symbols ``s0``, ``s1``, ..., in order of the inputs."""
+        return str(sympy.sympify(expression).subs(self._short))
+
+    def number(self, found: Any) -> sympy.Expr:
+        """The expression of a plain or symbolic number."""
+        return found.node.expr if hasattr(found, "node") else sympy.sympify(found)
+
+    def shape_text(self, tensor: torch.Tensor) -> str:
+        """``f32[s0, 16]``."""
+        sizes = ", ".join(self.pretty(self.number(size)) for size in tensor.shape)
+        return f"{dtype_text(tensor.dtype)}[{sizes}]"
+
+    # -------------------------------------------------------------- bytes
+
+    def nbytes(self, tensor: torch.Tensor) -> sympy.Expr:
+        """Bytes of the elements of a tensor."""
+        count = sympy.Integer(tensor.element_size())
+        for size in tensor.shape:
+            count = count * self.number(size)
+        return count
+
+    def storage(self, tensor: torch.Tensor) -> tuple[int, sympy.Expr]:
+        """(key, bytes) of the storage behind a tensor; a view pins all of it."""
+        key = compat.storage_key(tensor)
+        if key is None:
+            return id(tensor), self.nbytes(tensor)
+        return key, sympy.expand(self.number(tensor.untyped_storage().nbytes()))
+
+    def tabulate(
+        self, expression: sympy.Expr, sizes: Sequence[int], dim: str | None = None
+    ) -> dict[int, int]:
+        """The value of an expression of one symbol at each size.
+
+        Args:
+            expression: such as ``SplitGraph.crossing_bytes()``.
+            sizes: values of the dimension.
+            dim: which dimension varies; may be left out if the graph has one.
+
+        Raises:
+            ConfigError: the graph has several dimensions and none, or an unknown one, was named.
+        """
+        symbol = self._chosen(dim)
+        function = sympy.lambdify([symbol] if symbol is not None else [], expression, "math")
+        return {n: int(function(n) if symbol is not None else function()) for n in sizes}
+
+    # -------------------------------------------------------------- checks
+
+    def check_bound(self, found: Any, name: str, where: str) -> None:
+        """Refuse a value whose size depends on a symbol that no input gives."""
+        free = symbols_of(found) - self._dims.keys()
+        if free:
+            raise SymbolError.free(name, sorted(map(str, free)), where)
+
+    def check_not_specialised(self, where: str) -> None:
+        """Refuse what was compiled at ``where`` if that fixed one of the symbols to a number.
+
+        The result would be silently wrong for every other size, because Dynamo's guards may
+        already be made.
+        """
+        for symbol, dim in self._dims.items():
+            now = self._shapes.replacement(symbol) if self._shapes is not None else symbol
+            if now.is_number:
+                raise SymbolError.specialised(dim, str(now), where)
+
+    def check_sizes(self, sizes: Sequence[int], dim: str | None) -> None:
+        """Refuse a capture size that a guard or range of the traced code excludes.
+
+        Sizes 0 and 1 of a backed dimension are not checked: torch traces a graph of their own.
+
+        Raises:
+            SymbolError: names the size and the guard.
+            ConfigError: it is not clear which dimension the sizes speak of.
+        """
+        symbol = self._chosen(dim)
+        if symbol is None or self._shapes is None:
+            return
+        least, most = self._shapes.bounds(symbol)
+        own_graph = () if compat.is_unbacked(symbol) else (0, 1)
+        for size in sizes:
+            if size in own_graph:
+                continue
+            if not least <= size <= most:
+                self._refuse(size, symbol, f"{least} <= {self._short[symbol]} <= {most}", "")
+            for guard, line in self._shapes.guards():
+                if guard.subs(symbol, size) is sympy.false:
+                    self._refuse(size, symbol, self.pretty(guard), line)
+
+    def _refuse(self, size: int, symbol: sympy.Symbol, guard: str, line: str) -> None:
+        dim = f"{self._short[symbol]} = {self._dims[symbol]}"
+        raise SymbolError.size_refused(size, dim, guard, f" ({line})" if line else "")
+
+    def _chosen(self, dim: str | None) -> sympy.Symbol | None:
+        """The symbol of a dimension; None if the graph has no dynamic dimension at all."""
+        if not self._dims:
+            return None
+        if dim is None and len(self._dims) == 1:
+            return next(iter(self._dims))
+        for symbol, name in self._dims.items():
+            if name == dim:
+                return symbol
+        raise ConfigError.which_dimension(list(self._dims.values()), dim)
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """``f32``, ``bf16``, ``i64``, ``b8``: a dtype in a few characters."""
+    name = str(dtype).removeprefix("torch.")
+    head = name.rstrip("0123456789")
+    return _DTYPES[head] + name[len(head) :] if head in _DTYPES else name
