@@ -147,6 +147,8 @@ class Boundaries:
         target = _checked_target(op.target)
         if isinstance(target, str) and known is None:
             target = _resolved(target)
+            spelled_out = target if isinstance(target, str) else target_name(target)
+            op = replace(op, target=target, name=spelled_out if op.name == op.target else op.name)
         if isinstance(target, str) and "*" in target:
             self._patterns.append(op)
         elif isinstance(target, str):

@@ -90,6 +90,8 @@ class AssignPieces:
         matched = []
         for node in run.nodes:
             why = whys[node]
+            if is_container_item(node):
+                continue
             if why is not None and why.reason is Reason.SPLITTING_OP:
                 matched.append(self._boundaries.match(node))
             elif why is not None and why.reason is not Reason.NO_KERNEL:

@@ -73,11 +73,11 @@ class Capturability:
         for argument in node.all_input_nodes:
             given |= self._unbound(value(argument))
         made = self._unbound(value(node)) - given
-        name = target_name(node.target)
         if made:
+            name = target_name(node.target)
             return Why(Reason.HOST_SYNC, f"the size or value of {name} depends on data")
         if given:
-            return Why(Reason.UNBACKED_SIZE, f"{name} works on a size that depends on data")
+            return Why(Reason.UNBACKED_SIZE, "works on a size or number that depends on data")
         return None
 
     def _unbound(self, found: Any) -> set[sympy.Symbol]:

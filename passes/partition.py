@@ -153,7 +153,7 @@ class _Cutter:
         module, inputs = self._module(members, outputs, self._before[index], self._after[index])
         same_as, module = self._shared(index, module, place.capture)
         whys = _distinct(p.why for p in map(placement, members) if p is not None)
-        boundary = [n for n in members if (p := placement(n)) is not None and p.why is not None]
+        causes = [node for node in members if _is_cause(node)]
         return Piece(
             index=index,
             module=module,
@@ -164,7 +164,7 @@ class _Cutter:
             inputs=inputs,
             outputs=tuple(self._names[node] for node in outputs),
             num_ops=len(members),
-            lines=_lines(boundary or members),
+            lines=_lines(causes or members),
             same_as=same_as,
         )
 
@@ -253,11 +253,23 @@ class _Cutter:
         return [node for symbol, node in self._bound.items() if symbol in symbols]
 
 
+# Reasons that a node has only because of its neighbours, told after the others.
+_SECONDARY = (Reason.UNBACKED_SIZE, Reason.STATE_REGION, Reason.NO_KERNEL)
+
+
+def _is_cause(node: fx.Node) -> bool:
+    place = placement(node)
+    return place is not None and place.why is not None and place.why.reason not in _SECONDARY
+
+
 def _distinct(whys: Iterable[Why | None]) -> tuple[Why, ...]:
-    """In order, without repetition; kernel-less company is only named where it is alone."""
-    found = tuple(dict.fromkeys(why for why in whys if why is not None))
+    """Without repetition, causes first; kernel-less company is only named where it is alone."""
+    found = sorted(
+        dict.fromkeys(why for why in whys if why is not None),
+        key=lambda why: why.reason in _SECONDARY,
+    )
     told = tuple(why for why in found if why.reason is not Reason.NO_KERNEL)
-    return told or found
+    return told or tuple(found)
 
 
 def _lines(nodes: list[fx.Node]) -> tuple[tuple[str, str], ...]:

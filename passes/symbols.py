@@ -122,7 +122,7 @@ class Symbols:
             SymbolError: names the size and the guard.
             ConfigError: it is not clear which dimension the sizes speak of.
         """
-        symbol = self._chosen(dim)
+        symbol = self._chosen(dim) if sizes else None
         if symbol is None or self._shapes is None:
             return
         least, most = self._shapes.bounds(symbol)
