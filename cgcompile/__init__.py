@@ -1,7 +1,7 @@
 """cgcompile: ``torch.compile(model, backend="cgcompile")`` for inference.
 
-Split a model at its attention ops, compile the pieces, replay them as CUDA graphs. Read the code in
-the order of a call: ``config``, ``backend``, ``passes``, ``piecewise``, ``entry``; ``boundaries`` and
+Split a model at its attention ops and compile the pieces. Read the code in the order of a call:
+``config``, ``backend``, ``passes``, ``piecewise``, ``entry``; ``boundaries`` and
 ``forward_context`` are what a model author touches.
 """
 

@@ -132,7 +132,7 @@ class NamedBackend:
         options: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> Callable[..., Any]:
-        """Compile one graph that Dynamo traced, with the settings of this ``torch.compile`` call."""
+        """Compile one graph, with the settings of this ``torch.compile`` call."""
         return self.handle(mode, options)(gm, example_inputs)
 
 

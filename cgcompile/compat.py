@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 # State that a graph toggles with nodes of its own.
-ENTER_AUTOCAST = torch.amp._enter_autocast  # type: ignore[attr-defined]
-EXIT_AUTOCAST = torch.amp._exit_autocast  # type: ignore[attr-defined]
+ENTER_AUTOCAST = torch.amp._enter_autocast
+EXIT_AUTOCAST = torch.amp._exit_autocast
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 
 

@@ -137,9 +137,7 @@ def _parse_sizes(value: Any) -> tuple[int, ...]:
 def _parse_compiler(value: Any) -> Any:
     if callable(value) or value in COMPILERS:
         return value
-    raise ValueError(
-        f"one of {', '.join(COMPILERS)}, or a callable (gm, fake_inputs) -> callable"
-    )
+    raise ValueError(f"one of {', '.join(COMPILERS)}, or a callable (gm, fake_inputs) -> callable")
 
 
 def _parse_mapping(value: Any) -> tuple[tuple[str, Any], ...]:

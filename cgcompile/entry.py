@@ -1,9 +1,9 @@
 """What ``torch.compile`` calls at every step: :class:`CompiledGraph`, one per backend call.
 
-A backend call is not a model: two instances of a class can share one, and one model can make several
-(graph breaks, a static and then a dynamic size). A compiled graph owns the split, the compiled
-pieces and the counters. Without gradients it runs the compiled pieces; with them the same pieces
-uncompiled, because a compiled piece would return detached results.
+A backend call is not a model: two instances of a class can share one, and one model can make
+several (graph breaks, a static and then a dynamic size). A compiled graph owns the split, the
+compiled pieces and the counters. Without gradients it runs the compiled pieces; with them the
+same pieces uncompiled, because a compiled piece would return detached results.
 """
 
 from collections.abc import Sequence

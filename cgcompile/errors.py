@@ -52,16 +52,17 @@ class ConfigError(CGCompileError, ValueError):
     @classmethod
     def settings_are_fixed(cls) -> "ConfigError":
         return cls(
-            "torch.compile(mode=... or options=...) beside a cgcompile.Backend object: the settings "
-            "of the object are fixed.\n  Give them to cgcompile.Backend(...), or use "
+            "torch.compile(mode=... or options=...) beside a cgcompile.Backend object: the "
+            "settings of the object are fixed.\n  Give them to cgcompile.Backend(...), or use "
             "backend='cgcompile' with options."
         )
 
     @classmethod
     def not_compiled_here(cls, found: str) -> "ConfigError":
         return cls(
-            f"cgcompile.runtime(): found a {found}; expected a module that torch.compile returned "
-            "for this backend.\n  For a function, keep the object of backend=cgcompile.Backend(...)."
+            f"cgcompile.runtime(): found a {found}; expected a module that torch.compile "
+            "returned for this backend.\n  For a function, keep the object of "
+            "backend=cgcompile.Backend(...)."
         )
 
     @classmethod

@@ -84,7 +84,7 @@ class BatchDescriptor(_Fields):
         )
 
     @classmethod
-    def _make(cls, iterable: Any) -> "BatchDescriptor":
+    def _make(cls, iterable: Any) -> "BatchDescriptor":  # type: ignore[override]
         return cls(*iterable)  # so that _replace() validates too
 
     @property

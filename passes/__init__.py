@@ -18,7 +18,8 @@ from cgcompile.passes.assign import AssignPieces
 from cgcompile.passes.base import FunctionPass, GraphPass, PassManager
 from cgcompile.passes.normalize import BindSymbols, PullItems
 from cgcompile.passes.partition import cut
-from cgcompile.passes.split import Piece, SplitGraph, Value
+from cgcompile.passes.pieces import Piece, Value
+from cgcompile.passes.split import SplitGraph
 
 __all__ = [
     "PIPELINE",

@@ -41,7 +41,7 @@ class ResolveAliases:
 
 
 def _use_what_was_written(gm: fx.GraphModule) -> None:
-    """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``, one name for one tensor."""
+    """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``."""
     for node in gm.graph.nodes:
         for target in written(gm, node):
             if _same_tensor(node, target):
@@ -114,7 +114,7 @@ def _captured_piece(gm: fx.GraphModule, piece: int) -> bool:
 
 
 def _leave_uncompiled(gm: fx.GraphModule, pieces: set[int]) -> None:
-    """Uncompiled kernels keep views as views, so a hazard that stays is right without a compiler."""
+    """Run a hazard that stays op by op: uncompiled kernels keep views as views."""
     for node in gm.graph.nodes:
         place = placement(node)
         if place is not None and place.piece in pieces:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import fx
 
+from cgcompile.boundaries import target_name
 from cgcompile.errors import CGCompileError, PassError
 from cgcompile.passes.nodes import value
 from cgcompile.passes.verify import fill_values, problem_in, signature
@@ -114,6 +115,6 @@ def graph_text(gm: fx.GraphModule) -> str:
         arguments = [str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()]
         found = value(node)
         shape = f"  # {tuple(found.shape)}" if hasattr(found, "shape") else ""
-        target = node.target if isinstance(node.target, str) else node._pretty_print_target(node.target)
+        target = target_name(node.target)
         lines.append(f"{node.name} = {node.op} {target}({', '.join(arguments)}){shape}")
     return "\n".join(lines)

@@ -97,9 +97,8 @@ class Capturability:
     @staticmethod
     def _assigns_by_mask(node: fx.Node) -> bool:
         """``x[mask] = values`` finds the places of the mask first, unless it fills one number."""
-        if node.target is operator.setitem:
-            index, new = node.args[1], node.args[2]
-        elif short_name(node.target) in ("index_put", "index_put_") and len(node.args) > 2:
+        by_method = short_name(node.target) in ("index_put", "index_put_") and len(node.args) > 2
+        if node.target is operator.setitem or by_method:
             index, new = node.args[1], node.args[2]
         else:
             return False

@@ -58,20 +58,16 @@ def is_symbolic_number(found: Any) -> bool:
 
 def symbols_of(found: Any) -> set[sympy.Symbol]:
     """The free symbols in a value: of numbers, and of sizes, strides and offsets of tensors."""
-    symbols: set[sympy.Symbol] = set()
+    numbers: list[Any] = []
     for leaf in compat.tree_leaves(found):
-        if is_symbolic_number(leaf):
-            symbols |= leaf.node.expr.free_symbols
-        elif isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            numbers = (*leaf.shape, *leaf.stride(), leaf.storage_offset())
-            for number in numbers:
-                if isinstance(number, torch.SymInt):
-                    symbols |= number.node.expr.free_symbols
-        elif isinstance(leaf, torch.Tensor):
-            for size in leaf.shape:
-                if isinstance(size, torch.SymInt):
-                    symbols |= size.node.expr.free_symbols
-    return symbols
+        if isinstance(leaf, torch.Tensor):
+            numbers += leaf.shape
+            if leaf.layout is torch.strided:
+                numbers += [*leaf.stride(), leaf.storage_offset()]
+        else:
+            numbers.append(leaf)
+    free = (n.node.expr.free_symbols for n in numbers if is_symbolic_number(n))
+    return set().union(*free)
 
 
 def storages(found: Any) -> set[int]:
@@ -115,7 +111,7 @@ def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
         return []
     if node.op == "call_method":
         name = str(node.target)
-        inplace = name.endswith("_") and not name.endswith("__") or name in ("__setitem__",)
+        inplace = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__",)
         return _nodes(node.args[:1]) if inplace else []
     overloads = compat.op_overloads(node.target)
     if overloads:

@@ -19,11 +19,12 @@ from torch import fx
 
 from cgcompile import compat
 from cgcompile.passes.assign import placement
-from cgcompile.passes.nodes import COMPUTING, attribute, symbols_of, user_line, value
+from cgcompile.passes.nodes import attribute, symbols_of, user_line, value
 from cgcompile.passes.normalize import bound_symbols, is_floating
+from cgcompile.passes.pieces import Piece, Ref, Value
 from cgcompile.passes.regions import grad_mode_around
 from cgcompile.passes.sources import dotted_source, identifier
-from cgcompile.passes.split import Piece, Ref, SplitGraph, Value
+from cgcompile.passes.split import SplitGraph
 from cgcompile.passes.structure import structural_key
 from cgcompile.passes.symbols import Symbols
 from cgcompile.reasons import Reason, Why
@@ -104,10 +105,18 @@ class _Cutter:
             values=values,
             constants=constants,
             numbers=self._numbers_for_the_caller(),
-            result=fx.map_arg(output, lambda node: Ref(self._names[node])),
+            result=self._result(output),
             symbols=Symbols(self._gm),
             graph_break=compat.graph_break(self._gm),
         )
+
+    def _result(self, output: Any) -> Any:
+        """What the graph returns, with a Ref for each node."""
+        if isinstance(output, fx.Node):
+            return Ref(self._names[output])
+        if isinstance(output, (tuple, list)):
+            return tuple(self._result(item) for item in output)
+        return output
 
     def _value(self, node: fx.Node) -> Value:
         is_input = node.op == "placeholder"

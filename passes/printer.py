@@ -1,40 +1,21 @@
-"""The printed form of a split: stable, ASCII, free of paths and of names that torch invents.
+"""The printed form of a piece: stable, ASCII, free of paths and of names that torch invents.
 
 Snapshots, logs and ``explain`` all use it. Sizes are ``s0``, ``s1``, ... in the order of the
 inputs; a value's bytes are followed by those of its storage where a view pins more than it shows.
 """
 
+from collections.abc import Mapping
+
 import torch
 
-from cgcompile.passes.split import Piece, SplitGraph, Value
+from cgcompile.passes.pieces import Piece, Value
+from cgcompile.passes.symbols import Symbols
 
 
-def split_text(split: SplitGraph, *, lines: bool = True) -> str:
-    """The split as text: a header, then a few lines for each piece."""
-    blocks = [_header(split)]
-    blocks += [_piece_text(split, piece, lines) for piece in split.pieces]
-    if split.numbers is not None:
-        blocks.append(f"sizes returned: {', '.join(split.numbers.outputs)}")
-    if split.graph_break is not None:
-        blocks.append(f"ended by a graph break: {split.graph_break if lines else '...'}")
-    return "\n".join(blocks)
-
-
-def _header(split: SplitGraph) -> str:
-    captured = sum(piece.capture for piece in split.pieces)
-    eager = len(split.pieces) - captured
-    text = (
-        f"{_count(len(split.pieces), 'piece')}: {captured} captured, {eager} eager; "
-        f"{len(split.distinct)} distinct; "
-        f"{split.symbols.pretty(split.crossing_bytes())} B cross"
-    )
-    sizes = [f"{name} = {dim}" for name, dim in split.symbols.dims.items()]
-    return "\n".join([text, *(["sizes: " + ", ".join(sizes)] if sizes else [])])
-
-
-def _piece_text(split: SplitGraph, piece: Piece, lines: bool) -> str:
+def piece_text(piece: Piece, values: Mapping[str, Value], symbols: Symbols, lines: bool) -> str:
+    """A piece as a few lines: what it is, why, where from, what goes in and out."""
     kind = "captured" if piece.capture else "eager   "
-    row = f"{piece.name}  {kind}  {_count(piece.num_ops, 'op')}"
+    row = f"{piece.name}  {kind}  {count(piece.num_ops, 'op')}"
     if piece.same_as != piece.index:
         row += f", same as piece_{piece.same_as}"
     if piece.compiled and not piece.capture:
@@ -46,24 +27,23 @@ def _piece_text(split: SplitGraph, piece: Piece, lines: bool) -> str:
     rows += [f"  at   {f'{where}: ' if lines else ''}{code}" for where, code in shown]
     if len(piece.lines) > 3 and not piece.capture:
         rows.append(f"  at   {len(piece.lines) - 3} more lines")
-    rows.append("  in   " + _values_text(split, piece.inputs))
-    rows.append("  out  " + _values_text(split, piece.outputs))
+    rows.append("  in   " + _values_text([values[name] for name in piece.inputs], symbols))
+    rows.append("  out  " + _values_text([values[name] for name in piece.outputs], symbols))
     return "\n".join(rows)
 
 
-def _values_text(split: SplitGraph, names: tuple[str, ...]) -> str:
-    values = [split.values[name] for name in names]
-    moving = [_value_text(split, each) for each in values if not each.static]
+def _values_text(values: list[Value], symbols: Symbols) -> str:
+    moving = [_value_text(each, symbols) for each in values if not each.static]
     static = [each for each in values if each.static]
     if static:
         tensors = [each.meta for each in static if isinstance(each.meta, torch.Tensor)]
-        total = sum((split.symbols.nbytes(tensor) for tensor in tensors), start=0)
-        moving.append(f"{len(static)} static {split.symbols.pretty(total)} B")
+        total = sum((symbols.nbytes(tensor) for tensor in tensors), start=0)
+        moving.append(f"{len(static)} static {symbols.pretty(total)} B")
     return ", ".join(moving) or "-"
 
 
-def _value_text(split: SplitGraph, each: Value) -> str:
-    found, symbols = each.meta, split.symbols
+def _value_text(each: Value, symbols: Symbols) -> str:
+    found = each.meta
     if not isinstance(found, torch.Tensor):
         return each.name
     own, (_, storage) = symbols.nbytes(found), symbols.storage(found)
@@ -73,5 +53,6 @@ def _value_text(split: SplitGraph, each: Value) -> str:
     return f"{each.name} {symbols.shape_text(found)} {size} B"
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """``1 piece``, ``2 pieces``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

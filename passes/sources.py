@@ -1,7 +1,7 @@
 """Names that a reader knows for the inputs of a graph: ``model.layers.0.weight``, ``x.size()[0]``.
 
-Dynamo calls an input ``L['self']._modules['model']._parameters['weight']``; printed tables, messages
-and generated code use the dotted form that the user would write.
+Dynamo calls an input ``L['self']._modules['model']._parameters['weight']``; printed tables,
+messages and generated code use the dotted form that the user would write.
 """
 
 import keyword

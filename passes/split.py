@@ -1,6 +1,6 @@
-"""The split as a value: :class:`SplitGraph`, made of :class:`Piece` and :class:`Value`.
+"""The split as a value: :class:`SplitGraph`. Plain data, immutable, printable.
 
-Plain data, immutable, printable. ``partition.py`` makes it, ``piecewise`` compiles it.
+``partition.py`` makes it, ``piecewise`` compiles it.
 """
 
 from collections.abc import Mapping
@@ -8,80 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch
-from torch import fx
 
 from cgcompile.passes.nodes import tensors
+from cgcompile.passes.pieces import Piece, Value
+from cgcompile.passes.printer import count, piece_text
 from cgcompile.passes.symbols import Symbols
-from cgcompile.reasons import Why
-
-
-@dataclass(frozen=True, eq=False)
-class Value:
-    """Something that the caller passes or that crosses between pieces.
-
-    Attributes:
-        name: a valid Python identifier, unique in the graph; the one in the generated code.
-        meta: the fake tensor, symbolic number or constant that was traced.
-        source: where the caller has it, such as ``model.layers.0.weight``; None for results.
-        static: the caller promises a fixed address: a parameter, a buffer or a module attribute.
-    """
-
-    name: str
-    meta: Any
-    source: str | None = None
-    static: bool = False
-
-    @property
-    def is_tensor(self) -> bool:
-        return isinstance(self.meta, torch.Tensor)
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """One part of a split graph: a function from its inputs to a tuple of outputs.
-
-    Attributes:
-        index: position in the order of execution.
-        module: the FX module; the same object for pieces of equal structure.
-        capture: whether CUDA graphs may hold it; otherwise it runs eager.
-        why: why it runs eager, one entry per distinct reason; empty if it is captured.
-        compiled: whether the compiler of pieces gets it.
-        uncompiled: why a captured piece is not compiled, or None.
-        inputs: names of the values that ``module`` takes, in order.
-        outputs: names of the values that it returns, in order.
-        num_ops: nodes that compute.
-        lines: the user's source lines, as (where, code), of the boundary or of the first node.
-        same_as: index of the first piece of equal structure; its own index if it is the first.
-    """
-
-    index: int
-    module: fx.GraphModule
-    capture: bool
-    why: tuple[Why, ...]
-    compiled: bool
-    uncompiled: str | None
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    num_ops: int
-    lines: tuple[tuple[str, str], ...]
-    same_as: int
-
-    @property
-    def name(self) -> str:
-        return f"piece_{self.index}"
-
-    @property
-    def where(self) -> str:
-        """The user's line, for messages."""
-        return self.lines[0][0] if self.lines else "an unknown line"
-
-
-@dataclass(frozen=True)
-class Ref:
-    """The place of a named value in ``SplitGraph.result``."""
-
-    name: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +49,7 @@ class SplitGraph:
         return tuple(self.values[name] for piece in self.pieces for name in piece.outputs)
 
     def crossing_bytes(self) -> sympy.Expr:
-        """Bytes of storage behind all crossing values, each storage once, in the graph's symbols."""
+        """Bytes of storage behind all crossing values, each storage counted once."""
         found: dict[int, sympy.Expr] = {}
         for each in self.crossing():
             for tensor in tensors(each.meta):
@@ -128,9 +59,23 @@ class SplitGraph:
 
     def text(self, *, lines: bool = True) -> str:
         """The stable printed form; ``lines=False`` leaves out line numbers."""
-        from cgcompile.passes.printer import split_text
+        rows = [self._header()]
+        rows += [piece_text(piece, self.values, self.symbols, lines) for piece in self.pieces]
+        if self.numbers is not None:
+            rows.append(f"sizes returned: {', '.join(self.numbers.outputs)}")
+        if self.graph_break is not None:
+            rows.append(f"ended by a graph break: {self.graph_break if lines else '...'}")
+        return "\n".join(rows)
 
-        return split_text(self, lines=lines)
+    def _header(self) -> str:
+        captured = sum(piece.capture for piece in self.pieces)
+        text = (
+            f"{count(len(self.pieces), 'piece')}: {captured} captured, "
+            f"{len(self.pieces) - captured} eager; {len(self.distinct)} distinct; "
+            f"{self.symbols.pretty(self.crossing_bytes())} B cross"
+        )
+        sizes = [f"{name} = {dim}" for name, dim in self.symbols.dims.items()]
+        return f"{text}\nsizes: {', '.join(sizes)}" if sizes else text
 
     def __str__(self) -> str:
         return self.text()

@@ -1,4 +1,4 @@
-"""The sizes of a graph as sympy expressions: printing, bytes, and checks before anything is captured.
+"""The sizes of a graph as sympy expressions: printing, bytes, and checks before any capture.
 
 A graph traced with dynamic sizes has one symbol per varying dimension of its inputs. Every size and
 every number of bytes is an expression of these symbols, so that a capture size that the model's own

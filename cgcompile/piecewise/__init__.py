@@ -1,1 +1,1 @@
-"""Split graph in, callable out: compile the pieces (``compilers``), then stitch them (``stitch``)."""
+"""Split graph in, callable out: compile the pieces (``compilers``), stitch them (``stitch``)."""

@@ -18,7 +18,8 @@ from cgcompile import compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CGCompileError, ConfigError, PieceCompileError
 from cgcompile.passes.nodes import value
-from cgcompile.passes.split import Piece, SplitGraph
+from cgcompile.passes.pieces import Piece
+from cgcompile.passes.split import SplitGraph
 
 log = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ The generated function calls each piece directly, drops each value after its las
 memory can be reused), and binds pieces and constants as names. It reads like this::
 
     def step(s0, x, layers_0_weight):
-        (q, k, v,) = piece_0(s0, x, layers_0_weight)
+        (q, k, v) = piece_0(s0, x, layers_0_weight)
         (out,) = piece_1(q, k, v)
         del (q, k, v)
         (y,) = piece_2(s0, out, x)
-        del (out)
-        return (y, )
+        del (out,)
+        return (y,)
 """
 
 import textwrap
@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cgcompile.passes.split import Piece, Ref, SplitGraph
+from cgcompile.passes.pieces import Piece, Ref
+from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.compilers import Runnable
 
 
@@ -61,11 +62,11 @@ def step_source(split: SplitGraph) -> str:
     last_use = _last_uses(split, [piece for _, piece in calls])
     lines = _wrapped(f"def step({', '.join(inputs)}):", indent=0)
     for position, (name, piece) in enumerate(calls):
-        results = f"({', '.join(piece.outputs)},) = " if piece.outputs else ""
+        results = f"{_tuple(piece.outputs)} = " if piece.outputs else ""
         lines += _wrapped(f"{results}{name}({', '.join(piece.inputs)})", indent=4)
         done = [value for value, last in last_use.items() if last == position]
         if done:
-            lines += _wrapped(f"del ({', '.join(done)})", indent=4)
+            lines += _wrapped(f"del {_tuple(done)}", indent=4)
     lines += _wrapped(f"return {_expression(split.result)}", indent=4)
     return "\n".join(lines) + "\n"
 
@@ -93,21 +94,19 @@ def _returned(result: Any) -> Iterator[str]:
     """The names of the values that the caller gets."""
     if isinstance(result, Ref):
         yield result.name
-    elif isinstance(result, (tuple, list)):
+    elif isinstance(result, tuple):
         for item in result:
             yield from _returned(item)
-    elif isinstance(result, dict):
-        yield from _returned(list(result.values()))
+
+
+def _tuple(items: Sequence[str]) -> str:
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
 
 def _expression(result: Any) -> str:
     """Python text for the returned structure."""
     if isinstance(result, Ref):
         return result.name
-    if isinstance(result, (tuple, list)):
-        items = "".join(f"{_expression(item)}, " for item in result)
-        return f"({items})" if isinstance(result, tuple) else f"[{items}]"
-    if isinstance(result, dict):
-        items = ", ".join(f"{key!r}: {_expression(item)}" for key, item in result.items())
-        return f"{{{items}}}"
+    if isinstance(result, tuple):
+        return _tuple([_expression(item) for item in result])
     return repr(result)

@@ -1,0 +1,129 @@
+"""The cases on a CUDA device, with every compiler of pieces, and what only a GPU shows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CASES, D
+from support import backend_for, check_against_eager, split_texts
+from torch import nn
+
+import cgcompile
+from cgcompile.reasons import Reason
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+def test_equals_eager(name: str, compiler: str) -> None:
+    assert check_against_eager(CASES[name], compiler, "cuda").graphs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_split_is_the_one_of_the_cpu(name: str) -> None:
+    assert split_texts(CASES[name], "cuda") == split_texts(CASES[name], "cpu")
+
+
+class Experts(nn.Module):
+    """Mixture-of-experts routing that sends offsets from pageable memory to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, 4)
+        self.experts = nn.Parameter(torch.randn(4, D, D))
+        self.bias = torch.randn(4)  # a plain CPU tensor: not moved by .to()
+
+    def forward(self, x):
+        choice = self.gate(x).argmax(-1)
+        scale = torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
+        bias = self.bias.to(x.device)
+        mixed = torch.einsum("btd,btde->bte", x, self.experts[choice])
+        return F.relu(mixed * scale[choice][..., None] + bias[choice][..., None])
+
+
+class CpuPart(nn.Module):
+    """Part of the model computes on the CPU."""
+
+    def forward(self, x, lengths):
+        longest = (lengths * 2).to(x.device)
+        return x.sin() * longest[:, None, None]
+
+
+def _run(model: nn.Module, *inputs: torch.Tensor) -> list[Reason]:
+    backend = cgcompile.Backend(compiler="inductor")
+    with torch.no_grad():
+        for each in inputs:
+            torch._dynamo.mark_dynamic(each, 0)
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+    pieces = [piece for graph in backend.graphs for piece in graph.split.pieces]
+    assert any(piece.capture for piece in pieces)
+    return [why.reason for piece in pieces for why in piece.why]
+
+
+def test_pageable_copy_is_a_boundary() -> None:
+    reasons = _run(Experts().eval().cuda(), torch.randn(6, 4, D, device="cuda"))
+    assert Reason.DEVICE_COPY in reasons
+
+
+def test_cpu_tensor_is_a_boundary() -> None:
+    lengths = torch.arange(1, 7, dtype=torch.float32)
+    reasons = _run(CpuPart(), torch.randn(6, 4, D, device="cuda"), lengths)
+    assert reasons.count(Reason.CPU_TENSOR) == 1
+    assert reasons.count(Reason.DEVICE_COPY) == 1
+
+
+def test_captured_pieces_can_be_captured() -> None:
+    """The predicate's word, tested: each captured piece of every case records as a CUDA graph."""
+    refused = []
+    for name, case in CASES.items():
+        torch._dynamo.reset()
+        for piece_name, error in _capture_pieces(case):
+            refused.append(f"{name}/{piece_name}: {error}")
+    assert not refused, "\n".join(refused)
+
+
+def _capture_pieces(case) -> list[tuple[str, str]]:
+    from support import build, mark
+
+    model, backend = build(case, "cuda"), backend_for(case, "eager")
+    with torch.device("cuda"):
+        inputs = case.inputs(case.sizes[0])
+    mark(case, inputs)
+    refused = []
+    with torch.inference_mode(False), torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
+        torch.compile(model, backend=_Recording(backend, refused))(*inputs)
+    return refused
+
+
+class _Recording:
+    """Compiles with a backend, then runs the first step piece by piece inside CUDA graphs."""
+
+    def __init__(self, backend: cgcompile.Backend, refused: list[tuple[str, str]]) -> None:
+        self._backend, self._refused = backend, refused
+
+    def __call__(self, gm, example_inputs):
+        graph = self._backend(gm, example_inputs)
+        split, refused = graph.split, self._refused
+
+        def recorded(piece):
+            def run(*inputs):
+                if piece.capture:
+                    torch.cuda.synchronize()
+                    try:
+                        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                            piece.module.forward(*[_copied(each) for each in inputs])
+                    except RuntimeError as error:
+                        refused.append((piece.name, str(error).splitlines()[0]))
+                return piece.module.forward(*inputs)
+
+            return run
+
+        from cgcompile.piecewise.stitch import stitch
+
+        return stitch(split, [recorded(piece) for piece in split.pieces]).call
+
+
+def _copied(value):
+    return value.clone() if isinstance(value, torch.Tensor) else value

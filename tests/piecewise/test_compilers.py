@@ -1,0 +1,185 @@
+"""Compilers of pieces: how often they run, what they may not do, and what their errors say."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CASES, D, Decoder
+from support import build
+from torch import nn
+
+import cgcompile
+from cgcompile.errors import ConfigError, PieceCompileError, SymbolError
+
+
+class Recorder:
+    """A user's compiler: runs the piece as it is, and remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.pieces: list[torch.fx.GraphModule] = []
+        self.inputs: list[list] = []
+        self.grad_modes: list[bool] = []
+
+    def __call__(self, gm, fake_inputs):
+        self.pieces.append(gm)
+        self.inputs.append(list(fake_inputs))
+        self.grad_modes.append(torch.is_grad_enabled())
+        return gm.forward
+
+
+def run(model: nn.Module, *inputs: torch.Tensor, **settings) -> cgcompile.Backend:
+    backend = cgcompile.Backend(**settings)
+    for each in inputs:
+        torch._dynamo.mark_dynamic(each, 0)
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(*inputs)
+    backend.keep_alive = model
+    return backend
+
+
+@pytest.mark.parametrize("layers", [3, 12, 20])
+def test_equal_layers_are_compiled_once(layers: int) -> None:
+    recorder = Recorder()
+    backend = run(Decoder(layers).eval(), torch.randint(0, 32, (6, 4)), compiler=recorder)
+    split = backend.graphs[0].split
+    captured = [piece for piece in split.pieces if piece.capture]
+    assert len(captured) == layers + 1
+    assert len(split.pieces) - len(captured) == layers
+    assert len(recorder.pieces) == 3  # the first, the middle ones, the last
+
+
+def test_twelve_layers_with_inductor_are_three_compilations() -> None:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    backend = run(Decoder(12).eval(), torch.randint(0, 32, (6, 4)), compiler="inductor")
+    assert sum(piece.capture for piece in backend.graphs[0].split.pieces) == 13
+    misses = counters["aot_autograd"]["autograd_cache_miss"]
+    hits = counters["aot_autograd"]["autograd_cache_hit"]
+    assert misses + hits == 3
+
+
+def test_layers_that_differ_in_a_constant_are_not_shared() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x):
+            for scale in (1.0, 2.0, 2.0, -0.0, 0.0):
+                x = F.scaled_dot_product_attention(x, x, x).sin() * scale + 1
+            return x
+
+    recorder = Recorder()
+    run(Scaled(), torch.randn(6, 4, D), compiler=recorder)
+    assert len(recorder.pieces) == 4  # 1.0, 2.0 (once), -0.0, 0.0
+
+
+def test_pieces_whose_inputs_alias_differently_are_not_shared() -> None:
+    class Aliasing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.randn(D))
+            self.b = nn.Parameter(torch.randn(D))
+
+        def forward(self, x):
+            for one, other in ((self.a, self.b), (self.a, self.a)):
+                x = F.scaled_dot_product_attention(x, x, x)
+                x = x * one + other
+            return x
+
+    recorder = Recorder()
+    run(Aliasing(), torch.randn(6, 4, D), compiler=recorder)
+    assert len(recorder.pieces) == 2
+
+
+def test_compiles_inside_the_backend_call_without_gradients() -> None:
+    recorder = Recorder()
+    model = build(CASES["sdpa"])
+    backend = cgcompile.Backend(compiler=recorder)
+    x = torch.randn(6, 4, D)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch.compile(model, backend=backend)(x)  # grad mode is on
+    assert recorder.grad_modes == [False, False]
+    assert all(
+        isinstance(each, (torch.Tensor, torch.SymInt)) for row in recorder.inputs for each in row
+    )
+    assert any(isinstance(each, torch.SymInt) for each in recorder.inputs[0])
+
+
+def test_compiled_pieces_are_what_runs() -> None:
+    def doubling(gm, fake_inputs):
+        return lambda *inputs: [each * 2 for each in gm.forward(*inputs)]
+
+    model = build(CASES["no_boundary"])
+    x = torch.randn(6, 4, D)
+    with torch.no_grad():
+        found = torch.compile(model, backend=cgcompile.Backend(compiler=doubling))(x)
+        torch.testing.assert_close(found, 2 * model(x))
+
+
+def raised(model: nn.Module, *inputs: torch.Tensor, **settings) -> Exception:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        run(model, *inputs, **settings)
+    return caught.value.inner_exception
+
+
+def test_a_compiler_that_raises_names_the_piece_and_the_line() -> None:
+    def broken(gm, fake_inputs):
+        raise ValueError("no kernel for this")
+
+    error = raised(build(CASES["sdpa"]), torch.randn(6, 4, D), compiler=broken)
+    assert isinstance(error, PieceCompileError)
+    assert isinstance(error.__cause__, ValueError)
+    message = str(error)
+    assert "piece_0: compiler 'broken' raised ValueError: no kernel for this" in message
+    assert "cases.py:" in message
+    assert "in forward" in message
+
+
+def test_a_compiler_that_returns_no_callable() -> None:
+    error = raised(build(CASES["sdpa"]), torch.randn(6, 4, D), compiler=lambda gm, inputs: None)
+    assert isinstance(error, PieceCompileError)
+    assert "returned None; expected a callable" in str(error)
+
+
+def test_a_compiler_that_fixes_the_batch_size_is_refused() -> None:
+    def narrow(gm, fake_inputs):
+        size = next(each for each in fake_inputs if isinstance(each, torch.SymInt))
+        assert size == 6
+        return gm.forward
+
+    error = raised(build(CASES["sdpa"]), torch.randn(6, 4, D), compiler=narrow)
+    assert isinstance(error, SymbolError)
+    assert "fixed the dynamic dimension x.size()[0] to 6" in str(error)
+    assert "piece_0" in str(error)
+
+
+def test_a_graph_without_symbols_is_legal() -> None:
+    model, x = build(CASES["sdpa"]), torch.randn(6, 4, D)
+    backend = cgcompile.Backend(compiler="aot")
+    with torch.no_grad():
+        found = torch.compile(model, backend=backend, dynamic=False)(x)
+        torch.testing.assert_close(found, model(x))
+    assert backend.graphs[0].split.symbols.dims == {}
+
+
+def test_unknown_inductor_option() -> None:
+    error = raised(
+        build(CASES["sdpa"]), torch.randn(6, 4, D), inductor_options={"max_autotun": True}
+    )
+    assert isinstance(error, ConfigError)
+    assert "'max_autotune'" in str(error)
+
+
+def test_inductor_options_reach_inductor() -> None:
+    error = raised(
+        build(CASES["no_boundary"]),
+        torch.randn(6, 4, D),
+        inductor_options={"compile_threads": "many", "cpp.simdlen": "wide"},
+    )
+    assert isinstance(error, PieceCompileError)
+
+
+def test_eager_pieces_are_not_compiled_but_flex_attention_is() -> None:
+    recorder = Recorder()
+    run(build(CASES["flex_attention"]), torch.randn(6, 16, D), compiler=recorder)
+    assert len(recorder.pieces) == 3
+    recorder = Recorder()
+    run(build(CASES["sdpa"]), torch.randn(6, 4, D), compiler=recorder)
+    assert len(recorder.pieces) == 2

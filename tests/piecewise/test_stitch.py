@@ -1,0 +1,129 @@
+"""The generated step: its text, and that it drops what nobody needs."""
+
+import gc
+import weakref
+
+import torch
+from cases import CASES, Decoder
+from expecttest import TestCase
+from support import backend_for, build, mark
+
+import cgcompile
+from cgcompile.piecewise.stitch import stitch
+
+
+def compiled(name: str, **settings) -> cgcompile.entry.CompiledGraph:
+    case = CASES[name]
+    backend = backend_for(case, "eager", **settings)
+    inputs = case.inputs(case.sizes[0])
+    mark(case, inputs)
+    with torch.no_grad():
+        model = torch.compile(build(case), backend=backend)
+        model(*inputs)
+    graph = backend.graphs[0]
+    graph.keep_alive = model  # Dynamo's cache goes with the model
+    return graph
+
+
+class Sources(TestCase):
+    def test_pieces_values_and_sizes(self) -> None:
+        self.assertExpectedInline(
+            compiled("op_packet").source,
+            """\
+def step(qkv_weight, qkv_bias, s0, x, out_weight, out_bias):
+    (q, k, v, out) = piece_0(s0, x, qkv_weight, qkv_bias)
+    piece_1(s0, q, k, v, out)
+    del (q, k, v)
+    (add,) = piece_2(s0, out, out_weight, out_bias, x)
+    del (out,)
+    return (add,)
+""",
+        )
+
+    def test_returned_sizes(self) -> None:
+        self.assertExpectedInline(
+            compiled("size_returned").source,
+            """\
+def step(qkv_weight, qkv_bias, s0, x, out_weight, out_bias):
+    (q, k, v) = piece_0(s0, x, qkv_weight, qkv_bias)
+    (scaled_dot_product_attention,) = piece_1(s0, q, k, v)
+    del (q, k, v)
+    (y,) = piece_2(s0, scaled_dot_product_attention, out_weight, out_bias, x)
+    del (scaled_dot_product_attention,)
+    (mul,) = returned_sizes(s0)
+    return (y, mul, s0)
+""",
+        )
+
+    def test_long_lines_are_wrapped(self) -> None:
+        longest = max(map(len, compiled("decoder").source.splitlines()))
+        assert 60 < longest <= 100
+
+
+def test_equal_graphs_have_equal_source() -> None:
+    first = compiled("decoder").source
+    torch._dynamo.reset()
+    assert compiled("decoder").source == first
+
+
+def test_intermediates_are_dropped_after_their_last_use() -> None:
+    graph = compiled("decoder")
+    split, alive = graph.split, []
+    made: list[weakref.ref] = []
+
+    def watching(piece):
+        def run(*inputs):
+            del_count = sum(ref() is not None for ref in made)
+            outputs = piece.module.forward(*inputs)
+            made.extend(weakref.ref(each) for each in outputs)
+            alive.append(del_count)
+            return outputs
+
+        return run
+
+    stitched = stitch(split, [watching(piece) for piece in split.pieces])
+    parameters = dict(Decoder(2).named_parameters())
+    del parameters
+    model = graph.keep_alive
+    inputs = _captured_inputs(model, torch.randint(0, 32, (6, 4)))
+    gc.disable()
+    try:
+        with torch.no_grad():
+            stitched.call(*inputs)
+    finally:
+        gc.enable()
+    # Before piece_2: x, attended. Before piece_4: x_2, attended_1. Never q, k, v of a past layer.
+    assert alive == [0, 4, 2, 4, 2]
+
+
+def _captured_inputs(model, ids):
+    seen = []
+
+    def keep(gm, inputs):
+        def run(*given):
+            seen.append(given)
+            return gm.forward(*given)
+
+        return run
+
+    torch._dynamo.mark_dynamic(ids, 0)
+    with torch.no_grad():
+        torch.compile(model._orig_mod, backend=keep)(ids)
+    return seen[0]
+
+
+def test_no_module_call_in_the_path() -> None:
+    """Neither pieces nor the step go through ``nn.Module.__call__``."""
+    graph = compiled("decoder")
+    calls = []
+    hooks = [
+        piece.module.register_forward_hook(lambda *_: calls.append(1))
+        for piece in graph.split.distinct
+    ]
+    inputs = _captured_inputs(graph.keep_alive, torch.randint(0, 32, (6, 4)))
+    with torch.no_grad():
+        (found,) = graph(*inputs)
+    for hook in hooks:
+        hook.remove()
+    assert found.shape == (6, 4, 32)
+    assert not calls

@@ -1,0 +1,365 @@
+"""Settings: every door, every precedence, and what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import cgcompile
+from cgcompile import CompilationConfig, CompilationMode, CUDAGraphMode
+from cgcompile.errors import ConfigError
+
+
+def test_fields_and_their_names_agree() -> None:
+    """The environment variable of a setting is made from the name that is written twice."""
+    for spec in dataclasses.fields(CompilationConfig):
+        closure = spec.default_factory.__closure__
+        assert spec.name in [cell.cell_contents for cell in closure or ()]
+        assert spec.metadata["doc"]
+
+
+def test_settings_are_a_decision() -> None:
+    assert CompilationConfig.names() == (
+        "mode",
+        "cudagraph_mode",
+        "compiler",
+        "inductor_options",
+        "splitting_ops",
+        "builtin_splitting_ops",
+        "graph_passes",
+        "piece_passes",
+        "cudagraph_capture_sizes",
+        "capture_dim",
+        "dump_passes",
+    )
+
+
+def test_frozen_and_hashable() -> None:
+    config = CompilationConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.compiler = "eager"
+    assert hash(config) == hash(CompilationConfig())
+    assert config == CompilationConfig()
+
+
+def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CompilationConfig.resolve().compiler == "inductor"
+    monkeypatch.setenv("CGCOMPILE_COMPILER", "aot")
+    assert CompilationConfig().compiler == "aot"
+    options = {"compiler": "eager"}
+    assert CompilationConfig.resolve(options=options).compiler == "eager"
+    both = CompilationConfig.resolve(options=options, arguments={"compiler": "inductor"})
+    assert both.compiler == "inductor"
+    given = CompilationConfig(compiler="eager")
+    assert CompilationConfig.resolve(given, arguments={"cudagraph_mode": "full"}) == (
+        CompilationConfig(compiler="eager", cudagraph_mode=CUDAGraphMode.FULL)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("mode", "none", CompilationMode.NONE),
+        ("cudagraph_mode", "Full_Decode_Only", CUDAGraphMode.FULL_DECODE_ONLY),
+        ("compiler", "eager", "eager"),
+        ("inductor_options", '{"max_autotune": true}', (("max_autotune", True),)),
+        ("splitting_ops", "ns::op, other::op", ("ns::op", "other::op")),
+        ("builtin_splitting_ops", "off", False),
+        ("cudagraph_capture_sizes", "8, 1,2,8", (1, 2, 8)),
+        ("capture_dim", "x.size()[0]", "x.size()[0]"),
+        ("dump_passes", "/tmp/passes", "/tmp/passes"),
+    ],
+)
+def test_every_setting_by_every_door(
+    name: str, text: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert getattr(CompilationConfig(**{name: value}), name) == value
+    assert getattr(CompilationConfig.resolve(options={name: text}), name) == value
+    assert getattr(CompilationConfig.resolve(arguments={name: value}), name) == value
+    monkeypatch.setenv(f"CGCOMPILE_{name.upper()}", text)
+    assert getattr(CompilationConfig(), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mode", "piece_wise"),
+        ("mode", 3),
+        ("cudagraph_mode", "half"),
+        ("compiler", "inductr"),
+        ("inductor_options", "max_autotune=1"),
+        ("inductor_options", 5),
+        ("builtin_splitting_ops", "maybe"),
+        ("cudagraph_capture_sizes", "1,two"),
+        ("cudagraph_capture_sizes", (1, 0)),
+        ("cudagraph_capture_sizes", (-4,)),
+        ("cudagraph_capture_sizes", (True, 2)),
+        ("capture_dim", 3),
+    ],
+)
+def test_bad_values_name_setting_and_expectation(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} = .*expected"):
+        CompilationConfig(**{name: value})
+
+
+def test_unknown_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGCOMPILE_COMPLIER", "eager")
+    with pytest.raises(ConfigError, match="Did you mean 'CGCOMPILE_COMPILER'"):
+        CompilationConfig()
+
+
+@pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE"])
+@pytest.mark.parametrize("cudagraph_mode", CUDAGraphMode)
+def test_piecewise_graphs_need_a_split_graph(mode: str, cudagraph_mode: CUDAGraphMode) -> None:
+    if cudagraph_mode.requires_piecewise_compilation():
+        with pytest.raises(ConfigError, match="piecewise graphs need a split graph"):
+            CompilationConfig(mode=mode, cudagraph_mode=cudagraph_mode)
+    else:
+        found = CompilationConfig(mode=mode, cudagraph_mode=cudagraph_mode)
+        assert found.cudagraph_mode is cudagraph_mode
+
+
+@pytest.mark.parametrize("mode", CompilationMode)
+def test_default_cudagraph_mode(mode: CompilationMode) -> None:
+    split = mode is CompilationMode.PIECEWISE
+    expected = CUDAGraphMode.FULL_AND_PIECEWISE if split else CUDAGraphMode.NONE
+    assert CompilationConfig(mode=mode).cudagraph_mode is expected
+
+
+def test_settings_that_a_mode_would_ignore_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"splitting_ops = .* with mode NONE is impossible"):
+        CompilationConfig(mode="NONE", splitting_ops="ns::op")
+
+
+@pytest.mark.parametrize(
+    ("mode", "decode", "mixed", "separate", "most", "piecewise"),
+    [
+        ("NONE", "NONE", "NONE", False, "NONE", False),
+        ("PIECEWISE", "PIECEWISE", "PIECEWISE", False, "PIECEWISE", True),
+        ("FULL", "FULL", "FULL", False, "FULL", False),
+        ("FULL_DECODE_ONLY", "FULL", "NONE", True, "FULL", False),
+        ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE", True, "FULL", True),
+    ],
+)
+def test_cudagraph_mode_methods(
+    mode: str, decode: str, mixed: str, separate: bool, most: str, piecewise: bool
+) -> None:
+    found = CUDAGraphMode[mode]
+    assert found.decode_mode().name == decode
+    assert found.mixed_mode().name == mixed
+    assert found.separate_routine() is separate
+    assert found.max_cudagraph_mode().name == most
+    assert found.requires_piecewise_compilation() is piecewise
+    assert {m.name for m in CUDAGraphMode if found.has_mode(m)} == {decode, mixed}
+
+
+def test_valid_runtime_modes() -> None:
+    assert {mode.name for mode in CUDAGraphMode.valid_runtime_modes()} == {
+        "NONE",
+        "PIECEWISE",
+        "FULL",
+    }
+
+
+# ---------------------------------------------------------------- one test per mode per door
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, self.linear(x)).sin()
+
+
+DOORS = ("options", "environment", "typed")
+
+
+def compile_through(
+    door: str, monkeypatch: pytest.MonkeyPatch, **settings: str
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    model = Model().eval()
+    if door == "options":
+        return model, torch.compile(model, backend="cgcompile", options=settings)
+    if door == "environment":
+        for name, value in settings.items():
+            monkeypatch.setenv(f"CGCOMPILE_{name.upper()}", value)
+        return model, torch.compile(model, backend="cgcompile")
+    config = CompilationConfig(**settings)
+    return model, torch.compile(model, backend=cgcompile.Backend(config))
+
+
+def check(model: torch.nn.Module, compiled: torch.nn.Module) -> None:
+    x = torch.randn(2, 4, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_mode_none(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, compiled = compile_through(door, monkeypatch, mode="NONE")
+    check(model, compiled)
+    assert cgcompile.runtime(compiled).graphs == ()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_mode_stock_torch_compile(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    model, compiled = compile_through(door, monkeypatch, mode="STOCK_TORCH_COMPILE")
+    counters.clear()
+    check(model, compiled)
+    assert sum(counters["aot_autograd"].values()) > 0  # Inductor had it, whole
+    assert cgcompile.runtime(compiled).graphs == ()
+    x = torch.randn(2, 4, 8)
+    gradients = [
+        torch.autograd.grad(m(x).sum(), list(model.parameters())) for m in (model, compiled)
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_mode_piecewise(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"mode": "PIECEWISE", "compiler": "eager"}
+    model, compiled = compile_through(door, monkeypatch, **settings)
+    check(model, compiled)
+    (graph,) = cgcompile.runtime(compiled).graphs
+    assert [piece.capture for piece in graph.split.pieces] == [True, False, True]
+    assert graph.counters.calls == 1
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_mode_dynamo_trace_once_says_what_it_needs(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, compiled = compile_through(door, monkeypatch, mode="DYNAMO_TRACE_ONCE")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught, torch.no_grad():
+        compiled(torch.randn(2, 4, 8))
+    assert isinstance(caught.value.inner_exception, ConfigError)
+    assert "guard_filter_fn" in str(caught.value)
+
+
+def test_the_advice_for_trace_once_works() -> None:
+    model = Model().eval()
+    compiled = torch.compile(
+        model,
+        backend="cgcompile",
+        options={
+            "mode": "STOCK_TORCH_COMPILE",
+            "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+        },
+    )
+    check(model, compiled)
+
+
+# ---------------------------------------------------------------- the doors themselves
+
+
+def test_name_is_listed() -> None:
+    assert "cgcompile" in torch.compiler.list_backends()
+
+
+def test_name_without_settings_compiles_piecewise() -> None:
+    model = Model().eval()
+    compiled = torch.compile(model, backend="cgcompile")
+    check(model, compiled)
+    assert len(cgcompile.runtime(compiled).graphs) == 1
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs", "default"])
+def test_modes_of_torch_compile(mode: str) -> None:
+    model = Model().eval()
+    compiled = torch.compile(model, backend="cgcompile", mode=mode)
+    config = cgcompile.runtime(compiled).config
+    expected = {
+        "max-autotune-no-cudagraphs": CUDAGraphMode.NONE,
+    }.get(mode, CUDAGraphMode.FULL_AND_PIECEWISE)
+    assert config.cudagraph_mode is expected
+    assert dict(config.inductor_options).get("max_autotune", False) is mode.startswith("max")
+    assert "triton.cudagraphs" not in dict(config.inductor_options)
+    check(model, compiled)
+
+
+def inner(compiled: torch.nn.Module) -> Exception:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught, torch.no_grad():
+        compiled(torch.randn(2, 4, 8))
+    return caught.value.inner_exception
+
+
+def test_unknown_mode_of_torch_compile() -> None:
+    error = inner(torch.compile(Model(), backend="cgcompile", mode="reduce-overheads"))
+    assert isinstance(error, ConfigError)
+    assert "Did you mean 'reduce-overhead'" in str(error)
+
+
+def test_unknown_option() -> None:
+    error = inner(torch.compile(Model(), backend="cgcompile", options={"splitting_op": "ns::op"}))
+    assert isinstance(error, ConfigError)
+    assert "options: there is no setting 'splitting_op'. Did you mean 'splitting_ops'" in str(error)
+
+
+def test_unknown_argument_of_the_typed_door() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'compiler'"):
+        cgcompile.Backend(compilr="eager")
+
+
+def test_typed_door_takes_no_options() -> None:
+    error = inner(
+        torch.compile(Model(), backend=cgcompile.Backend(), options={"compiler": "eager"})
+    )
+    assert isinstance(error, ConfigError)
+    assert "settings of the object are fixed" in str(error)
+
+
+def test_equal_settings_share_a_handle_and_others_do_not() -> None:
+    first = torch.compile(Model(), backend="cgcompile", options={"compiler": "eager"})
+    second = torch.compile(Model(), backend="cgcompile", options={"compiler": "eager"})
+    third = torch.compile(Model(), backend="cgcompile", options={"compiler": "aot"})
+    assert cgcompile.runtime(first) is cgcompile.runtime(second)
+    assert cgcompile.runtime(first) is not cgcompile.runtime(third)
+
+
+def test_runtime_of_something_else() -> None:
+    with pytest.raises(ConfigError, match="found a Model"):
+        cgcompile.runtime(Model())
+    with pytest.raises(ConfigError, match="found a OptimizedModule"):
+        cgcompile.runtime(torch.compile(Model(), backend="eager"))
+
+
+def test_reset_forgets_and_the_next_call_works() -> None:
+    model = Model().eval()
+    compiled = torch.compile(model, backend="cgcompile", options={"compiler": "eager"})
+    check(model, compiled)
+    torch._dynamo.reset()
+    assert cgcompile.runtime(compiled).graphs == ()
+    check(model, compiled)
+    assert len(cgcompile.runtime(compiled).graphs) == 1
+
+
+def test_compiled_graphs_die_with_dynamos_cache() -> None:
+    import gc
+
+    backend = cgcompile.Backend(compiler="eager")
+    model = Model().eval()
+    compiled = torch.compile(model, backend=backend)
+    check(model, compiled)
+    (graph,) = backend.graphs
+    del graph
+    assert len(backend.graphs) == 1
+    del compiled
+    torch._dynamo.reset_code_caches()
+    gc.collect()
+    assert backend.graphs == ()
+
+
+def test_a_failed_compilation_leaves_nothing_behind() -> None:
+    def broken(gm, fake_inputs):
+        raise RuntimeError("broken")
+
+    model = Model().eval()
+    backend = cgcompile.Backend(compiler=broken)
+    inner(torch.compile(model, backend=backend))
+    assert backend.graphs == ()
+    good = torch.compile(model, backend=cgcompile.Backend(compiler="eager"))
+    check(model, good)

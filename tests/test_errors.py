@@ -1,0 +1,171 @@
+"""Every message, as a user sees it. To accept a change: ``EXPECTTEST_ACCEPT=1``."""
+
+import inspect
+
+import pytest
+from expecttest import TestCase
+
+from cgcompile import errors
+from cgcompile.errors import (
+    BoundaryError,
+    CGCompileError,
+    ConfigError,
+    DescriptorError,
+    ForwardContextError,
+    PassError,
+    PieceCompileError,
+    SymbolError,
+)
+
+KNOWN = ("compiler", "splitting_ops")
+
+EXAMPLES: dict[str, CGCompileError] = {
+    "ConfigError.unknown_setting": ConfigError.unknown_setting("compilr", "options", KNOWN),
+    "ConfigError.bad_value": ConfigError.bad_value("compiler", "options", "gcc", "a compiler"),
+    "ConfigError.impossible": ConfigError.impossible("X", "of Y", "Use Z."),
+    "ConfigError.unknown_torch_mode": ConfigError.unknown_torch_mode("reduce", ("default",)),
+    "ConfigError.settings_are_fixed": ConfigError.settings_are_fixed(),
+    "ConfigError.not_compiled_here": ConfigError.not_compiled_here("Linear"),
+    "ConfigError.unknown_inductor_option": ConfigError.unknown_inductor_option(
+        "max_autotun", ("max_autotune",)
+    ),
+    "ConfigError.trace_once_needs_guards_dropped": ConfigError.trace_once_needs_guards_dropped(),
+    "ConfigError.which_dimension": ConfigError.which_dimension(["x.size()[0]"], "y"),
+    "DescriptorError.field": DescriptorError.field("num_reqs", 0, "a whole number"),
+    "DescriptorError.not_uniform": DescriptorError.not_uniform(7, 2),
+    "ForwardContextError.missing": ForwardContextError.missing(),
+    "ForwardContextError.traced": ForwardContextError.traced("get_forward_context()"),
+    "ForwardContextError.runtime_mode": ForwardContextError.runtime_mode("FULL_DECODE_ONLY"),
+    "BoundaryError.unknown": BoundaryError.unknown("ns::atend", ["ns::attend"]),
+    "BoundaryError.not_an_op": BoundaryError.not_an_op(3),
+    "BoundaryError.target_or_predicate": BoundaryError.target_or_predicate(),
+    "BoundaryError.declared_twice": BoundaryError.declared_twice("ns::attend"),
+    "PassError.invalid": PassError.invalid("mine", "it has 2 outputs, expected 1"),
+    "PassError.raised": PassError.raised("mine", KeyError("x")),
+    "PassError.not_a_pass": PassError.not_a_pass(3),
+    "SymbolError.free": SymbolError.free("rows", ["u0"], "piece_2"),
+    "SymbolError.specialised": SymbolError.specialised("x.size()[0]", "8", "piece_0 (m.py:4)"),
+    "SymbolError.size_refused": SymbolError.size_refused(
+        6, "s0 = x.size()[0]", "Eq(Mod(s0, 4), 0)", " (m.py:4)"
+    ),
+    "PieceCompileError.raised": PieceCompileError.raised(
+        "piece_0", "inductor", "m.py:4 in forward", ValueError("no")
+    ),
+    "PieceCompileError.not_callable": PieceCompileError.not_callable("piece_0", "mine", None),
+}
+
+
+def _messages() -> set[str]:
+    return {
+        f"{name}.{method}"
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, CGCompileError)
+        for method, function in vars(kind).items()
+        if isinstance(function, classmethod)
+    }
+
+
+def test_every_message_has_an_example() -> None:
+    assert _messages() == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_errors_are_of_the_tree_and_ascii(name: str) -> None:
+    error = EXAMPLES[name]
+    assert isinstance(error, CGCompileError)
+    assert isinstance(error, (ValueError, RuntimeError))
+    assert str(error).isascii()
+    assert max(map(len, str(error).splitlines())) < 250
+
+
+class Messages(TestCase):
+    def check(self, kind: str, expected: str) -> None:
+        texts = [f"{n}: {e}" for n, e in EXAMPLES.items() if n.startswith(kind + ".")]
+        self.assertExpectedInline("\n".join(texts), expected, skip=1)
+
+    def test_config(self) -> None:
+        self.check(
+            "ConfigError",
+            """\
+ConfigError.unknown_setting: options: there is no setting 'compilr'. Did you mean 'compiler'?
+  Settings: compiler, splitting_ops.
+ConfigError.bad_value: options: compiler = 'gcc'; expected a compiler.
+ConfigError.impossible: X is impossible: of Y.
+  Use Z.
+ConfigError.unknown_torch_mode: torch.compile(mode='reduce'): this mode is not known.
+  Modes: default. cgcompile's own settings go into options={...}.
+ConfigError.settings_are_fixed: torch.compile(mode=... or options=...) beside a cgcompile.Backend object: the settings of the object are fixed.
+  Give them to cgcompile.Backend(...), or use backend='cgcompile' with options.
+ConfigError.not_compiled_here: cgcompile.runtime(): found a Linear; expected a module that torch.compile returned for this backend.
+  For a function, keep the object of backend=cgcompile.Backend(...).
+ConfigError.unknown_inductor_option: inductor_options: this torch has no Inductor setting 'max_autotun'. Did you mean 'max_autotune'?
+  The names are those of torch._inductor.config.
+ConfigError.trace_once_needs_guards_dropped: mode DYNAMO_TRACE_ONCE traces once and drops Dynamo's guards, but torch.compile gives a backend no say over guards.
+  Drop them where torch.compile takes them, and compile the whole graph: options={'mode': 'STOCK_TORCH_COMPILE', 'guard_filter_fn': torch.compiler.skip_all_guards_unsafe}.
+ConfigError.which_dimension: cudagraph_capture_sizes: the sizes must speak of one dynamic dimension of the inputs, but capture_dim='y' is none of them.
+  Set capture_dim to one of: x.size()[0].""",
+        )
+
+    def test_descriptor(self) -> None:
+        self.check(
+            "DescriptorError",
+            """\
+DescriptorError.field: BatchDescriptor: num_reqs = 0; expected a whole number.
+DescriptorError.not_uniform: BatchDescriptor(num_tokens=7, num_reqs=2, uniform=True): a uniform batch needs num_reqs, and num_tokens must be a multiple of it.
+  The query length of each request is num_tokens // num_reqs, exactly.""",
+        )
+
+    def test_forward_context(self) -> None:
+        self.check(
+            "ForwardContextError",
+            """\
+ForwardContextError.missing: get_forward_context(): no forward context is set in this thread or task.
+  Wrap the call of the model: with cgcompile.set_forward_context(...): model(...). A new thread or asyncio task starts with none.
+ForwardContextError.traced: get_forward_context() was called in code that torch.compile traces: its value would be frozen into the graph or recompile it.
+  Read the context inside an opaque custom op (torch.library), and set it around the call of the compiled model.
+ForwardContextError.runtime_mode: set_forward_context(cudagraph_runtime_mode='FULL_DECODE_ONLY'): a step runs in one mode; expected CUDAGraphMode.NONE, PIECEWISE or FULL.
+  Of a combined mode take decode_mode() or mixed_mode().""",
+        )
+
+    def test_boundary(self) -> None:
+        self.check(
+            "BoundaryError",
+            """\
+BoundaryError.unknown: splitting op 'ns::atend': no operator, higher-order op or function has this name. Did you mean 'ns::attend'?
+  Import the library that defines it first. Forms: 'ns::op', 'ns.op', 'ns::op.overload', 'ns::*', 'package.module.function'.
+BoundaryError.not_an_op: splitting op: found 3; expected a name, an op of torch.ops, a function, or a cgcompile.SplittingOp (with predicate=... for a test on fx.Node).
+BoundaryError.target_or_predicate: SplittingOp: give either target= or predicate=, not both and not none.
+BoundaryError.declared_twice: splitting op 'ns::attend' is declared twice with different settings. Declare it once.""",
+        )
+
+    def test_pass(self) -> None:
+        self.check(
+            "PassError",
+            """\
+PassError.invalid: pass 'mine' left an invalid graph: it has 2 outputs, expected 1.
+  A pass may assume a valid graph and must leave one; see cgcompile.passes.verify.
+PassError.raised: pass 'mine' raised KeyError: 'x'
+PassError.not_a_pass: a pass must have a name, uuid() and __call__(gm) -> gm; found 3.
+  Wrap a plain function: cgcompile.passes.FunctionPass(name, function).""",
+        )
+
+    def test_symbol(self) -> None:
+        self.check(
+            "SymbolError",
+            """\
+SymbolError.free: piece_2: the size of 'rows' depends on u0, which no input of the graph gives.
+  Such a value cannot cross into a captured piece; please report this graph.
+SymbolError.specialised: piece_0 (m.py:4): compiling it fixed the dynamic dimension x.size()[0] to 8; the result would be wrong for every other size.
+  Look for a comparison with a constant size in the compiler or pass that ran last, or compile this model without dynamic sizes (dynamic=False).
+SymbolError.size_refused: cudagraph_capture_sizes: size 6 of s0 = x.size()[0] is refused by the model's own guard Eq(Mod(s0, 4), 0) (m.py:4).
+  Leave it out, or round it to a size that the guard allows.""",
+        )
+
+    def test_piece_compile(self) -> None:
+        self.check(
+            "PieceCompileError",
+            """\
+PieceCompileError.raised: piece_0: compiler 'inductor' raised ValueError: no
+  The piece is from m.py:4 in forward. options={'compiler': 'eager'} runs it uncompiled; a splitting op or cgcompile.eager_region() takes the op out of the piece.
+PieceCompileError.not_callable: piece_0: compiler 'mine' returned None; expected a callable that takes the inputs of the piece and returns the list of its outputs.""",
+        )

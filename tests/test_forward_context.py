@@ -1,0 +1,197 @@
+"""The batch descriptor and the forward context: validation, nesting, threads, tasks, tracing."""
+
+import asyncio
+import contextvars
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgcompile import (
+    BatchDescriptor,
+    CUDAGraphMode,
+    ForwardContext,
+    get_forward_context,
+    is_forward_context_available,
+    override_forward_context,
+    set_forward_context,
+)
+from cgcompile.errors import DescriptorError, ForwardContextError
+
+
+@given(st.integers(1, 64), st.integers(1, 16))
+def test_uniform_query_length(num_reqs: int, query_len: int) -> None:
+    descriptor = BatchDescriptor(num_reqs * query_len, num_reqs, uniform=True)
+    assert descriptor.query_len == query_len
+    assert BatchDescriptor(num_reqs * query_len, num_reqs).query_len is None
+    if num_reqs > 1:
+        with pytest.raises(DescriptorError, match="must be a multiple"):
+            BatchDescriptor(num_reqs * query_len + 1, num_reqs, uniform=True)
+
+
+def test_uniform_needs_num_reqs() -> None:
+    with pytest.raises(DescriptorError, match="needs num_reqs"):
+        BatchDescriptor(8, uniform=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_tokens", -1),
+        ("num_tokens", None),
+        ("num_tokens", 1.0),
+        ("num_tokens", True),
+        ("num_reqs", 0),
+        ("num_active_loras", -1),
+        ("num_active_loras", None),
+        ("max_query_len", 0),
+        ("extra", [1]),
+        ("extra", ([1],)),
+    ],
+)
+def test_bad_fields_are_named(name: str, value: object) -> None:
+    with pytest.raises(DescriptorError, match=f"{name} = .*expected"):
+        BatchDescriptor(**{"num_tokens": 1, name: value})
+
+
+def test_descriptor_is_an_immutable_key() -> None:
+    one = BatchDescriptor(8, 4, uniform=True, extra=("kernel", 3))
+    other = BatchDescriptor(8, 4, uniform=True, extra=("kernel", 3))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert {one: "graph"}[other] == "graph"
+    assert one != BatchDescriptor(8, 4)
+    with pytest.raises(AttributeError):
+        one.num_tokens = 9
+    with pytest.raises(AttributeError):
+        one.anything = 9
+
+
+def test_descriptor_survives_copy_and_pickle_and_replace_validates() -> None:
+    one = BatchDescriptor(8, 4, uniform=True)
+    for same in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert same == one
+        assert type(same) is BatchDescriptor
+    assert one._replace(num_tokens=12).query_len == 3
+    with pytest.raises(DescriptorError):
+        one._replace(num_tokens=9)
+
+
+def test_context_carries_what_it_was_given() -> None:
+    descriptor = BatchDescriptor(8)
+    tokens = torch.tensor([8, 4])
+    with set_forward_context(
+        {"layer": 1},
+        cudagraph_runtime_mode=CUDAGraphMode.FULL,
+        batch_descriptor=descriptor,
+        num_tokens=8,
+        num_unpadded_tokens=7,
+        num_tokens_across_dp=tokens,
+        slot_mapping="slots",
+        mine=3,
+    ) as context:
+        assert get_forward_context() is context
+        assert context.attn_metadata == {"layer": 1}
+        assert context.cudagraph_runtime_mode is CUDAGraphMode.FULL
+        assert context.batch_descriptor is descriptor
+        assert (context.num_tokens, context.num_unpadded_tokens) == (8, 7)
+        assert context.num_tokens_across_dp is tokens
+        assert context.slot_mapping == "slots"
+        assert context.additional == {"mine": 3}
+
+
+def test_missing_context() -> None:
+    assert not is_forward_context_available()
+    with pytest.raises(ForwardContextError, match="no forward context"):
+        get_forward_context()
+
+
+def test_nesting_and_reentry() -> None:
+    outer, inner = set_forward_context("outer"), set_forward_context("inner")
+    with outer:
+        with inner, outer:
+            assert get_forward_context().attn_metadata == "outer"
+        assert get_forward_context().attn_metadata == "outer"
+        with override_forward_context(None):
+            assert not is_forward_context_available()
+        with override_forward_context(ForwardContext("other")):
+            assert get_forward_context().attn_metadata == "other"
+        assert get_forward_context().attn_metadata == "outer"
+    assert not is_forward_context_available()
+
+
+def test_left_after_an_exception() -> None:
+    with pytest.raises(KeyError), set_forward_context():
+        raise KeyError
+    assert not is_forward_context_available()
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_AND_PIECEWISE, "FULL", 2])
+def test_runtime_mode_must_be_one_a_step_can_run_in(mode: object) -> None:
+    with pytest.raises(ForwardContextError, match="a step runs in one mode"):
+        set_forward_context(cudagraph_runtime_mode=mode)
+
+
+def test_a_new_thread_starts_with_none() -> None:
+    seen = []
+    with set_forward_context("here"):
+        carried = contextvars.copy_context()
+        for target in (
+            is_forward_context_available,
+            lambda: carried.run(is_forward_context_available),
+        ):
+            thread = threading.Thread(target=lambda t=target: seen.append(t()))
+            thread.start()
+            thread.join()
+        assert is_forward_context_available()
+    assert seen == [False, False]
+
+
+def test_a_new_task_starts_with_none() -> None:
+    async def child() -> tuple[bool, bool]:
+        before = is_forward_context_available()
+        with set_forward_context("child"):
+            await asyncio.sleep(0)
+            return before, get_forward_context().attn_metadata == "child"
+
+    async def main() -> None:
+        with set_forward_context("parent"):
+            tasks = [asyncio.create_task(child()) for _ in range(2)]
+            assert await asyncio.gather(*tasks) == [(False, True)] * 2
+            assert get_forward_context().attn_metadata == "parent"
+            assert not await asyncio.to_thread(is_forward_context_available)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "function", [get_forward_context, is_forward_context_available, set_forward_context]
+)
+def test_traced_code_is_told_what_to_do(function) -> None:
+    def step(x):
+        function()
+        return x + 1
+
+    with pytest.raises(Exception, match=r"torch\.library"):
+        torch.compile(step, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+def test_opaque_op_reads_the_context_of_each_step() -> None:
+    lib = torch.library.Library("cgcontext", "FRAGMENT")
+    lib.define("scale(Tensor x) -> Tensor")
+    lib.impl("scale", lambda x: x * get_forward_context().additional["factor"], "CPU")
+    torch.library.register_fake("cgcontext::scale", torch.empty_like, lib=lib)
+    compiled = torch.compile(
+        lambda x: torch.ops.cgcontext.scale(x.sin()),
+        backend="cgcompile",
+        options={"splitting_ops": "cgcontext::scale", "compiler": "eager"},
+        fullgraph=True,
+    )
+    x = torch.randn(3)
+    for factor in (2.0, 5.0):
+        with set_forward_context(factor=factor), torch.no_grad():
+            torch.testing.assert_close(compiled(x), x.sin() * factor)

@@ -1,0 +1,162 @@
+"""The floors of the house: an import goes down, or sideways without a circle, never up."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# From the ground up; a name stands for a module or for all of a sub-package.
+FLOORS = (
+    ("config", "reasons", "errors", "compat", "version"),
+    ("boundaries", "forward_context"),
+    ("passes", "graphs"),
+    ("piecewise",),
+    ("compile", "backend", "entry"),
+    ("serving", "encoder"),
+    ("observe", "__main__"),
+)
+LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
+
+# The table of settings is readable without torch, and messages depend on nothing.
+STANDARD_LIBRARY_ONLY = {"config": {"errors"}, "errors": set(), "reasons": set(), "version": set()}
+
+# Private names of torch, and modules it does not document, are compat's alone.
+PRIVATE = ("torch._", "torch.fx.experimental", "torch.utils._", "functorch")
+
+
+def files() -> list[Path]:
+    found = [*ROOT.glob("cgcompile/*.py"), *ROOT.glob("cgcompile/piecewise/*.py")]
+    found += [*ROOT.glob("cgcompile/*/*.py"), *ROOT.glob("passes/*.py")]
+    return sorted({path.resolve() for path in found})
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "cgcompile" else ("cgcompile", *parts)
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports_of(path: Path) -> list[str]:
+    """Every imported module, those inside functions included."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: use absolute imports"
+            # `from cgcompile import compat` imports the module cgcompile.compat
+            whole = node.module == "cgcompile"
+            found += [f"cgcompile.{a.name}" for a in node.names] if whole else [str(node.module)]
+    return found
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_files_are_found() -> None:
+    assert len(files()) > 25
+
+
+@pytest.mark.parametrize("path", files(), ids=module_of)
+def test_imports_go_down(path: Path) -> None:
+    module = module_of(path)
+    if module == "cgcompile":
+        return  # the public face sees everything
+    for imported in imports_of(path):
+        if imported.startswith("cgcompile."):
+            up = LEVEL[room(imported)] > LEVEL[room(module)]
+            assert not up, f"{module} imports {imported}, which is above it"
+
+
+def test_no_circles() -> None:
+    edges = {
+        module_of(path): {i for i in imports_of(path) if i.startswith("cgcompile.")}
+        for path in files()
+        if module_of(path) != "cgcompile"
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module in done:
+            return
+        for target in edges.get(module, ()):
+            visit(target, (*path, module))
+        done.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", files(), ids=module_of)
+def test_private_torch_only_in_compat(path: Path) -> None:
+    if path.name == "compat.py":
+        return
+    private = [name for name in imports_of(path) if name.startswith(PRIVATE)]
+    assert not private, f"move {private} behind cgcompile/compat.py"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            hidden = node.value.id == "torch" and node.attr.startswith("_")
+            assert not hidden, f"{path.name}:{node.lineno} torch.{node.attr}: go through compat"
+
+
+@pytest.mark.parametrize("name", STANDARD_LIBRARY_ONLY)
+def test_ground_floor_needs_no_torch(name: str) -> None:
+    allowed = {*sys.stdlib_module_names, *STANDARD_LIBRARY_ONLY[name]}
+    for imported in imports_of(ROOT / "cgcompile" / f"{name}.py"):
+        top = (
+            imported.split(".")[1] if imported.startswith("cgcompile.") else imported.split(".")[0]
+        )
+        assert top in allowed, f"{name} imports {imported}"
+
+
+def test_files_stay_small() -> None:
+    long = {p.name: n for p in files() if (n := len(p.read_text().splitlines())) > 400}
+    assert not long, "split what has two subjects"
+
+
+def test_importing_changes_nothing() -> None:
+    """No registration, no settings, no handlers: definitions only."""
+    code = (
+        "import gc, logging, os, torch, torch._dynamo\n"
+        "before = (dict(os.environ), logging.root.handlers[:], gc.isenabled(),\n"
+        "          torch.is_grad_enabled(), torch._dynamo.config.save_config_portable())\n"
+        "import cgcompile\n"
+        "after = (dict(os.environ), logging.root.handlers[:], gc.isenabled(),\n"
+        "         torch.is_grad_enabled(), torch._dynamo.config.save_config_portable())\n"
+        "assert before == after\n"
+        "import sys; assert 'torch._inductor.compile_fx' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_public_face() -> None:
+    import cgcompile
+
+    for name in cgcompile.__all__:
+        assert getattr(cgcompile, name).__doc__ or name == "__version__"
+    assert cgcompile.__all__ == [
+        "AttentionCGSupport",
+        "Backend",
+        "BatchDescriptor",
+        "Boundaries",
+        "CGCompileError",
+        "CUDAGraphMode",
+        "CompilationConfig",
+        "CompilationMode",
+        "ForwardContext",
+        "Reason",
+        "SplittingOp",
+        "__version__",
+        "eager_region",
+        "get_forward_context",
+        "is_forward_context_available",
+        "override_forward_context",
+        "runtime",
+        "set_forward_context",
+    ]
