@@ -78,9 +78,11 @@ def _check_sizes_are_bound(split: SplitGraph) -> None:
 
 
 def _run_on_pieces(split: SplitGraph, manager: PassManager) -> SplitGraph:
-    changed = {
-        piece.index: manager(piece.module, piece.name) for piece in split.distinct if piece.capture
-    }
+    changed: dict[int, fx.GraphModule] = {}
+    for piece in split.distinct:
+        if piece.capture:
+            changed[piece.index] = manager(piece.module, piece.name)
+            changed[piece.index].recompile()  # a pass edits the graph, not the code made from it
     pieces = tuple(
         replace(piece, module=changed.get(piece.same_as, piece.module)) for piece in split.pieces
     )

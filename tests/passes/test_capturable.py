@@ -1,0 +1,218 @@
+"""The one predicate for "cannot be captured, because": devices, copies, collectives, bodies.
+
+A machine without a GPU has no second device to compute on, so the device rules run on graphs of
+``meta`` tensors: traced, split and printed, never run. The GPU suite runs the same models.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from cases import D, library
+from expecttest import TestCase
+from torch import nn
+
+import cgcompile
+from cgcompile.reasons import Reason
+
+
+def split_of(model: nn.Module, *inputs: torch.Tensor, **settings) -> cgcompile.passes.SplitGraph:
+    """The split of a model that cannot run here: compilation is stopped once it is printed."""
+    backend = cgcompile.Backend(compiler="eager", **settings)
+    found = []
+
+    def stop(gm, example_inputs):
+        compiled = backend(gm, example_inputs)
+        found.append(compiled.split)
+        return gm.forward
+
+    for each in inputs:
+        torch._dynamo.mark_dynamic(each, 0)
+    with torch.no_grad():
+        torch.compile(model, backend=stop, fullgraph=True)(*inputs)
+    return found[0]
+
+
+class Experts(nn.Module):
+    """Mixture-of-experts routing whose offsets come from pageable memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, 4, device="meta")
+        self.up = nn.Linear(D, D, device="meta")
+        self.offsets = torch.arange(4)
+
+    def forward(self, x):
+        scores = self.gate(x).softmax(-1)
+        offsets = self.offsets.to(x.device)
+        return self.up(x) * (scores + offsets).sum(-1, keepdim=True)
+
+
+class CpuPart(nn.Module):
+    def forward(self, x, lengths):
+        longest = lengths.float() * 2
+        half = torch.full((), 0.5)  # a 0-dim CPU tensor is read like a number
+        return x.sin() * half + longest.to(x.device)[:, None]
+
+
+class MixedIndex(nn.Module):
+    def forward(self, x, rows):
+        return x.sin()[rows].cos()
+
+
+class Snapshots(TestCase):
+    def setUp(self) -> None:
+        torch._dynamo.reset()
+
+    def test_pageable_copies(self) -> None:
+        split = split_of(Experts(), torch.randn(6, D, device="meta"))
+        self.assertExpectedInline(
+            split.text(lines=False),
+            """\
+3 pieces: 2 captured, 1 eager; 3 distinct; 80*s0 + 32 B cross
+sizes: s0 = x.size()[0]
+piece_0  captured  2 ops
+  at   scores = self.gate(x).softmax(-1)
+  in   s0, x f32[s0, 16] 64*s0 B, 2 static 272 B
+  out  scores f32[s0, 4] 16*s0 B
+piece_1  eager     1 op
+  why  device_copy: to copies from the CPU to meta
+  at   offsets = self.offsets.to(x.device)
+  in   1 static 32 B
+  out  offsets_1 i64[4] 32 B
+piece_2  captured  4 ops
+  at   return self.up(x) * (scores + offsets).sum(-1, keepdim=True)
+  in   s0, x f32[s0, 16] 64*s0 B, scores f32[s0, 4] 16*s0 B, offsets_1 i64[4] 32 B, 2 static 1088 B
+  out  mul f32[s0, 16] 64*s0 B""",
+        )
+
+    def test_cpu_tensors(self) -> None:
+        split = split_of(CpuPart(), torch.randn(6, D, device="meta"), torch.arange(6))
+        self.assertExpectedInline(
+            split.text(lines=False),
+            """\
+4 pieces: 2 captured, 2 eager; 4 distinct; 136*s0 + 4 B cross
+sizes: s0 = lengths.size()[0]
+piece_0  eager     3 ops
+  why  cpu_tensor: float computes on the CPU
+  why  cpu_tensor: mul computes on the CPU
+  why  cpu_tensor: full computes on the CPU
+  at   longest = lengths.float() * 2
+  at   half = torch.full((), 0.5)  # a 0-dim CPU tensor is read like a number
+  in   s0, lengths i64[s0] 8*s0 B
+  out  longest f32[s0] 4*s0 B, half f32[] 4 B
+piece_1  captured  2 ops
+  at   return x.sin() * half + longest.to(x.device)[:, None]
+  in   s0, x f32[s0, 16] 64*s0 B, half f32[] 4 B
+  out  mul_1 f32[s0, 16] 64*s0 B
+piece_2  eager     1 op
+  why  device_copy: to copies from the CPU to meta
+  at   return x.sin() * half + longest.to(x.device)[:, None]
+  in   s0, longest f32[s0] 4*s0 B
+  out  to f32[s0] 4*s0 B
+piece_3  captured  2 ops
+  at   return x.sin() * half + longest.to(x.device)[:, None]
+  in   s0, to f32[s0] 4*s0 B, mul_1 f32[s0, 16] 64*s0 B
+  out  add f32[s0, 16] 64*s0 B""",
+        )
+
+    def test_index_on_the_cpu(self) -> None:
+        split = split_of(MixedIndex(), torch.randn(6, D, device="meta"), torch.arange(6))
+        self.assertExpectedInline(
+            split.text(lines=False),
+            """\
+3 pieces: 2 captured, 1 eager; 3 distinct; 64*s0 + 128*s1 B cross
+sizes: s0 = x.size()[0], s1 = rows.size()[0]
+piece_0  captured  1 op
+  at   return x.sin()[rows].cos()
+  in   s0, x f32[s0, 16] 64*s0 B
+  out  sin f32[s0, 16] 64*s0 B
+piece_1  eager     1 op
+  why  cpu_tensor: getitem reads a CPU tensor
+  at   return x.sin()[rows].cos()
+  in   s0, s1, sin f32[s0, 16] 64*s0 B, rows i64[s1] 8*s1 B
+  out  getitem f32[s1, 16] 64*s1 B
+piece_2  captured  1 op
+  at   return x.sin()[rows].cos()
+  in   s1, getitem f32[s1, 16] 64*s1 B
+  out  cos f32[s1, 16] 64*s1 B""",
+        )
+
+
+def test_on_the_cpu_alone_nothing_is_foreign() -> None:
+    split = split_of(CpuPart(), torch.randn(6, D), torch.arange(6))
+    assert [piece.capture for piece in split.pieces] == [True]
+
+
+# ---------------------------------------------------------------- collectives
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Reduce(nn.Module):
+    def forward(self, x):
+        import torch.distributed._functional_collectives as collectives
+
+        h = collectives.all_reduce(x.sin(), "sum", dist.group.WORLD)
+        return h.cos()
+
+
+def test_collective_over_gloo_is_a_boundary(gloo) -> None:
+    x = torch.randn(6, D)
+    backend = cgcompile.Backend(compiler="eager")
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        found = torch.compile(Reduce(), backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(found, x.sin().cos())
+    pieces = backend.graphs[0].split.pieces
+    assert [piece.capture for piece in pieces] == [True, False, True]
+    assert {why.reason for why in pieces[1].why} == {Reason.COLLECTIVE}
+    assert "over backend gloo" in pieces[1].why[0].detail
+
+
+def test_collective_over_nccl_is_captured(gloo, monkeypatch) -> None:
+    monkeypatch.setattr("cgcompile.compat.process_group_backend", lambda group: "nccl")
+    split = split_of(Reduce(), torch.randn(6, D))
+    assert [piece.capture for piece in split.pieces] == [True]
+
+
+# ---------------------------------------------------------------- bodies of higher-order ops
+
+
+def test_a_boundary_inside_a_body_makes_the_whole_op_one() -> None:
+    class Checkpointed(nn.Module):
+        def forward(self, x):
+            h = torch.utils.checkpoint.checkpoint(self.block, x.sin(), use_reentrant=False)
+            return h.cos()
+
+        def block(self, x):
+            return F.scaled_dot_product_attention(x, x, x) * 2
+
+    backend, x = cgcompile.Backend(compiler="eager"), torch.randn(6, 4, D)
+    with torch.enable_grad():
+        model = torch.compile(Checkpointed(), backend=backend, fullgraph=True)
+        torch.testing.assert_close(model(x), Checkpointed()(x))
+    pieces = backend.graphs[0].split.pieces
+    eager = [piece for piece in pieces if not piece.capture]
+    assert len(eager) == 1
+    assert eager[0].why[0].reason is Reason.SPLITTING_OP
+    assert "inside higher_order::tag_activation_checkpoint" in eager[0].why[0].detail
+
+
+def test_equal_and_masks_are_host_reads() -> None:
+    library()
+
+    class Checked(nn.Module):
+        def forward(self, x, mask):
+            y = x * 2
+            y[mask] = x.flatten()[: x.numel()].reshape(x.shape)[:1, :1].expand(1, 1)[0]
+            return y.sin()
+
+    split = split_of(Checked(), torch.randn(6, D), torch.ones(6, D, dtype=torch.bool))
+    assert [piece.capture for piece in split.pieces] == [True]  # one number fills the mask

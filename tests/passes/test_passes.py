@@ -1,0 +1,245 @@
+"""A user's passes: where they run, what they may do, and what happens when they do it wrong."""
+
+import operator
+import os
+
+import pytest
+import torch
+from cases import CASES, D, Decoder
+from support import build
+from torch import fx, nn
+
+import cgcompile
+from cgcompile.errors import PassError
+from cgcompile.passes import FunctionPass, PassManager
+
+
+def run(model: nn.Module, x: torch.Tensor, **settings) -> tuple[torch.Tensor, cgcompile.Backend]:
+    backend = cgcompile.Backend(compiler="eager", **settings)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        found = torch.compile(model, backend=backend)(x)
+    return found, backend
+
+
+def replace_sin_by_cos(gm: fx.GraphModule) -> None:
+    for node in gm.graph.find_nodes(op="call_method", target="sin"):
+        with gm.graph.inserting_before(node):
+            new = gm.graph.call_function(torch.cos, node.args)  # no fake value: filled in
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+
+
+class SinAttention(nn.Module):
+    def forward(self, x):
+        y = nn.functional.scaled_dot_product_attention(x.sin(), x, x)
+        return y.sin()
+
+
+def test_pass_over_the_whole_graph_runs_before_the_split() -> None:
+    seen = []
+
+    def look(gm: fx.GraphModule) -> None:
+        seen.append([str(node.target) for node in gm.graph.nodes])
+        replace_sin_by_cos(gm)
+
+    x = torch.randn(6, 4, D)
+    found, backend = run(SinAttention(), x, graph_passes=(FunctionPass("look", look),))
+    expected = nn.functional.scaled_dot_product_attention(x.cos(), x, x).cos()
+    torch.testing.assert_close(found, expected)
+    assert len(seen) == 1
+    assert any("scaled_dot_product_attention" in target for target in seen[0])
+    assert [piece.capture for piece in backend.graphs[0].split.pieces] == [True, False, True]
+
+
+def test_pass_over_pieces_runs_once_per_distinct_captured_piece() -> None:
+    seen = []
+
+    def look(gm: fx.GraphModule) -> None:
+        seen.append(gm)
+
+    _, backend = run(
+        Decoder(5).eval(), torch.randint(0, 32, (6, 4)), piece_passes=(FunctionPass("look", look),)
+    )
+    assert len(seen) == 3
+    assert {id(gm) for gm in seen} == {
+        id(piece.module) for piece in backend.graphs[0].split.pieces if piece.capture
+    }
+
+
+def test_a_piece_pass_changes_what_is_compiled_everywhere() -> None:
+    x = torch.randn(6, 4, D)
+    found, _ = run(SinAttention(), x, piece_passes=(FunctionPass("cos", replace_sin_by_cos),))
+    torch.testing.assert_close(
+        found, nn.functional.scaled_dot_product_attention(x.cos(), x, x).cos()
+    )
+
+
+def test_a_pass_may_return_another_graph() -> None:
+    def rebuilt(gm: fx.GraphModule) -> fx.GraphModule:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(gm.graph, {}))
+        return fx.GraphModule(gm, graph)
+
+    x = torch.randn(6, 4, D)
+    found, _ = run(SinAttention(), x, piece_passes=(FunctionPass("rebuilt", rebuilt),))
+    torch.testing.assert_close(found, SinAttention()(x))
+
+
+def test_new_nodes_get_fake_values_before_the_split() -> None:
+    def add_row_count(gm: fx.GraphModule) -> None:
+        output = gm.graph.output_node()
+        (result,) = output.args[0]
+        with gm.graph.inserting_before(output):
+            rows = gm.graph.call_method("size", (result, 0))
+            scaled = gm.graph.call_function(operator.mul, (result, rows))
+        output.args = ((scaled,),)
+
+    x = torch.randn(6, 4, D)
+    found, backend = run(SinAttention(), x, graph_passes=(FunctionPass("rows", add_row_count),))
+    torch.testing.assert_close(found, SinAttention()(x) * 6)
+    last = backend.graphs[0].split.pieces[-1]
+    assert not [name for name in last.outputs if name == "size"]  # no size leaves a piece
+
+
+def failing(model: nn.Module = SinAttention(), **settings) -> Exception:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        run(model, torch.randn(6, 4, D), **settings)
+    return caught.value.inner_exception
+
+
+def drop_output(gm: fx.GraphModule) -> None:
+    gm.graph.output_node().args = ((),)
+
+
+def add_input(gm: fx.GraphModule) -> None:
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        gm.graph.placeholder("extra")
+
+
+def break_order(gm: fx.GraphModule) -> None:
+    computing = [node for node in gm.graph.nodes if node.op == "call_method"]
+    next(iter(gm.graph.nodes)).prepend(computing[-1])
+
+
+def no_fake_value(gm: fx.GraphModule) -> None:
+    output = gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        bad = gm.graph.call_method("no_such_method", (output.args[0][0],))
+    output.args = ((bad,),)
+
+
+def raise_it(gm: fx.GraphModule) -> None:
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (drop_output, "it has 0 outputs, expected 1"),
+        (add_input, "its inputs are"),
+        (break_order, "RuntimeError"),
+        (no_fake_value, "has no fake value"),
+        (raise_it, "raised KeyError: 'mine'"),
+    ],
+)
+@pytest.mark.parametrize("where", ["graph_passes", "piece_passes"])
+def test_a_pass_that_goes_wrong_is_named(where: str, function, problem: str) -> None:
+    error = failing(**{where: (FunctionPass("mine", function),)})
+    assert isinstance(error, PassError)
+    assert "pass 'mine'" in str(error)
+    assert problem in str(error)
+
+
+def test_something_that_is_no_pass() -> None:
+    error = failing(graph_passes=(drop_output,))
+    assert isinstance(error, PassError)
+    assert "FunctionPass(name, function)" in str(error)
+
+
+def test_uuid_of_a_manager_depends_on_order_and_passes() -> None:
+    one, other = FunctionPass("one", drop_output), FunctionPass("other", add_input)
+    assert PassManager([one, other]).uuid() == PassManager([one, other]).uuid()
+    assert PassManager([one, other]).uuid() != PassManager([other, one]).uuid()
+    newer = FunctionPass("one", drop_output, version="2")
+    assert PassManager([one]).uuid() != PassManager([newer]).uuid()
+
+
+def test_dumps_before_and_after_each_pass(tmp_path) -> None:
+    passes = (FunctionPass("cos", replace_sin_by_cos),)
+    run(SinAttention(), torch.randn(6, 4, D), graph_passes=passes, dump_passes=str(tmp_path))
+    names = sorted(os.listdir(tmp_path))
+    assert names == [
+        "graph.00.before.txt",
+        "graph.00.cos.txt",
+        "graph.01.bind_symbols.txt",
+        "graph.02.pull_items.txt",
+        "graph.03.assign_pieces.txt",
+        "graph.04.resolve_aliases.txt",
+    ]
+    before = (tmp_path / "graph.00.before.txt").read_text()
+    after = (tmp_path / "graph.00.cos.txt").read_text()
+    assert "call_method sin(" in before
+    assert "call_method sin(" not in after
+    assert "cos(l_x_)  # (s" in after
+
+
+# ---------------------------------------------------------------- the passes of our own
+
+
+def pieces_of(name: str) -> tuple[cgcompile.passes.Piece, ...]:
+    case = CASES[name]
+    inputs = case.inputs(case.sizes[0])
+    for each in inputs:
+        torch._dynamo.mark_dynamic(each, 0)
+    backend = cgcompile.Backend(compiler="eager", **case.settings)
+    with torch.no_grad():
+        torch.compile(build(case), backend=backend)(*inputs)
+    return backend.graphs[0].split.pieces
+
+
+@pytest.mark.parametrize("name", ["sdpa", "size_crosses", "size_returned", "decoder"])
+def test_no_size_leaves_a_captured_piece(name: str) -> None:
+    for piece in pieces_of(name):
+        if piece.capture:
+            outputs = piece.module.graph.output_node().args[0]
+            assert all(isinstance(o.meta["example_value"], torch.Tensor) for o in outputs)
+
+
+def test_pieces_return_tuples_also_of_one_or_none() -> None:
+    for name in ("op_packet", "no_boundary"):
+        for piece in pieces_of(name):
+            outputs = piece.module.graph.output_node().args[0]
+            assert isinstance(outputs, tuple)
+            assert len(outputs) == len(piece.outputs)
+
+
+def test_hazards_that_cannot_be_sunk_are_left_uncompiled() -> None:
+    class TwoNames(nn.Module):
+        """Two inputs of one memory: no view to make again, and a compiler would guess."""
+
+        def forward(self, x, y):
+            y.add_(1)
+            h = nn.functional.scaled_dot_product_attention(x, x, x)
+            return h + y.sum()
+
+    compiled = []
+
+    def compiler(gm, fake_inputs):
+        compiled.append(gm)
+        return gm.forward
+
+    base = torch.randn(6, 4, D)
+    backend = cgcompile.Backend(compiler=compiler)
+    expected_base = base.clone()
+    with torch.no_grad():
+        expected = TwoNames()(expected_base, expected_base[1:])
+        found = torch.compile(TwoNames(), backend=backend)(base, base[1:])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(base, expected_base)
+
+
+def test_views_are_left_alone_where_nothing_is_written() -> None:
+    """Sinking costs host time at every step, so only hazards get it."""
+    first = pieces_of("sdpa")[0]
+    assert first.outputs == ("q", "k", "v")
