@@ -158,6 +158,21 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of Dynamo's graph with all that this file reads of it; values are shared."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(gm.graph, copies)
+    graph.output(output)
+    for original, copy in copies.items():
+        if hasattr(original, "_dynamo_source"):
+            copy._dynamo_source = original._dynamo_source
+    result = fx.GraphModule(gm, graph)
+    if hasattr(gm, "compile_subgraph_reason"):
+        result.compile_subgraph_reason = gm.compile_subgraph_reason
+    return result
+
+
 def backend_of(compiled: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
     """(backend, mode, options) with which ``torch.compile`` made a module; Nones if it did not."""
     from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
@@ -269,11 +284,33 @@ def compile_standalone(
     wanted = {**_PIECE_PATCHES, **patches}
     known = {name: value for name, value in wanted.items() if name in inductor_option_names()}
     return standalone_compile(
-        gm,
+        _with_a_tensor_output(gm),
         list(fake_inputs),
         dynamic_shapes="from_graph",
         options={"config_patches": known},
     )
+
+
+def _with_a_tensor_output(gm: fx.GraphModule) -> fx.GraphModule:
+    """``gm``, or a copy of one without outputs that returns an input: callers ignore it.
+
+    ``standalone_compile`` looks for the fake mode, and with it the sizes, in the outputs.
+    """
+    tensor_input = next(
+        (
+            node
+            for node in gm.graph.find_nodes(op="placeholder")
+            if isinstance(node.meta.get("example_value"), torch.Tensor)
+        ),
+        None,
+    )
+    if gm.graph.output_node().args[0] or tensor_input is None:
+        return gm
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(gm.graph, copies)
+    graph.output((copies[tensor_input],))
+    return fx.GraphModule(gm, graph)
 
 
 # No CUDA graphs and no partition of Inductor's own inside a piece; the wrapped region makes a

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from cgcompile import compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.passes.aliases import ResolveAliases
 from cgcompile.passes.assign import AssignPieces
@@ -62,6 +63,9 @@ def split_graph(
         PassError: a pass raised or left an invalid graph.
         SymbolError: a size that no input gives would cross into a captured piece.
     """
+    graph_passes = tuple(graph_passes)
+    if graph_passes:
+        gm = compat.copied(gm)  # Dynamo still owns its graph, and must not find it broken
     ours = [make(boundaries) for make in PIPELINE]
     gm = PassManager([*graph_passes, *ours], dump_dir)(gm)
     split = cut(gm)

@@ -125,7 +125,7 @@ class SdpaAten(Attention):
 class MultiHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(D, 2)
         self.norm = nn.LayerNorm(D)
 
     def forward(self, x):

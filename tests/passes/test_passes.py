@@ -102,9 +102,9 @@ def test_new_nodes_get_fake_values_before_the_split() -> None:
     assert not [name for name in last.outputs if name == "size"]  # no size leaves a piece
 
 
-def failing(model: nn.Module = SinAttention(), **settings) -> Exception:
+def failing(**settings) -> Exception:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
-        run(model, torch.randn(6, 4, D), **settings)
+        run(SinAttention(), torch.randn(6, 4, D), **settings)
     return caught.value.inner_exception
 
 

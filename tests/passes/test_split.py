@@ -64,18 +64,18 @@ piece_2  captured  2 ops
             """\
 3 pieces: 2 captured, 1 eager; 3 distinct; 768*s0 B cross
 sizes: s0 = x.size()[0]
-piece_0  captured  2 ops
+piece_0  captured  1 op
   at   x = self.norm(x)
   in   s0, x f32[s0, 4, 16] 256*s0 B, 2 static 128 B
-  out  x_1 f32[s0, 4, 16] 256*s0 B, query f32[4, s0, 16] 256*s0 B
+  out  x_1 f32[s0, 4, 16] 256*s0 B
 piece_1  eager     2 ops
   why  splitting_op: torch.nn.functional.multi_head_attention_forward [ALWAYS]
   at   return x + self.attention(x, x, x, need_weights=False)[0]
-  in   s0, query f32[4, s0, 16] 256*s0 B, 4 static 4352 B
-  out  attn_output f32[4, s0, 16] 256*s0 B
-piece_2  captured  3 ops
+  in   s0, x_1 f32[s0, 4, 16] 256*s0 B, 4 static 4352 B
+  out  attn_output f32[s0, 4, 16] 256*s0 B
+piece_2  captured  1 op
   at   return x + self.attention(x, x, x, need_weights=False)[0]
-  in   s0, attn_output f32[4, s0, 16] 256*s0 B, x_1 f32[s0, 4, 16] 256*s0 B
+  in   s0, x_1 f32[s0, 4, 16] 256*s0 B, attn_output f32[s0, 4, 16] 256*s0 B
   out  add f32[s0, 4, 16] 256*s0 B""",
         )
 
