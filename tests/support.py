@@ -37,9 +37,9 @@ def backend_for(case: Case, compiler: Any, **more: Any) -> cgcompile.Backend:
 
 def split_texts(case: Case, device: str = "cpu", **settings: Any) -> str:
     """The printed splits of the graphs that the first batch makes, without line numbers."""
+    torch._dynamo.reset()
     model, backend = build(case, device), backend_for(case, "eager", **settings)
-    with torch.device(device):
-        inputs = case.inputs(case.sizes[0])
+    inputs = tuple(each.to(device) for each in case.inputs(case.sizes[0]))
     mark(case, inputs)
     with torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
         torch.compile(model, backend=backend)(*inputs)

@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, D
-from support import backend_for, check_against_eager, split_texts
+from support import backend_for, build, check_against_eager, mark, split_texts
 from torch import nn
 
 import cgcompile
+from cgcompile.piecewise.stitch import stitch
 from cgcompile.reasons import Reason
 
 pytestmark = pytest.mark.gpu
@@ -76,51 +77,52 @@ def test_cpu_tensor_is_a_boundary() -> None:
 
 def test_captured_pieces_can_be_captured() -> None:
     """The predicate's word, tested: each captured piece of every case records as a CUDA graph."""
-    refused = []
+    refused, captured = [], 0
     for name, case in CASES.items():
         torch._dynamo.reset()
-        for piece_name, error in _capture_pieces(case):
-            refused.append(f"{name}/{piece_name}: {error}")
+        recording = _capture_pieces(case)
+        captured += recording.captured
+        refused += [f"{name}/{piece}: {error}" for piece, error in recording.refused]
     assert not refused, "\n".join(refused)
+    assert captured > 60
 
 
-def _capture_pieces(case) -> list[tuple[str, str]]:
-    from support import build, mark
-
+def _capture_pieces(case) -> "_Recording":
     model, backend = build(case, "cuda"), backend_for(case, "eager")
     with torch.device("cuda"):
         inputs = case.inputs(case.sizes[0])
     mark(case, inputs)
-    refused = []
-    with torch.inference_mode(False), torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
-        torch.compile(model, backend=_Recording(backend, refused))(*inputs)
-    return refused
+    recording = _Recording(backend)
+    with torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
+        torch.compile(model, backend=recording)(*inputs)
+    return recording
 
 
 class _Recording:
     """Compiles with a backend, then runs the first step piece by piece inside CUDA graphs."""
 
-    def __init__(self, backend: cgcompile.Backend, refused: list[tuple[str, str]]) -> None:
-        self._backend, self._refused = backend, refused
+    def __init__(self, backend: cgcompile.Backend) -> None:
+        self._backend = backend
+        self.captured = 0
+        self.refused: list[tuple[str, str]] = []
 
     def __call__(self, gm, example_inputs):
-        graph = self._backend(gm, example_inputs)
-        split, refused = graph.split, self._refused
+        split = self._backend(gm, example_inputs).split
 
         def recorded(piece):
             def run(*inputs):
                 if piece.capture:
+                    copies = [_copied(each) for each in inputs]
                     torch.cuda.synchronize()
                     try:
                         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                            piece.module.forward(*[_copied(each) for each in inputs])
+                            piece.module.forward(*copies)
+                        self.captured += 1
                     except RuntimeError as error:
-                        refused.append((piece.name, str(error).splitlines()[0]))
+                        self.refused.append((piece.name, str(error).splitlines()[0]))
                 return piece.module.forward(*inputs)
 
             return run
-
-        from cgcompile.piecewise.stitch import stitch
 
         return stitch(split, [recorded(piece) for piece in split.pieces]).call
 
