@@ -291,6 +291,14 @@ def compile_standalone(
     )
 
 
+def uncapturable_op(aten: fx.GraphModule) -> str | None:
+    """The first node of an ATen graph that torch's own CUDA graphs refuse, as ``op``; else None."""
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+
+    node = get_first_incompatible_cudagraph_node(aten)
+    return None if node is None else str(node.target)
+
+
 def _with_a_tensor_output(gm: fx.GraphModule) -> fx.GraphModule:
     """``gm``, or a copy of one without outputs that returns an input: callers ignore it.
 

@@ -115,7 +115,7 @@ def _captured_piece(gm: fx.GraphModule, piece: int) -> bool:
 
 def _leave_uncompiled(gm: fx.GraphModule, pieces: set[int]) -> None:
     """Run a hazard that stays op by op: uncompiled kernels keep views as views."""
-    for node in gm.graph.nodes:
+    for node in gm.graph.nodes if pieces else ():
         place = placement(node)
         if place is not None and place.piece in pieces:
             node.meta[PLACEMENT] = replace(

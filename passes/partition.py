@@ -140,10 +140,10 @@ class _Cutter:
         wanted = [n for n in output.all_input_nodes if is_floating(n, self._bound.keys())]
         if not wanted:
             return None
-        module, inputs = self._module([], wanted, _State((), None), _State((), None))
+        graph, inputs = self._graph([], wanted, _State((), None), _State((), None))
         return Piece(
             index=len(self._members),
-            module=module,
+            module=fx.GraphModule(self._gm, graph, class_name="Sizes"),
             capture=False,
             why=(Why(Reason.NO_KERNEL, "arithmetic on sizes"),),
             compiled=False,
@@ -159,8 +159,11 @@ class _Cutter:
         place = placement(members[0])
         assert place is not None
         outputs = [n for n in members if self._leaves(n, index)]
-        module, inputs = self._module(members, outputs, self._before[index], self._after[index])
-        same_as, module = self._shared(index, module, place.capture)
+        graph, inputs = self._graph(members, outputs, self._before[index], self._after[index])
+        key = (place.capture, place.compiled, structural_key(self._gm, graph))
+        if key not in self._modules:
+            self._modules[key] = (index, fx.GraphModule(self._gm, graph, class_name="Piece"))
+        same_as, module = self._modules[key]
         whys = _distinct(p.why for p in map(placement, members) if p is not None)
         causes = [node for node in members if _is_cause(node)]
         return Piece(
@@ -186,22 +189,16 @@ class _Cutter:
             for user in node.users
         )
 
-    def _shared(
-        self, index: int, module: fx.GraphModule, capture: bool
-    ) -> tuple[int, fx.GraphModule]:
-        key = (capture, structural_key(module))
-        return self._modules.setdefault(key, (index, module))
-
     # -------------------------------------------------------------- one piece
 
-    def _module(
+    def _graph(
         self,
         members: list[fx.Node],
         outputs: list[fx.Node],
         before: _State,
         after: _State,
-    ) -> tuple[fx.GraphModule, tuple[str, ...]]:
-        """The piece as a module, and the names of the values it takes."""
+    ) -> tuple[fx.Graph, tuple[str, ...]]:
+        """The graph of a piece, and the names of the values it takes."""
         foreign, floating, bodies = self._needs(members, outputs)
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -221,8 +218,7 @@ class _Cutter:
         if after.grad != self._grad_outside:
             graph.call_function(compat.SET_GRAD_ENABLED, (self._grad_outside,))
         graph.output(tuple(copies[node] for node in outputs))
-        module = fx.GraphModule(self._gm, graph, class_name="Piece")
-        return module, tuple(self._names[node] for node in foreign)
+        return graph, tuple(self._names[node] for node in foreign)
 
     def _needs(
         self, members: list[fx.Node], outputs: list[fx.Node]

@@ -16,18 +16,24 @@ from cgcompile import compat
 from cgcompile.passes.nodes import attribute, is_symbolic_number, value
 
 
-def structural_key(gm: fx.GraphModule) -> Hashable:
-    """A hashable description of a graph that leaves out the names of its nodes."""
+def structural_key(owner: fx.GraphModule, graph: fx.Graph) -> Hashable:
+    """A hashable description of a graph that leaves out the names of its nodes.
+
+    Args:
+        owner: the module that holds what ``get_attr`` nodes of the graph read.
+        graph: the graph of a piece.
+    """
     number: dict[fx.Node, int] = {}
     first_with_storage: dict[int, int] = {}
     rows: list[Hashable] = []
-    for position, node in enumerate(gm.graph.nodes):
+    for position, node in enumerate(graph.nodes):
         number[node] = position
         if node.op == "placeholder":
             rows.append(_input_key(value(node), position, first_with_storage))
         elif node.op == "get_attr":
-            held = attribute(gm, node)
-            key = structural_key(held) if isinstance(held, fx.GraphModule) else id(held)
+            held = attribute(owner, node)
+            is_body = isinstance(held, fx.GraphModule)
+            key = structural_key(held, held.graph) if is_body else id(held)
             rows.append(("get_attr", key))
         else:
             target = node.target if node.op != "output" else None
