@@ -76,7 +76,8 @@ class _Cutter:
             self._after[place.piece] = state
 
     def _name_everything(self) -> dict[fx.Node, str]:
-        taken: set[str] = set()
+        # The generated step calls pieces by these names; no value may hide one.
+        taken = {"step", "returned_sizes", *(f"piece_{index}" for index in self._members)}
         names: dict[fx.Node, str] = {}
         for node in self._gm.graph.nodes:
             if node.op == "placeholder" and node in self._bound.values():

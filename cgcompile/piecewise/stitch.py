@@ -22,6 +22,8 @@ from cgcompile.passes.pieces import Piece, Ref
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.compilers import Runnable
 
+WIDTH = 96  # of generated lines; a longer name gets a line of its own
+
 
 @dataclass(frozen=True)
 class Stitched:
@@ -60,22 +62,48 @@ def step_source(split: SplitGraph) -> str:
     if split.numbers is not None:
         calls.append(("returned_sizes", split.numbers))
     last_use = _last_uses(split, [piece for _, piece in calls])
-    lines = _wrapped(f"def step({', '.join(inputs)}):", indent=0)
+    lines = _statement("def step(", ", ".join(inputs), "):", indent=0)
     for position, (name, piece) in enumerate(calls):
-        results = f"{_tuple(piece.outputs)} = " if piece.outputs else ""
-        lines += _wrapped(f"{results}{name}({', '.join(piece.inputs)})", indent=4)
+        lines += _call(name, piece)
         done = [value for value, last in last_use.items() if last == position]
         if done:
-            lines += _wrapped(f"del {_tuple(done)}", indent=4)
-    lines += _wrapped(f"return {_expression(split.result)}", indent=4)
+            lines += _statement("del (", _items(done), ")", indent=4)
+    lines += _statement("return (", _items(_expressions(split.result)), ")", indent=4)
     return "\n".join(lines) + "\n"
 
 
-def _wrapped(statement: str, indent: int) -> list[str]:
-    """A statement over as many lines as it needs; all our commas and spaces are in brackets."""
-    first, rest = " " * indent, " " * (indent + 4)
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(statement, 96, initial_indent=first, subsequent_indent=rest, **options)  # type: ignore[arg-type]
+def _call(name: str, piece: Piece) -> list[str]:
+    arguments = ", ".join(piece.inputs)
+    if not piece.outputs:
+        return _statement(f"{name}(", arguments, ")", indent=4)
+    *results, last = _statement("(", _items(piece.outputs), f") = {name}(", indent=4)
+    return results + _statement(last, arguments, ")", indent=0)
+
+
+def _items(items: Sequence[str]) -> str:
+    """The inside of a tuple display."""
+    return f"{items[0]}," if len(items) == 1 else ", ".join(items)
+
+
+def _statement(opening: str, listed: str, closing: str, indent: int) -> list[str]:
+    """``opening`` and ``closing`` around listed names, over as many lines as they need.
+
+    Lines break between names only, inside of the brackets.
+    """
+    opening = " " * indent + opening
+    if len(opening) + len(listed) + len(closing) <= WIDTH:
+        return [opening + listed + closing]
+    outer = " " * (len(opening) - len(opening.lstrip()))
+    inner = outer + "    "
+    body = textwrap.wrap(
+        listed,
+        WIDTH,
+        initial_indent=inner,
+        subsequent_indent=inner,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [opening, *body, outer + closing]
 
 
 def _last_uses(split: SplitGraph, calls: list[Piece]) -> dict[str, int]:
@@ -99,14 +127,12 @@ def _returned(result: Any) -> Iterator[str]:
             yield from _returned(item)
 
 
-def _tuple(items: Sequence[str]) -> str:
-    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+def _expressions(result: tuple[Any, ...]) -> list[str]:
+    """Python text for each item that the caller gets."""
+    return [_expression(item) for item in result]
 
 
-def _expression(result: Any) -> str:
-    """Python text for the returned structure."""
-    if isinstance(result, Ref):
-        return result.name
-    if isinstance(result, tuple):
-        return _tuple([_expression(item) for item in result])
-    return repr(result)
+def _expression(item: Any) -> str:
+    if isinstance(item, Ref):
+        return item.name
+    return f"({_items(_expressions(item))})" if isinstance(item, tuple) else repr(item)

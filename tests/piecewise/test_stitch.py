@@ -3,8 +3,9 @@
 import gc
 import weakref
 
+import pytest
 import torch
-from cases import CASES, Decoder
+from cases import CASES, D, Decoder
 from expecttest import TestCase
 from support import backend_for, build, mark
 
@@ -58,6 +59,42 @@ def step(qkv_weight, qkv_bias, s0, x, out_weight, out_bias):
     def test_long_lines_are_wrapped(self) -> None:
         longest = max(map(len, compiled("decoder").source.splitlines()))
         assert 60 < longest <= 100
+
+
+@pytest.mark.parametrize("length", [*range(1, 12), 30, 90, 120])
+def test_lines_break_where_python_allows_it(length: int) -> None:
+    """Names of every length, so that each bracket falls on each side of the line's end once."""
+
+    class Long(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for number in range(9):
+                self.register_buffer(f"b{number}" + "x" * length, torch.ones(D))
+
+        def forward(self, x):
+            first, second = x.sin(), x.cos()
+            for buffer in self.buffers():
+                x = x + buffer
+            y = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+            return y + first, second * y
+
+    backend, x = cgcompile.Backend(compiler="eager"), torch.randn(2, 4, D)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(Long(), backend=backend)(x), Long()(x))
+
+
+def test_names_of_the_user_hide_nothing() -> None:
+    def f(step, piece_0, piece_1, returned_sizes, s0, len, class_):
+        piece_2 = step.sin() + piece_0 + piece_1 + returned_sizes + s0 + len + class_
+        y = torch.nn.functional.scaled_dot_product_attention(piece_2, piece_2, piece_2)
+        return y * y.shape[0], y.shape[0] * 3
+
+    inputs = [torch.randn(5, 4, D) for _ in range(7)]
+    for each in inputs:
+        torch._dynamo.mark_dynamic(each, 0)
+    with torch.no_grad():
+        found = torch.compile(f, backend=cgcompile.Backend(compiler="eager"))(*inputs)
+        torch.testing.assert_close(found, f(*inputs))
 
 
 def test_equal_graphs_have_equal_source() -> None:

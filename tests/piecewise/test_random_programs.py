@@ -1,0 +1,145 @@
+"""Random programs of pure ops, views, writes and boundaries: split and compiled, they equal eager.
+
+Aliases and writes across boundaries are where a split goes wrong silently, and their combinations
+are too many to write down. Every program runs with uncompiled pieces, where results must be
+bitwise those of eager, and through functorch, which rebuilds aliases by rules of its own.
+"""
+
+import torch
+import torch.nn.functional as F
+from cases import D, library
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from support import clone
+from torch import nn
+
+import cgcompile
+
+Step = tuple[str, int, int]
+
+OPS = (
+    "sin",
+    "add",
+    "alias",
+    "transpose",
+    "half",
+    "write",
+    "write_half",
+    "assign",
+    "attend",
+    "boundary_write",
+    "sized",
+    "pieces_of_one",
+)
+
+
+class Program(nn.Module):
+    """Runs steps over a growing list of tensors; ``i`` and ``j`` pick from it."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, x, y):
+        values = [x, y]
+        for op, i, j in self.steps:
+            values += self.step(op, values[i % len(values)], values[j % len(values)])
+        return tuple(values[-3:])
+
+    def step(self, op, a, b):
+        if op == "sin":
+            return [a.sin()]
+        if op == "add":
+            return [a + b]
+        if op == "alias":
+            return [a[:]]
+        if op == "transpose":
+            return [a.transpose(1, 2).contiguous().transpose(1, 2)]
+        if op == "half":
+            return [torch.cat((a[:, 2:], b[:, :2]), 1)]
+        if op == "write":
+            a.mul_(0.5)
+            return []
+        if op == "write_half":
+            a[:, 1:3].add_(1.0)
+            return []
+        if op == "assign":
+            a[:, 0] = b[:, 1] * 0.5
+            return []
+        if op == "attend":
+            return [F.scaled_dot_product_attention(a, b, a)]
+        if op == "boundary_write":
+            torch.ops.cgtest.scale_(a, 0.5)
+            return []
+        if op == "sized":
+            return [a.view(a.shape[0] * 2, 2, D).view(b.size()) * (b.size(0) // 2 + 1)]
+        first, second = a.chunk(2, 1)
+        return [torch.cat((second, first), 1), a.unflatten(2, (4, 4)).flatten(2)]
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(OPS), st.integers(0, 11), st.integers(0, 11)),
+    min_size=3,
+    max_size=14,
+)
+
+
+def contiguous_enough(program: Program, *inputs: torch.Tensor) -> bool:
+    """Some programs view what cannot be viewed; eager says so."""
+    try:
+        with torch.no_grad():
+            program(*clone(inputs))
+    except RuntimeError:
+        return False
+    return True
+
+
+def run(program: Program, compiler: str) -> tuple[int, int]:
+    """Compare with eager at two sizes; return how many pieces were captured and eager."""
+    torch._dynamo.reset()
+    splitting = ("cgtest::scale_",)
+    backend = cgcompile.Backend(compiler=compiler, splitting_ops=splitting)
+    with torch.no_grad():
+        compiled = torch.compile(program, backend=backend, fullgraph=True)
+        for size in (4, 3):
+            inputs = (torch.randn(size, 4, D), torch.randn(size, 4, D))
+            given_inputs = clone(inputs)
+            if size == 4:
+                for each in given_inputs:
+                    torch._dynamo.mark_dynamic(each, 0)
+            expected, found = program(*inputs), compiled(*given_inputs)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(given_inputs, inputs, rtol=1e-5, atol=1e-6)
+    pieces = [piece for graph in backend.graphs for piece in graph.split.pieces]
+    captured = sum(piece.capture for piece in pieces)
+    return captured, len(pieces) - captured
+
+
+TOTALS = {"programs": 0, "captured": 0, "eager": 0}
+
+
+@given(steps=steps)
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+def random_programs(steps: list[Step]) -> None:
+    library()
+    program = Program(steps)
+    if not contiguous_enough(program, torch.randn(4, 4, D), torch.randn(4, 4, D)):
+        return
+    for compiler in ("eager", "aot"):
+        captured, eager = run(program, compiler)
+        note(f"{compiler}: {captured} captured, {eager} eager")
+        TOTALS["programs"] += 1
+        TOTALS["captured"] += captured
+        TOTALS["eager"] += eager
+
+
+def test_random_programs_equal_eager() -> None:
+    random_programs()
+    # The suite may throw programs away; it must not throw all of them away.
+    assert TOTALS["programs"] >= 30
+    assert TOTALS["captured"] >= 30
+    assert TOTALS["eager"] >= 20

