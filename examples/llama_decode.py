@@ -2,7 +2,7 @@
 
 Run it from anywhere; the weights are random, nothing is downloaded::
 
-    pip install "cgcompile[examples]"
+    pip install -e ".[examples]"
     python examples/llama_decode.py
     python examples/llama_decode.py --device cuda --layers 8 --hidden 1024 --tokens 200
 

