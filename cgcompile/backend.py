@@ -82,12 +82,14 @@ class Backend:
         if self.config.mode is CompilationMode.DYNAMO_TRACE_ONCE:
             raise ConfigError.trace_once_needs_guards_dropped()
         graph = _compile_piecewise(gm, self.config)
+        self._graphs = [each for each in self._graphs if each() is not None]
         self._graphs.append(weakref.ref(graph))
         return graph
 
 
 def _compile_piecewise(gm: fx.GraphModule, config: CompilationConfig) -> CompiledGraph:
     """Split, check, compile, stitch."""
+    compat.make_floats_constant(gm)
     boundaries = Boundaries(config.splitting_ops, builtin=config.builtin_splitting_ops)
     split = split_graph(
         gm,
@@ -109,15 +111,19 @@ class NamedBackend:
 
     def __init__(self) -> None:
         self.__name__ = "cgcompile"
-        self._handles: dict[CompilationConfig, Backend] = {}
+        self._handles: list[Backend] = []
 
     def handle(self, mode: str | None, options: Mapping[str, Any] | None) -> Backend:
         """The backend that serves ``torch.compile(mode=mode, options=options)``."""
         config = CompilationConfig.resolve(options=options, torch_mode=mode)
-        if mode is not None:
+        if mode is not None and config.compiler == "inductor":
             tuned = {**compat.inductor_mode_options(mode), **dict(config.inductor_options)}
             config = replace(config, inductor_options=tuple(tuned.items()))
-        return self._handles.setdefault(config, Backend(config))
+        for handle in self._handles:  # compared, not hashed: settings may hold lists
+            if handle.config == config:
+                return handle
+        self._handles.append(Backend(config))
+        return self._handles[-1]
 
     def reset(self) -> None:
         """Forget everything; ``torch._dynamo.reset()`` calls it."""
@@ -142,7 +148,9 @@ backend = NamedBackend()
 def runtime(compiled: Any) -> Backend:
     """The handle of a module that ``torch.compile`` returned, for either door.
 
-    With ``backend="cgcompile"`` all modules of equal settings share one handle.
+    With ``backend="cgcompile"`` all modules of equal settings share one handle, so right after a
+    module's first call its graphs are the last ones. Keep a ``Backend`` object per model to tell
+    models apart.
 
     Raises:
         ConfigError: the module was not compiled with this backend, or it is no module. Compile a

@@ -33,6 +33,30 @@ class AttentionCGSupport(enum.IntEnum):
     ALWAYS = 3  # any batch
 
 
+def target_name(target: Any) -> str:
+    """The name of an op, function or method as messages and snapshots show it."""
+    if isinstance(target, str):
+        return target
+    if compat.is_op(target):
+        return compat.op_names(target)[0].split(".")[0]
+    if target is F.scaled_dot_product_attention:
+        return "torch.nn.functional.scaled_dot_product_attention"
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
+    module = getattr(target, "__module__", None)
+    if name is None:
+        return type(target).__name__
+    return f"{module}.{name}" if module and module != "builtins" else str(name)
+
+
+def _checked_target(target: Any) -> Any:
+    overload = compat.custom_op_overload(target)
+    if overload is not None:
+        return overload
+    if isinstance(target, str) or callable(target):
+        return target
+    raise BoundaryError.not_an_op(target)
+
+
 @dataclass(frozen=True)
 class SplittingOp:
     """One entry of the registry. Give ``target`` or ``predicate``.
@@ -60,21 +84,12 @@ class SplittingOp:
         if not self.name:
             shown = self.target if self.predicate is None else self.predicate
             object.__setattr__(self, "name", target_name(shown))
-
-
-def target_name(target: Any) -> str:
-    """The name of an op, function or method as messages and snapshots show it."""
-    if isinstance(target, str):
-        return target
-    if compat.is_op(target):
-        return compat.op_names(target)[0].split(".")[0]
-    if target is F.scaled_dot_product_attention:
-        return "torch.nn.functional.scaled_dot_product_attention"
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
-    module = getattr(target, "__module__", None)
-    if name is None:
-        return type(target).__name__
-    return f"{module}.{name}" if module and module != "builtins" else str(name)
+        if self.predicate is None:
+            _checked_target(self.target)
+        elif not callable(self.predicate):
+            raise BoundaryError.not_an_op(self.predicate)
+        if not isinstance(self.support, AttentionCGSupport):
+            raise BoundaryError.bad_support(self.name, self.support)
 
 
 _ALWAYS = AttentionCGSupport.ALWAYS
@@ -114,8 +129,64 @@ def in_eager_region(node: fx.Node) -> bool:
     return all(custom.get(key) == value for key, value in REGION_MARK.items())
 
 
+class _Table:
+    """Entries by what they match: names of ops, functions, name patterns, predicates."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, SplittingOp] = {}
+        self.functions: dict[Any, SplittingOp] = {}
+        self.patterns: list[SplittingOp] = []
+        self.predicates: list[SplittingOp] = []
+
+    def add(self, op: SplittingOp) -> None:
+        """File an entry whose target is resolved."""
+        if op.predicate is not None:
+            self.predicates.append(op)
+        elif isinstance(op.target, str) and "*" in op.target:
+            self.patterns.append(op)
+        elif isinstance(op.target, str):
+            self._claim(self.names, op.target, op)
+        elif compat.is_op(op.target):
+            self._claim(self.names, compat.op_names(op.target)[0], op)
+        else:
+            self._claim(self.functions, op.target, op)
+
+    @staticmethod
+    def _claim(table: dict[Any, SplittingOp], key: Any, op: SplittingOp) -> None:
+        present = table.setdefault(key, op)
+        if replace(present, target=op.target, name=op.name) != op:
+            raise BoundaryError.declared_twice(op.name)
+
+    def __iter__(self) -> Iterator[SplittingOp]:
+        yield from (*self.names.values(), *self.functions.values())
+        yield from (*self.patterns, *self.predicates)
+
+    def match_call(self, function: Any) -> SplittingOp | None:
+        for name in compat.op_names(function):
+            found = self.names.get(name) or self._match_pattern(name)
+            if found is not None:
+                return found
+        try:
+            return self.functions.get(function)
+        except TypeError:  # an unhashable callable is in no table
+            return None
+
+    def _match_pattern(self, name: str) -> SplittingOp | None:
+        return next((op for op in self.patterns if fnmatch.fnmatchcase(name, op.target)), None)
+
+    def match_predicate(self, node: fx.Node) -> SplittingOp | None:
+        for op in self.predicates:
+            assert op.predicate is not None
+            try:
+                if op.predicate(node):
+                    return op
+            except Exception as error:
+                raise BoundaryError.predicate_raised(op.name, node.name, error) from error
+        return None
+
+
 class Boundaries:
-    """The registry of one configuration: built-in entries and the user's, looked up by node.
+    """The registry of one configuration: the user's entries, then the built-in ones.
 
     Args:
         entries: the user's splitting ops, in any form that :class:`SplittingOp` takes as target,
@@ -128,89 +199,57 @@ class Boundaries:
     """
 
     def __init__(self, entries: Iterable[Any] = (), *, builtin: bool = True) -> None:
-        self._names: dict[str, SplittingOp] = {}
-        self._functions: dict[Any, SplittingOp] = {}
-        self._patterns: list[SplittingOp] = []
-        self._predicates: list[SplittingOp] = []
-        # The user's entries come first, so that they can say more about a built-in op.
+        mine, given = _Table(), _Table()
         for entry in entries:
-            op = entry if isinstance(entry, SplittingOp) else SplittingOp(_checked_target(entry))
-            self._add(op, known=None)
+            mine.add(
+                _resolved_entry(entry if isinstance(entry, SplittingOp) else SplittingOp(entry))
+            )
         for op in BUILTIN_SPLITTING_OPS if builtin else ():
-            self._add(op, known=op)
-
-    def _add(self, op: SplittingOp, known: SplittingOp | None) -> None:
-        """``known`` is set for built-in entries: their packages may be absent."""
-        if op.predicate is not None:
-            self._predicates.append(op)
-            return
-        target = _checked_target(op.target)
-        if isinstance(target, str) and known is None:
-            target = _resolved(target)
-            spelled_out = target if isinstance(target, str) else target_name(target)
-            op = replace(op, target=target, name=spelled_out if op.name == op.target else op.name)
-        if isinstance(target, str) and "*" in target:
-            self._patterns.append(op)
-        elif isinstance(target, str):
-            self._claim(self._names, target, op, mine=known is None)
-        elif compat.is_op(target):
-            self._claim(self._names, compat.op_names(target)[0], op, mine=known is None)
-        else:
-            self._claim(self._functions, target, op, mine=known is None)
-
-    @staticmethod
-    def _claim(table: dict[Any, SplittingOp], key: Any, op: SplittingOp, mine: bool) -> None:
-        present = table.get(key)
-        if present is None:
-            table[key] = op
-        elif mine and replace(present, target=op.target, name=op.name) != op:
-            raise BoundaryError.declared_twice(op.name)
+            given.add(op)  # by name, resolved or not: its package may not be installed
+        self._tables = (mine, given)
 
     def __iter__(self) -> Iterator[SplittingOp]:
-        yield from (*self._names.values(), *self._functions.values())
-        yield from (*self._patterns, *self._predicates)
+        for table in self._tables:
+            yield from table
 
     def uuid(self) -> str:
         """Equal for registries that split every graph in the same way, as far as names can tell."""
-        rows = [(op.name, int(op.support), op.compiled) for op in self]
-        return repr(sorted(rows))
+        rows = [
+            (op.name, target_name(op.target or op.predicate), int(op.support), op.compiled)
+            for op in self
+        ]
+        return repr(rows)
 
     def match(self, node: fx.Node) -> SplittingOp | None:
         """The entry that makes ``node`` a boundary, or None."""
-        if node.op == "call_function":
-            found = self.match_call(node.target)
-            if found is not None:
-                return found
-        return next((op for op in self._predicates if op.predicate and op.predicate(node)), None)
+        found = self.match_call(node.target) if node.op == "call_function" else None
+        if found is not None:
+            return found
+        matches = (table.match_predicate(node) for table in self._tables)
+        return next((op for op in matches if op is not None), None)
 
     def match_call(self, function: Any) -> SplittingOp | None:
         """The entry of a function or op that is about to run, or None. Predicates do not apply."""
-        for name in compat.op_names(function):
-            found = self._names.get(name) or self._match_pattern(name)
+        for table in self._tables:
+            found = table.match_call(function)
             if found is not None:
                 return found
-        try:
-            found = self._functions.get(function)
-        except TypeError:  # an unhashable callable is in no table
-            found = None
-        if found is not None:
-            return found
         unsafe = torch.Tag.cudagraph_unsafe
         if any(unsafe in overload.tags for overload in compat.op_overloads(function)):
             return SplittingOp(function, name=f"{target_name(function)} (tag cudagraph_unsafe)")
         return None
 
-    def _match_pattern(self, name: str) -> SplittingOp | None:
-        return next((op for op in self._patterns if fnmatch.fnmatchcase(name, op.target)), None)
 
-
-def _checked_target(target: Any) -> Any:
-    overload = compat.custom_op_overload(target)
-    if overload is not None:
-        return overload
-    if isinstance(target, str) or callable(target):
-        return target
-    raise BoundaryError.not_an_op(target)
+def _resolved_entry(op: SplittingOp) -> SplittingOp:
+    """The entry with what its target means in place of how the user spelled it."""
+    if op.predicate is not None:
+        return op
+    target = _checked_target(op.target)
+    if not isinstance(target, str):
+        return replace(op, target=target)
+    target = _resolved(target)
+    spelled_out = target if isinstance(target, str) else target_name(target)
+    return replace(op, target=target, name=spelled_out if op.name == op.target else op.name)
 
 
 def _resolved(name: str) -> Any:

@@ -5,6 +5,7 @@ rule: no other file of cgcompile imports a name of torch that starts with an und
 that torch does not document.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -14,9 +15,12 @@ import sympy
 import torch
 from torch import fx
 
-# State that a graph toggles with nodes of its own.
-ENTER_AUTOCAST = torch.amp._enter_autocast
-EXIT_AUTOCAST = torch.amp._exit_autocast
+# State that a graph switches with nodes of its own: what enters a context, and what leaves it.
+LEAVES: Mapping[Any, Any] = {
+    torch.amp._enter_autocast: torch.amp._exit_autocast,
+    torch.autograd.grad_mode._enter_inference_mode: torch.autograd.grad_mode._exit_inference_mode,
+}
+ENTER_INFERENCE_MODE = torch.autograd.grad_mode._enter_inference_mode
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 
 
@@ -123,7 +127,7 @@ def graph_break(gm: fx.GraphModule) -> str | None:
         return None
     text = str(reason.reason).strip().splitlines()[0]
     stack = [frame for frame in reason.user_stack or () if frame.filename]
-    return f"{text} ({stack[-1].filename}:{stack[-1].lineno})" if stack else text
+    return f"{text} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})" if stack else text
 
 
 def tree_leaves(value: Any) -> list[Any]:
@@ -185,6 +189,40 @@ def backend_of(compiled: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
     return found, settings.get("mode"), settings.get("options")
 
 
+def restarts() -> tuple[type[BaseException], ...]:
+    """What torch raises to make Dynamo trace again: control flow that nobody may wrap."""
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame
+
+    return (RestartAnalysis, SkipFrame)
+
+
+def make_floats_constant(gm: fx.GraphModule) -> None:
+    """Make Dynamo trace again with its symbolic Python floats as guarded constants.
+
+    With ``dynamic=True`` Dynamo passes a Python float as a CPU tensor and reads it with ``item``.
+    Inside a piece that is a host read, and a captured kernel would keep the first value.
+
+    Raises:
+        TensorifyScalarRestartAnalysis: there were such floats; Dynamo handles it.
+    """
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import TensorifyState
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    names = {
+        str(symbol)
+        for node in gm.graph.nodes
+        if isinstance(node.meta.get("example_value"), torch.SymFloat)
+        for symbol in node.meta["example_value"].node._expr.free_symbols  # before replacements
+        if symbol_is_type(symbol, SymT.FLOAT)
+    }
+    new = [name for name in sorted(names) if not TensorifyState.should_specialize(name)]
+    for name in new:
+        TensorifyState.specialize(name)
+    if new:
+        raise TensorifyScalarRestartAnalysis
+
+
 # ---------------------------------------------------------------- symbols
 
 
@@ -230,11 +268,6 @@ class Shapes:
     def guards(self) -> list[tuple[sympy.Expr, str]]:
         """Each guard on sizes so far, with the user's line where torch knows it."""
         return [(guard.expr, _guard_line(guard)) for guard in self._env.guards]
-
-
-def symbol_of(symint: torch.SymInt | torch.SymFloat) -> sympy.Expr:
-    """The expression as it was traced, before any replacement was made."""
-    return symint.node._expr
 
 
 def _guard_line(guard: Any) -> str:

@@ -8,6 +8,7 @@ of a compilation live in the objects that made them, never here.
 import dataclasses
 import enum
 import json
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,8 +74,8 @@ class CUDAGraphMode(enum.Enum):
 # What torch.compile(mode=...) means here. Inductor's own part of a mode is looked up in torch.
 TORCH_MODES: Mapping[str, Mapping[str, Any]] = {
     "default": {},
-    "reduce-overhead": {"cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE},
-    "max-autotune": {"cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE},
+    "reduce-overhead": {},  # CUDA graphs are the default here
+    "max-autotune": {},
     "max-autotune-no-cudagraphs": {"cudagraph_mode": CUDAGraphMode.NONE},
 }
 
@@ -125,13 +126,24 @@ def _items(value: Any) -> tuple[Any, ...]:
 
 def _parse_sizes(value: Any) -> tuple[int, ...]:
     expected = "positive whole numbers, as a sequence or as text '1,2,4'"
+    items = _items(value)
     try:
-        sizes = tuple(int(item) for item in _items(value) if not isinstance(item, bool))
+        sizes = [int(item) if isinstance(item, str) else operator.index(item) for item in items]
     except (TypeError, ValueError):
         raise ValueError(expected) from None
-    if len(sizes) != len(_items(value)) or any(size <= 0 for size in sizes):
+    if not sizes or any(isinstance(item, bool) for item in items) or min(sizes) <= 0:
         raise ValueError(expected)
     return tuple(sorted(set(sizes)))
+
+
+def _parse_passes(value: Any) -> tuple[Any, ...]:
+    for each in _items(value):
+        if not (callable(each) and hasattr(each, "name") and callable(getattr(each, "uuid", None))):
+            raise ValueError(
+                f"objects with a name, uuid() and __call__(gm) -> gm, not {each!r}; wrap a plain "
+                "function: cgcompile.passes.FunctionPass(name, function)"
+            )
+    return _items(value)
 
 
 def _parse_compiler(value: Any) -> Any:
@@ -146,7 +158,7 @@ def _parse_mapping(value: Any) -> tuple[tuple[str, Any], ...]:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise ValueError(f"a mapping, or one as JSON text ({error})") from None
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and all(isinstance(pair, tuple) for pair in value):
         value = dict(value)
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError("a mapping from names to values, or one as JSON text")
@@ -170,13 +182,13 @@ def _setting(name: str, default: Any, parse: Parser, doc: str, piecewise_only: b
 def _parsed(name: str, where: str, value: Any, parse: Parser) -> Any:
     try:
         return parse(value)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError.bad_value(name, where, value, str(error)) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig:
-    """Every setting of cgcompile; validated when it is made, immutable and hashable after.
+    """Every setting of cgcompile; validated when it is made, immutable after.
 
     Each field can be given as an argument here, as ``torch.compile(..., options={name: value})``,
     or as ``CGCOMPILE_<NAME>`` in the environment. An argument beats options, options beat the
@@ -194,8 +206,9 @@ class CompilationConfig:
     ==================== ============================================ =========================
 
     "Pieces, passes and sizes" are ``compiler``, ``splitting_ops``, ``builtin_splitting_ops``,
-    ``graph_passes``, ``piece_passes``, ``cudagraph_capture_sizes`` and ``capture_dim``: with a mode
-    that would ignore them, setting them is an error.
+    ``graph_passes``, ``piece_passes``, ``cudagraph_capture_sizes``, ``capture_dim`` and
+    ``dump_passes``: with a mode that would ignore them, setting them is an error.
+    ``inductor_options`` need a mode and a compiler that use Inductor.
 
     Raises:
         ConfigError: unknown, malformed or impossible settings, with close matches.
@@ -244,14 +257,14 @@ class CompilationConfig:
     graph_passes: tuple[Any, ...] = _setting(
         "graph_passes",
         (),
-        _items,
+        _parse_passes,
         "Your passes over the whole graph, before it is split.",
         piecewise_only=True,
     )
     piece_passes: tuple[Any, ...] = _setting(
         "piece_passes",
         (),
-        _items,
+        _parse_passes,
         "Your passes over each distinct captured piece, after the split.",
         piecewise_only=True,
     )
@@ -274,7 +287,14 @@ class CompilationConfig:
         None,
         _optional(_parse_text),
         "A folder for the graph before and after every pass, as readable text.",
+        piecewise_only=True,
     )
+
+    def __new__(cls, *args: Any, **settings: Any) -> "CompilationConfig":
+        for name in settings:
+            if name not in cls.names():
+                raise ConfigError.unknown_setting(name, "arguments", cls.names())
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._refuse_unknown_environment()
@@ -292,6 +312,19 @@ class CompilationConfig:
                 raise ConfigError.unknown_setting(variable, "environment", known)
 
     def _refuse_ignored_settings(self) -> None:
+        if self.cudagraph_capture_sizes is None and self.capture_dim is not None:
+            raise ConfigError.impossible(
+                f"capture_dim = {self.capture_dim!r} without cudagraph_capture_sizes",
+                "it says which dimension those sizes speak of",
+                "Give the sizes, or leave capture_dim out.",
+            )
+        uses_inductor = self.compiler == "inductor" and self.mode is not CompilationMode.NONE
+        if self.inductor_options and not uses_inductor:
+            raise ConfigError.impossible(
+                f"inductor_options with compiler {self.compiler!r} and mode {self.mode.name}",
+                "nothing there is compiled by Inductor",
+                "Leave inductor_options out, or use compiler 'inductor'.",
+            )
         if self.mode is CompilationMode.PIECEWISE:
             return
         for spec in dataclasses.fields(self):
@@ -323,7 +356,7 @@ class CompilationConfig:
     @classmethod
     def resolve(
         cls,
-        config: "CompilationConfig | None" = None,
+        config: Any = None,
         *,
         options: Mapping[str, Any] | None = None,
         torch_mode: str | None = None,
@@ -337,6 +370,9 @@ class CompilationConfig:
             options: what ``torch.compile(options=...)`` was given.
             arguments: settings given as keyword arguments.
         """
+        if config is not None and not isinstance(config, cls):
+            expected = "a CompilationConfig; give single settings by name"
+            raise ConfigError.bad_value("config", "Backend", config, expected)
         if torch_mode is not None and torch_mode not in TORCH_MODES:
             raise ConfigError.unknown_torch_mode(torch_mode, tuple(TORCH_MODES))
         given: dict[str, Any] = dict(TORCH_MODES[torch_mode or "default"])
@@ -348,6 +384,6 @@ class CompilationConfig:
     @classmethod
     def _parse_setting(cls, name: str, where: str, value: Any) -> Any:
         if name not in cls.names():
-            raise ConfigError.unknown_setting(name, where, cls.names())
+            raise ConfigError.unknown_setting(str(name), where, cls.names())
         spec = next(spec for spec in dataclasses.fields(cls) if spec.name == name)
         return _parsed(name, where, value, spec.metadata["parse"])

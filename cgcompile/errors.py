@@ -83,15 +83,10 @@ class ConfigError(CGCompileError, ValueError):
         )
 
     @classmethod
-    def which_dimension(cls, dims: Sequence[str], named: str | None) -> "ConfigError":
-        found = (
-            f"capture_dim={named!r} is none of them"
-            if named is not None
-            else f"the graph has {len(dims)} of them"
-        )
+    def which_dimension(cls, dims: Sequence[str]) -> "ConfigError":
         return cls(
             "cudagraph_capture_sizes: the sizes must speak of one dynamic dimension of the inputs, "
-            f"but {found}.\n  Set capture_dim to one of: {_listed(dims)}."
+            f"but the graph has {len(dims)} of them.\n  Set capture_dim to one of: {_listed(dims)}."
         )
 
 
@@ -164,6 +159,20 @@ class BoundaryError(CGCompileError, ValueError):
         return cls("SplittingOp: give either target= or predicate=, not both and not none.")
 
     @classmethod
+    def bad_support(cls, name: str, found: object) -> "BoundaryError":
+        return cls(
+            f"splitting op {name!r}: support = {found!r}; expected a member of "
+            "cgcompile.AttentionCGSupport."
+        )
+
+    @classmethod
+    def predicate_raised(cls, name: str, node: str, error: BaseException) -> "BoundaryError":
+        return cls(
+            f"splitting op {name!r}: its predicate raised {type(error).__name__}: {error}\n"
+            f"  It was asked about node {node!r}; it must answer True or False for every node."
+        )
+
+    @classmethod
     def declared_twice(cls, name: str) -> "BoundaryError":
         return cls(
             f"splitting op {name!r} is declared twice with different settings. Declare it once."
@@ -182,7 +191,10 @@ class PassError(CGCompileError, RuntimeError):
 
     @classmethod
     def raised(cls, name: str, error: BaseException) -> "PassError":
-        return cls(f"pass {name!r} raised {type(error).__name__}: {error}")
+        return cls(
+            f"pass {name!r} raised {type(error).__name__}: {error}\n"
+            "  Mend the pass, or leave it out; dump_passes writes the graph that it was given."
+        )
 
     @classmethod
     def not_a_pass(cls, found: object) -> "PassError":
@@ -206,10 +218,10 @@ class SymbolError(CGCompileError, RuntimeError):
     @classmethod
     def specialised(cls, dim: str, size: str, where: str) -> "SymbolError":
         return cls(
-            f"{where}: compiling it fixed the dynamic dimension {dim} to {size}; the result would "
-            "be wrong for every other size.\n"
-            "  Look for a comparison with a constant size in the compiler or pass that ran last, "
-            "or compile this model without dynamic sizes (dynamic=False)."
+            f"{where}: your compiler fixed the dynamic dimension {dim} to {size}, so that what it "
+            "made serves this size alone.\n"
+            "  Look for a comparison of a size with a constant, or for int() of a size, or compile "
+            "this model without dynamic sizes (dynamic=False)."
         )
 
     @classmethod
@@ -217,6 +229,20 @@ class SymbolError(CGCompileError, RuntimeError):
         return cls(
             f"cudagraph_capture_sizes: size {size} of {dim} is refused by the model's own guard "
             f"{guard}{where}.\n  Leave it out, or round it to a size that the guard allows."
+        )
+
+
+class GradientError(CGCompileError, RuntimeError):
+    """Gradients were asked for where they would be wrong."""
+
+    @classmethod
+    def recomputes(cls) -> "GradientError":
+        return cls(
+            "this step needs gradients (grad mode is on and an input requires it), and the model "
+            "uses torch.utils.checkpoint: outside of its own compiler, torch would recompute with "
+            "other random numbers.\n"
+            "  Call the model under torch.no_grad() or torch.inference_mode(), or train it with "
+            "another backend."
         )
 
 
@@ -231,6 +257,15 @@ class PieceCompileError(CGCompileError, RuntimeError):
             f"{piece}: compiler {compiler!r} raised {type(error).__name__}: {error}\n"
             f"  The piece is from {where}. options={{'compiler': 'eager'}} runs it uncompiled; "
             "a splitting op or cgcompile.eager_region() takes the op out of the piece."
+        )
+
+    @classmethod
+    def bad_outputs(
+        cls, piece: str, compiler: str, expected: int, found: str
+    ) -> "PieceCompileError":
+        return cls(
+            f"{piece}: what compiler {compiler!r} made must return a tuple or list of {expected} "
+            f"outputs; found {found}.\n  Return all outputs of the graph, in order."
         )
 
     @classmethod

@@ -79,6 +79,9 @@ class BatchDescriptor(_Fields):
             raise DescriptorError.field("extra", extra, "a tuple of hashable values") from None
         if uniform and (num_reqs is None or num_tokens % num_reqs):
             raise DescriptorError.not_uniform(num_tokens, num_reqs)
+        if num_active_loras and not has_lora:
+            expected = "0 where has_lora is False"
+            raise DescriptorError.field("num_active_loras", num_active_loras, expected)
         return super().__new__(
             cls, num_tokens, num_reqs, uniform, has_lora, num_active_loras, max_query_len, extra
         )
@@ -122,7 +125,8 @@ class ForwardContext:
         slot_mapping: Any = None,
         **additional: Any,
     ) -> None:
-        if cudagraph_runtime_mode not in CUDAGraphMode.valid_runtime_modes():
+        is_mode = isinstance(cudagraph_runtime_mode, CUDAGraphMode)
+        if not is_mode or cudagraph_runtime_mode not in CUDAGraphMode.valid_runtime_modes():
             raise ForwardContextError.runtime_mode(cudagraph_runtime_mode)
         self.attn_metadata = attn_metadata
         self.cudagraph_runtime_mode = cudagraph_runtime_mode

@@ -15,7 +15,15 @@ from dataclasses import replace
 from torch import fx
 
 from cgcompile.passes.assign import PLACEMENT, Placement, placement
-from cgcompile.passes.nodes import COMPUTING, is_view, storages, tensors, value, written
+from cgcompile.passes.nodes import (
+    COMPUTING,
+    changes_layout,
+    is_view,
+    storages,
+    tensors,
+    value,
+    written,
+)
 from cgcompile.passes.regions import nodes_in_regions
 
 
@@ -31,7 +39,7 @@ class ResolveAliases:
         _use_what_was_written(gm)
         in_region = nodes_in_regions(gm)
         for members in _by_storage(gm).values():
-            if _endangered_pieces(gm, members):
+            if _endangered_pieces(gm, members) and not _changes_layout(members):
                 for node in reversed(members[1:]):
                     if is_view(gm, node) and node not in in_region:
                         _sink(gm, node)
@@ -43,7 +51,7 @@ class ResolveAliases:
 def _use_what_was_written(gm: fx.GraphModule) -> None:
     """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``."""
     for node in gm.graph.nodes:
-        for target in written(gm, node):
+        for target in () if changes_layout(node) else written(gm, node):
             if _same_tensor(node, target):
                 node.replace_all_uses_with(target)
                 break
@@ -102,6 +110,11 @@ def _endangered_pieces(gm: fx.GraphModule, members: list[fx.Node]) -> set[int]:
         if len(given) > 1 and _captured_piece(gm, piece):
             endangered.add(piece)
     return endangered
+
+
+def _changes_layout(members: list[fx.Node]) -> bool:
+    """Whether a tensor in this storage gets another shape in place: a view made later is not it."""
+    return any(changes_layout(user) for node in members for user in node.users)
 
 
 def _is_captured(node: fx.Node) -> bool:

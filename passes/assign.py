@@ -121,10 +121,10 @@ def _spread_over_regions(gm: fx.GraphModule, whys: dict[fx.Node, Why | None]) ->
         members = [node for node in nodes[region.first : region.last + 1] if node in whys]
         inside |= set(members)
         cause = next((whys[node] for node in members if whys[node] is not None), None)
-        if cause is None and not region.gradients:
+        if cause is None and region.eager is None:
             continue
         detail = f"in one {region.label} region" + (f" with {cause.detail}" if cause else "")
-        reason = Reason.STATE_REGION if cause else Reason.GRADIENTS
+        reason = region.eager or Reason.STATE_REGION
         for node in members:
             whys[node] = whys[node] or Why(reason, detail)
     return inside
@@ -137,7 +137,7 @@ def _group(whys: dict[fx.Node, Why | None]) -> list[_Run]:
     for node, why in whys.items():
         if why is None and _takes_no_side(node):
             waiting.append(node)
-            if node.target is compat.EXIT_AUTOCAST and runs:  # close in the piece that ends here
+            if node.target in compat.LEAVES.values() and runs:  # close in the piece that ends here
                 runs[-1].nodes += waiting
                 waiting = []
             continue

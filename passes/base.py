@@ -8,14 +8,16 @@ before and after each to a folder.
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import fx
 
+from cgcompile import compat
 from cgcompile.boundaries import target_name
-from cgcompile.errors import CGCompileError, PassError
+from cgcompile.errors import CGCompileError, ConfigError, PassError
 from cgcompile.passes.nodes import value
 from cgcompile.passes.verify import fill_values, problem_in, signature
 
@@ -89,9 +91,9 @@ class PassManager:
             known = set(gm.graph.nodes)
             try:
                 gm = each(gm)
-            except CGCompileError:
-                raise
             except Exception as error:
+                if isinstance(error, (CGCompileError, *compat.restarts())):
+                    raise
                 raise PassError.raised(each.name, error) from error
             problem = problem_in(gm, expected) or fill_values(gm, known)
             if problem is not None:
@@ -102,10 +104,14 @@ class PassManager:
     def _dump(self, gm: fx.GraphModule, label: str, number: int, name: str) -> None:
         if self._dump_dir is None:
             return
-        os.makedirs(self._dump_dir, exist_ok=True)
-        path = os.path.join(self._dump_dir, f"{label}.{number:02}.{name}.txt")
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(graph_text(gm) + "\n")
+        file_name = re.sub(r"[^\w.-]", "_", f"{label}.{number:02}.{name}.txt")
+        try:
+            os.makedirs(self._dump_dir, exist_ok=True)
+            with open(os.path.join(self._dump_dir, file_name), "w", encoding="utf-8") as file:
+                file.write(graph_text(gm) + "\n")
+        except OSError as error:
+            expected = f"a folder that can be written ({error})"
+            raise ConfigError.bad_value("dump_passes", "dump", self._dump_dir, expected) from None
 
 
 def graph_text(gm: fx.GraphModule) -> str:

@@ -81,8 +81,8 @@ class Capturability:
         return None
 
     def _unbound(self, found: Any) -> set[sympy.Symbol]:
-        """Symbols that stand for data: unbacked, and not given by an input of the graph."""
-        return {s for s in symbols_of(found) - self._bound if compat.is_unbacked(s)}
+        """Symbols that stand for data: those that no input of the graph gives."""
+        return symbols_of(found) - self._bound
 
     def _host(self, node: fx.Node) -> Why | None:
         name = short_name(node.target)

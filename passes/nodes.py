@@ -4,10 +4,12 @@ Every pass asks these, so they live in one place. ``node.meta["example_value"]``
 that Dynamo left; a node without one (a statement such as ``x[i] = y``) has the value None.
 """
 
+import inspect
 import operator
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import sympy
@@ -36,6 +38,16 @@ _INPLACE_OPERATORS = {
     operator.irshift,
     operator.imatmul,
 }
+# Functions and methods whose result is a view, or at times their argument itself.
+_VIEWS = {"H", "T", "adjoint", "alias", "as_strided", "bfloat16", "bool", "broadcast_to", "chunk"}
+_VIEWS |= {"conj", "contiguous", "cpu", "cuda", "detach", "diagonal", "double", "dsplit", "expand"}
+_VIEWS |= {"expand_as", "flatten", "float", "getattr", "getitem", "half", "hsplit", "imag", "int"}
+_VIEWS |= {"lift_fresh", "long", "mH", "mT", "movedim", "moveaxis", "narrow", "permute"}
+_VIEWS |= {"positive", "ravel", "real", "reshape", "reshape_as", "resolve_conj", "resolve_neg"}
+_VIEWS |= {"select", "slice", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t"}
+_VIEWS |= {"tensor_split", "to", "transpose", "type", "type_as", "unbind", "unflatten", "unfold"}
+_VIEWS |= {"unsafe_chunk", "unsafe_split", "unsqueeze", "view", "view_as", "view_as_complex"}
+_VIEWS |= {"view_as_real", "vsplit"}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty"}
 _ALLOCATIONS |= {"new_empty_strided"}
 _RUN_ONCE_ON_THE_HOST = {"_log_api_usage_once", "lazy_load_decompositions", "_assert_scalar"}
@@ -104,8 +116,8 @@ def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     """The argument nodes whose tensors ``node`` writes.
 
     Exact for operators with a schema; for torch functions and methods it follows torch's naming
-    rule (a trailing underscore, ``out=``, ``inplace=True``); a higher-order op whose body writes is
-    taken to write all its tensor arguments.
+    rules (a trailing underscore, ``out=``, ``inplace=True``); a higher-order op whose body writes,
+    and a call that returns its argument's memory without being a known view, are taken to write.
     """
     if node.op not in COMPUTING:
         return []
@@ -120,14 +132,84 @@ def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
         return _nodes(given + [node.kwargs[name] for _, name in places if name in node.kwargs])
     if compat.is_higher_order_op(node.target):
         return _written_by_higher_order(gm, node)
-    if node.target in _INPLACE_OPERATORS or node.kwargs.get("inplace") is True:
-        return _nodes(node.args[:1])
+    return _written_by_function(node) or _suspected_write(node)
+
+
+def _written_by_function(node: fx.Node) -> list[fx.Node]:
+    """Writes of a torch function, which has no schema, by torch's naming rules."""
     name = short_name(node.target)
-    if name.endswith("_") and not name.endswith("__"):
+    if node.target in _INPLACE_OPERATORS or _is_inplace(name):
         return _nodes(node.args[:1])
-    if name == "batch_norm" and (node.kwargs.get("training") or True in node.args[5:6]):
-        return _nodes([*node.args[1:3], node.kwargs.get("running_mean")])
-    return _nodes([node.kwargs["out"]]) if node.kwargs.get("out") is not None else []
+    if _argument(node, "inplace") is True:
+        return _nodes(node.args[:1])
+    if _argument(node, "out") is not None:
+        return _nodes(_argument(node, "out"))
+    for flag, targets in _WRITES_IF.get(name, {}).items():
+        if _argument(node, flag) not in (None, False):
+            return _nodes([_argument(node, target) for target in targets])
+    return []
+
+
+def changes_layout(node: fx.Node) -> bool:
+    """Whether the node gives its argument another shape, stride or storage in place."""
+    return node.op in COMPUTING and short_name(node.target) in _LAYOUT_CHANGES
+
+
+_LAYOUT_CHANGES = {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}
+_LAYOUT_CHANGES |= {"as_strided_", "resize_", "resize_as_", "set_", "rename_"}
+
+
+def _is_inplace(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
+# Functions that write some of their arguments if another one is given, or true.
+_WRITES_IF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "batch_norm": {"training": ("running_mean", "running_var")},
+    "instance_norm": {"use_input_stats": ("running_mean", "running_var")},
+    "embedding": {"max_norm": ("weight",)},
+    "embedding_bag": {"max_norm": ("weight",)},
+}
+
+
+def _suspected_write(node: fx.Node) -> list[fx.Node]:
+    """What a call may have written that returns its argument's memory and is no known view."""
+    if is_known_view(node):
+        return []
+    own = storages(value(node))
+    return [n for n in node.all_input_nodes if not own.isdisjoint(storages(value(n)))]
+
+
+def is_known_view(node: fx.Node) -> bool:
+    """Whether the call is one that makes a view (or returns its argument) and nothing else."""
+    overloads = compat.op_overloads(node.target)
+    if overloads:
+        return not any(True for op in overloads for _ in compat.written_arguments(op))
+    return short_name(node.target) in _VIEWS
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """The argument that a call gives a function under this name, by position or by keyword."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    position = _position(node.target, name)
+    return node.args[position] if position is not None and position < len(node.args) else None
+
+
+_NORM = ["input", "weight", "bias", "running_mean", "running_var"]
+_BUILTIN_PARAMETERS = {
+    "batch_norm": [*_NORM, "training"],
+    "instance_norm": [*_NORM, "use_input_stats"],
+}
+
+
+@cache
+def _position(function: Any, name: str) -> int | None:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a builtin
+        names = _BUILTIN_PARAMETERS.get(short_name(function), [])
+    return names.index(name) if name in names else None
 
 
 def _written_by_higher_order(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
@@ -142,8 +224,11 @@ def _nodes(arguments: Any) -> list[fx.Node]:
 
 
 def is_view(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the node only makes new tensors over storages that its arguments have."""
-    if node.op not in COMPUTING or written(gm, node):
+    """Whether the node only makes new tensors over storages that its arguments have.
+
+    Such a node may be made again elsewhere, so a call that is not known to be a view is none.
+    """
+    if node.op not in COMPUTING or not is_known_view(node) or written(gm, node):
         return False
     own = storages(value(node))
     given: set[int] = set()
@@ -166,12 +251,9 @@ def is_allocation(node: fx.Node) -> bool:
 
 
 def toggles_state(node: fx.Node) -> bool:
-    """Whether the node switches autocast or grad mode, which each piece repeats for itself."""
-    return node.op == "call_function" and node.target in (
-        compat.ENTER_AUTOCAST,
-        compat.EXIT_AUTOCAST,
-        compat.SET_GRAD_ENABLED,
-    )
+    """Whether the node switches a state that each piece repeats for itself."""
+    switches = (*compat.LEAVES, *compat.LEAVES.values(), compat.SET_GRAD_ENABLED)
+    return node.op == "call_function" and node.target in switches
 
 
 def runs_once_on_host(node: fx.Node) -> bool:
@@ -209,5 +291,6 @@ def user_line(node: fx.Node) -> tuple[str, str] | None:
     """(where, code) of the innermost frame, such as ``("model.py:41 in forward", "q = ...")``."""
     innermost = None
     for file, line, function, code in frames(node):
-        innermost = (f"{os.path.basename(file)}:{line} in {function}", code)
+        text = code.encode("ascii", "backslashreplace").decode()
+        innermost = (f"{os.path.basename(file)}:{line} in {function}", text)
     return innermost

@@ -17,14 +17,17 @@ import torch
 from torch import fx
 
 from cgcompile import compat
+from cgcompile.errors import PassError
 from cgcompile.passes.nodes import (
     COMPUTING,
     is_container_item,
     is_symbolic_number,
+    short_name,
     symbols_of,
     tensors,
     value,
 )
+from cgcompile.passes.verify import fill_values
 
 
 def bound_symbols(gm: fx.GraphModule) -> dict[sympy.Symbol, fx.Node]:
@@ -37,6 +40,12 @@ def bound_symbols(gm: fx.GraphModule) -> dict[sympy.Symbol, fx.Node]:
     return bound
 
 
+# What reads a size and does nothing else; only such a node may be erased.
+_SIZE_READERS = {"size", "numel", "nelement", "stride", "storage_offset", "dim", "ndimension"}
+_SIZE_READERS |= {"len", "__len__", "getattr", "element_size"}
+_SIZE_READERS |= {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset"}
+
+
 class BindSymbols:
     """Replace sizes that are read off tensors by arithmetic on the inputs that carry them."""
 
@@ -46,10 +55,13 @@ class BindSymbols:
         return "bind_symbols/1"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        binder = _Binder(gm)
+        binder, known = _Binder(gm), set(gm.graph.nodes)
         for node in list(gm.graph.nodes):
             if node.op in COMPUTING:
                 binder.visit(node)
+        problem = fill_values(gm, known)
+        if problem is not None:
+            raise PassError.invalid(self.name, problem)
         _lift_numbers(gm)
         return gm
 
@@ -121,6 +133,7 @@ class _Binder:
             picks_one = user.target is operator.getitem and isinstance(user.args[1], int)
             if picks_one:
                 self._replace(user, sizes[user.args[1]])  # type: ignore[index]
+                self._graph.erase_node(user)
         self._replace(node, sizes)
 
     def _replace(self, node: fx.Node, new: Any) -> None:
@@ -128,7 +141,8 @@ class _Binder:
             swap = lambda argument: new if argument is node else argument  # noqa: E731
             user.args = fx.map_arg(user.args, swap)
             user.kwargs = fx.map_arg(user.kwargs, swap)
-        self._graph.erase_node(node)
+        if short_name(node.target) in _SIZE_READERS:
+            self._graph.erase_node(node)
 
 
 class PullItems:

@@ -19,7 +19,14 @@ from torch import fx
 
 from cgcompile import compat
 from cgcompile.passes.assign import placement
-from cgcompile.passes.nodes import attribute, symbols_of, user_line, value
+from cgcompile.passes.nodes import (
+    attribute,
+    runs_once_on_host,
+    short_name,
+    symbols_of,
+    user_line,
+    value,
+)
 from cgcompile.passes.normalize import bound_symbols, is_floating
 from cgcompile.passes.pieces import Piece, Ref, Value
 from cgcompile.passes.regions import grad_mode_around
@@ -39,8 +46,14 @@ def cut(gm: fx.GraphModule) -> SplitGraph:
 class _State:
     """The state that toggling nodes have set at some point of the graph."""
 
-    autocasts: tuple[fx.Node, ...]  # the enter nodes that are still open, outermost first
-    grad: bool | None
+    entered: tuple[fx.Node, ...]  # the contexts that are open, by the nodes that entered them
+    grad: bool | None  # grad mode as the graph set it; None if it never does
+
+
+def _allows_gradients(state: _State) -> bool:
+    """Whether what runs in this state may need gradients, if the caller's grad mode is on."""
+    inference = any(enter.target is compat.ENTER_INFERENCE_MODE for enter in state.entered)
+    return state.grad is not False and not inference
 
 
 class _Cutter:
@@ -51,6 +64,7 @@ class _Cutter:
         self._members: dict[int, list[fx.Node]] = {}
         self._before: dict[int, _State] = {}
         self._after: dict[int, _State] = {}
+        self._differentiable = False
         self._walk()
         self._names = self._name_everything()
         self._modules: dict[Hashable, tuple[int, fx.GraphModule]] = {}
@@ -66,13 +80,15 @@ class _Cutter:
                 continue
             self._members.setdefault(place.piece, []).append(node)
             self._before.setdefault(place.piece, state)
-            if node.target is compat.ENTER_AUTOCAST:
-                state = _State((*state.autocasts, node), state.grad)
-            elif node.target is compat.EXIT_AUTOCAST:
-                rest = tuple(enter for enter in state.autocasts if enter is not node.args[0])
+            if node.target in compat.LEAVES:
+                state = _State((*state.entered, node), state.grad)
+            elif node.target in compat.LEAVES.values():
+                rest = tuple(enter for enter in state.entered if enter is not node.args[0])
                 state = _State(rest, state.grad)
             elif node.target is compat.SET_GRAD_ENABLED:
-                state = _State(state.autocasts, bool(node.args[0]))
+                state = _State(state.entered, bool(node.args[0]))
+            elif not runs_once_on_host(node):
+                self._differentiable |= _allows_gradients(state)
             self._after[place.piece] = state
 
     def _name_everything(self) -> dict[fx.Node, str]:
@@ -109,6 +125,9 @@ class _Cutter:
             result=self._result(output),
             symbols=Symbols(self._gm),
             graph_break=compat.graph_break(self._gm),
+            differentiable=self._differentiable,
+            sets_grad_mode=self._grad_outside is not None,
+            recomputes=any(short_name(n.target) == _CHECKPOINT for n in self._gm.graph.nodes),
         )
 
     def _result(self, output: Any) -> Any:
@@ -141,7 +160,8 @@ class _Cutter:
         wanted = [n for n in output.all_input_nodes if is_floating(n, self._bound.keys())]
         if not wanted:
             return None
-        graph, inputs = self._graph([], wanted, _State((), None), _State((), None))
+        state = _State((), self._grad_outside)
+        graph, inputs = self._graph([], wanted, state, state)
         return Piece(
             index=len(self._members),
             module=fx.GraphModule(self._gm, graph, class_name="Sizes"),
@@ -183,7 +203,7 @@ class _Cutter:
 
     def _leaves(self, node: fx.Node, index: int) -> bool:
         """Whether something outside of the piece uses the node's value."""
-        if node.target is compat.ENTER_AUTOCAST:
+        if node.target in compat.LEAVES:
             return False
         return any(
             user.op == "output" or ((p := placement(user)) is not None and p.piece != index)
@@ -208,14 +228,14 @@ class _Cutter:
             copies[node].meta = node.meta.copy()
         for node in (*bodies, *floating):
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        for enter in before.autocasts:
+        for enter in before.entered:
             copies[enter] = graph.node_copy(enter)
         if before.grad != self._grad_outside:
             graph.call_function(compat.SET_GRAD_ENABLED, (before.grad,))
         for node in members:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        for enter in reversed(after.autocasts):
-            graph.call_function(compat.EXIT_AUTOCAST, (copies[enter],))
+        for enter in reversed(after.entered):
+            graph.call_function(compat.LEAVES[enter.target], (copies[enter],))
         if after.grad != self._grad_outside:
             graph.call_function(compat.SET_GRAD_ENABLED, (self._grad_outside,))
         graph.output(tuple(copies[node] for node in outputs))
@@ -231,7 +251,7 @@ class _Cutter:
         bodies: dict[fx.Node, None] = {}
 
         def use(node: fx.Node) -> None:
-            if node in inside or node.target is compat.ENTER_AUTOCAST:
+            if node in inside or node.target in compat.LEAVES:
                 return
             if is_floating(node, self._bound.keys()):
                 for argument in node.all_input_nodes:
@@ -258,6 +278,8 @@ class _Cutter:
             symbols |= symbols_of(value(node))
         return [node for symbol, node in self._bound.items() if symbol in symbols]
 
+
+_CHECKPOINT = "tag_activation_checkpoint"
 
 # Reasons that a node has only because of its neighbours, told after the others.
 _SECONDARY = (Reason.UNBACKED_SIZE, Reason.STATE_REGION, Reason.NO_KERNEL)

@@ -2,32 +2,41 @@
 
 Inside a ``vmap`` the tensors are batched wrappers, inside a nested ``grad`` they are dual; such
 values cannot leave their region, so a region is never cut: if one of its nodes cannot be captured,
-the whole region runs eager. Autocast and grad mode are different: each piece repeats them for
-itself (``partition.py``), except where a graph that runs without gradients turns them on.
+the whole region runs eager. Where a graph sets a switch of the process (``sdpa_kernel``,
+deterministic algorithms, grad mode on in a graph that runs without), the stretch in which the
+switch differs always runs eager: a replay does not run the host code that sets it.
+
+Autocast, ``no_grad`` and ``inference_mode`` are different: each piece enters them again for itself
+(``partition.py``).
 """
 
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from cgcompile import compat
-from cgcompile.passes.nodes import short_name
+from cgcompile.passes.nodes import COMPUTING, short_name
+from cgcompile.reasons import Reason
 
 _CLOSED_BY = {
     "_vmap_increment_nesting": "_vmap_decrement_nesting",
-    "_grad_increment_nesting": "_grad_decrement_nesting",
     "_jvp_increment_nesting": "_jvp_decrement_nesting",
     "_enter_dual_level": "_exit_dual_level",
-    "_enter_inference_mode": "_exit_inference_mode",
     "_saved_tensors_hooks_disable": "_saved_tensors_hooks_enable",
 }
 _LABEL = {
     "_vmap_increment_nesting": "torch.vmap",
-    "_grad_increment_nesting": "torch.func.grad",
     "_jvp_increment_nesting": "torch.func.jvp",
     "_enter_dual_level": "forward-mode AD",
-    "_enter_inference_mode": "torch.inference_mode",
     "_saved_tensors_hooks_disable": "disabled saved-tensor hooks",
+}
+# Each call gives the switch a value; Dynamo puts the first value back at the end of a context.
+_SWITCHES = {
+    "_sdpa_kernel": "torch.nn.attention.sdpa_kernel",
+    "_set_deterministic_algorithms": "torch.use_deterministic_algorithms",
+    "_set_fwd_grad_enabled": "torch.autograd.forward_ad",
+    "_set_grad_enabled": "torch.enable_grad",
 }
 
 
@@ -37,31 +46,14 @@ class Region(NamedTuple):
     first: int
     last: int
     label: str
-    gradients: bool = False  # it turns grad mode on in a graph that runs without
+    eager: Reason | None = None  # why it runs eager whatever is in it; None if that depends
 
 
 def state_regions(gm: fx.GraphModule) -> list[Region]:
     """The outermost regions of the graph, in order; they do not overlap."""
-    found: list[Region] = []
-    open_regions: list[tuple[str, int, str]] = []  # what closes it, where it began, its label
-    grad_on_from: int | None = None
-    grad_mode_outside = grad_mode_around(gm)
-    for position, node in enumerate(gm.graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target is compat.SET_GRAD_ENABLED and grad_mode_outside is False:
-            if node.args[0] and grad_on_from is None:
-                grad_on_from = position
-            elif not node.args[0] and grad_on_from is not None:
-                found.append(Region(grad_on_from, position, "torch.enable_grad", gradients=True))
-                grad_on_from = None
-            continue
-        name = short_name(node.target)
-        if name in _CLOSED_BY:
-            open_regions.append((_CLOSED_BY[name], position, _LABEL[name]))
-        elif open_regions and name == open_regions[-1][0]:
-            _, first, label = open_regions.pop()
-            found.append(Region(first, position, label))
+    found = [*_paired_regions(gm), *_differentiating_regions(gm)]
+    for name in _SWITCHES:
+        found += _switched_regions(gm, name)
     return _outermost(found)
 
 
@@ -80,13 +72,72 @@ def grad_mode_around(gm: fx.GraphModule) -> bool | None:
     return bool(toggles[-1].args[0]) if toggles else None
 
 
+def _paired_regions(gm: fx.GraphModule) -> list[Region]:
+    found: list[Region] = []
+    open_regions: list[tuple[str, int, str]] = []  # what closes it, where it began, its label
+    for position, node in enumerate(gm.graph.nodes):
+        name = short_name(node.target) if node.op == "call_function" else ""
+        if name in _CLOSED_BY:
+            open_regions.append((_CLOSED_BY[name], position, _LABEL[name]))
+        elif open_regions and name == open_regions[-1][0]:
+            _, first, label = open_regions.pop()
+            found.append(Region(first, position, label))
+    return found
+
+
+def _differentiating_regions(gm: fx.GraphModule) -> list[Region]:
+    """From where a nested gradient starts to record, to where the last one is computed.
+
+    The values between carry the history that the gradient needs; a compiled piece would drop it.
+    """
+    nodes = list(gm.graph.nodes)
+    called = [(i, short_name(n.target)) for i, n in enumerate(nodes) if n.op in COMPUTING]
+    starts = [i for i, name in called if name == "_grad_increment_nesting"]
+    ends = [
+        i for i, name in called if name in ("_grad_decrement_nesting", "_autograd_grad", "backward")
+    ]
+    ends += [i for i, node in enumerate(nodes) if node.target is torch.autograd.grad]
+    if not ends:
+        return []
+    first = min(starts) if starts and min(starts) < min(ends) else called[0][0]
+    return [Region(first, max(ends), "torch.func.grad", Reason.GRADIENTS)]
+
+
+def _switched_regions(gm: fx.GraphModule, name: str) -> list[Region]:
+    """Where a switch has another value than at the end of the graph, calls included."""
+    order = {node: position for position, node in enumerate(gm.graph.nodes)}
+    calls = [
+        node for node in order if node.op == "call_function" and short_name(node.target) == name
+    ]
+    if not calls or (name == "_set_grad_enabled" and grad_mode_around(gm) is not False):
+        return []
+    reason = Reason.GRADIENTS if name == "_set_grad_enabled" else Reason.STATE_REGION
+    usual, label = _setting(calls[-1]), _SWITCHES[name]
+    found: list[Region] = []
+    began: int | None = None
+    for call in calls:
+        first = min([order[call], *(order[n] for n in call.all_input_nodes if n.op in COMPUTING)])
+        if _setting(call) != usual:
+            began = first if began is None else began
+        elif began is not None:
+            found.append(Region(began, order[call], label, reason))
+            began = None
+        elif name != "_set_grad_enabled":  # set without a context: the host has to run it
+            found.append(Region(first, order[call], label, reason))
+    return found
+
+
+def _setting(call: fx.Node) -> str:
+    """The arguments of a switching call as text, with small helper calls spelled out."""
+    return str(fx.map_arg((call.args, dict(call.kwargs)), lambda node: str(node.args)))
+
+
 def _outermost(regions: list[Region]) -> list[Region]:
     outer: list[Region] = []
     for region in sorted(regions, key=lambda r: (r.first, -r.last)):
         if outer and region.first <= outer[-1].last:
-            if region.last > outer[-1].last:
-                outer[-1] = outer[-1]._replace(last=region.last)
-            outer[-1] = outer[-1]._replace(gradients=outer[-1].gradients or region.gradients)
-            continue
-        outer.append(region)
+            last = max(outer[-1].last, region.last)
+            outer[-1] = outer[-1]._replace(last=last, eager=outer[-1].eager or region.eager)
+        else:
+            outer.append(region)
     return outer

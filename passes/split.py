@@ -28,6 +28,10 @@ class SplitGraph:
         result: what the caller gets, with :class:`Ref` where a value stands.
         symbols: the sizes, and what the traced code demands of them.
         graph_break: why Dynamo ended the graph early, or None.
+        differentiable: whether any part runs in the caller's grad mode; False if the model turns
+            gradients off for all of it.
+        sets_grad_mode: whether pieces switch grad mode, and back.
+        recomputes: whether the model holds ``torch.utils.checkpoint``.
     """
 
     pieces: tuple[Piece, ...]
@@ -38,6 +42,9 @@ class SplitGraph:
     result: Any
     symbols: Symbols
     graph_break: str | None = None
+    differentiable: bool = True
+    sets_grad_mode: bool = False
+    recomputes: bool = False
 
     @property
     def distinct(self) -> tuple[Piece, ...]:

@@ -43,15 +43,28 @@ def structural_key(owner: fx.GraphModule, graph: fx.Graph) -> Hashable:
 
 
 def _input_key(found: Any, position: int, first_with_storage: dict[int, int]) -> Hashable:
+    if hasattr(found, "__tensor_flatten__"):
+        names, context = found.__tensor_flatten__()
+        inner = (_input_key(getattr(found, n), position, first_with_storage) for n in names)
+        return (str(type(found)), repr(context), *inner)
     if isinstance(found, torch.Tensor):
         storage = compat.storage_key(found)
         shares = position if storage is None else first_with_storage.setdefault(storage, position)
         strided = found.layout is torch.strided
         layout = (found.stride(), found.storage_offset()) if strided else found.layout
-        return (found.dtype, found.device, str(tuple(found.shape)), str(layout), shares)
+        return (
+            str(type(found)),
+            found.dtype,
+            found.device,
+            found.is_conj(),
+            found.is_neg(),
+            str(tuple(found.shape)),
+            str(layout),
+            shares,
+        )
     if is_symbolic_number(found):
         return ("size", str(found.node.expr))
-    return (type(found), repr(found))
+    return (str(type(found)), repr(found))
 
 
 def _argument_key(argument: Any, number: dict[fx.Node, int]) -> Hashable:

@@ -5,6 +5,7 @@ every number of bytes is an expression of these symbols, so that a capture size 
 guards refuse is refused up front, with the guard, and not by a wrong result.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.passes.nodes import symbols_of, value
 from cgcompile.passes.normalize import bound_symbols
 from cgcompile.passes.sources import dotted_source
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {
     "float": "f",
@@ -88,7 +91,7 @@ class Symbols:
             dim: which dimension varies; may be left out if the graph has one.
 
         Raises:
-            ConfigError: the graph has several dimensions and none, or an unknown one, was named.
+            ConfigError: the graph has several dimensions and none was named.
         """
         symbol = self._chosen(dim)
         function = sympy.lambdify([symbol] if symbol is not None else [], expression, "math")
@@ -102,16 +105,14 @@ class Symbols:
         if free:
             raise SymbolError.free(name, sorted(map(str, free)), where)
 
-    def check_not_specialised(self, where: str) -> None:
-        """Refuse what was compiled at ``where`` if that fixed one of the symbols to a number.
-
-        The result would be silently wrong for every other size, because Dynamo's guards may
-        already be made.
-        """
+    def specialised(self) -> dict[str, str]:
+        """The dimensions that were fixed to a number since they were traced, with that number."""
+        fixed = {}
         for symbol, dim in self._dims.items():
             now = self._shapes.replacement(symbol) if self._shapes is not None else symbol
             if now.is_number:
-                raise SymbolError.specialised(dim, str(now), where)
+                fixed[dim] = str(now)
+        return fixed
 
     def check_sizes(self, sizes: Sequence[int], dim: str | None) -> None:
         """Refuse a capture size that a guard or range of the traced code excludes.
@@ -141,15 +142,19 @@ class Symbols:
         raise SymbolError.size_refused(size, dim, guard, f" ({line})" if line else "")
 
     def _chosen(self, dim: str | None) -> sympy.Symbol | None:
-        """The symbol of a dimension; None if the graph has no dynamic dimension at all."""
+        """The symbol of a dimension; None if the graph has no such dimension, or none at all."""
         if not self._dims:
             return None
         if dim is None and len(self._dims) == 1:
             return next(iter(self._dims))
+        if dim is None:
+            raise ConfigError.which_dimension(list(self._dims.values()))
         for symbol, name in self._dims.items():
             if name == dim:
                 return symbol
-        raise ConfigError.which_dimension(list(self._dims.values()), dim)
+        # One model can make several graphs; this one has no such input.
+        log.warning("capture_dim %s is not among %s", dim, ", ".join(self._dims.values()))
+        return None
 
 
 def dtype_text(dtype: torch.dtype) -> str:

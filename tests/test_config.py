@@ -66,7 +66,6 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
         ("splitting_ops", "ns::op, other::op", ("ns::op", "other::op")),
         ("builtin_splitting_ops", "off", False),
         ("cudagraph_capture_sizes", "8, 1,2,8", (1, 2, 8)),
-        ("capture_dim", "x.size()[0]", "x.size()[0]"),
         ("dump_passes", "/tmp/passes", "/tmp/passes"),
     ],
 )
@@ -94,12 +93,51 @@ def test_every_setting_by_every_door(
         ("cudagraph_capture_sizes", (1, 0)),
         ("cudagraph_capture_sizes", (-4,)),
         ("cudagraph_capture_sizes", (True, 2)),
+        ("cudagraph_capture_sizes", (1.5,)),
+        ("cudagraph_capture_sizes", ()),
+        ("inductor_options", (5,)),
+        ("graph_passes", (3,)),
+        ("mode", None),
         ("capture_dim", 3),
     ],
 )
 def test_bad_values_name_setting_and_expectation(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"{name} = .*expected"):
         CompilationConfig(**{name: value})
+
+
+def test_capture_dim_needs_sizes() -> None:
+    with pytest.raises(ConfigError, match="capture_dim = .* without cudagraph_capture_sizes"):
+        CompilationConfig(capture_dim="x.size()[0]")
+    found = CompilationConfig(capture_dim="x.size()[0]", cudagraph_capture_sizes="1,2")
+    assert found.capture_dim == "x.size()[0]"
+
+
+@pytest.mark.parametrize("more", [{"compiler": "aot"}, {"mode": "NONE"}])
+def test_inductor_options_need_inductor(more: dict) -> None:
+    with pytest.raises(ConfigError, match="nothing there is compiled by Inductor"):
+        CompilationConfig(inductor_options={"max_autotune": True}, **more)
+
+
+def test_unknown_arguments_and_wrong_objects() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'compiler'"):
+        CompilationConfig(compilr="eager")
+    with pytest.raises(ConfigError, match="there is no setting '3'"):
+        CompilationConfig.resolve(options={3: 1})
+    for wrong in ("eager", {"compiler": "eager"}):
+        with pytest.raises(ConfigError, match="expected a CompilationConfig"):
+            cgcompile.Backend(wrong)
+
+
+def test_options_that_cannot_be_hashed_work_through_the_name() -> None:
+    options = {
+        "inductor_options": {"cpp.max_horizontal_fusion_size": 4, "joint_custom_pre_pass": None}
+    }
+    model = Model().eval()
+    compiled = torch.compile(model, backend="cgcompile", options=options)
+    check(model, compiled)
+    listed = CompilationConfig(inductor_options={"triton.x": [1, 2]})
+    assert listed == CompilationConfig(inductor_options={"triton.x": [1, 2]})
 
 
 def test_unknown_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from cgcompile.errors import (
     ConfigError,
     DescriptorError,
     ForwardContextError,
+    GradientError,
     PassError,
     PieceCompileError,
     SymbolError,
@@ -30,7 +31,7 @@ EXAMPLES: dict[str, CGCompileError] = {
         "max_autotun", ("max_autotune",)
     ),
     "ConfigError.trace_once_needs_guards_dropped": ConfigError.trace_once_needs_guards_dropped(),
-    "ConfigError.which_dimension": ConfigError.which_dimension(["x.size()[0]"], "y"),
+    "ConfigError.which_dimension": ConfigError.which_dimension(["x.size()[0]", "y.size()[0]"]),
     "DescriptorError.field": DescriptorError.field("num_reqs", 0, "a whole number"),
     "DescriptorError.not_uniform": DescriptorError.not_uniform(7, 2),
     "ForwardContextError.missing": ForwardContextError.missing(),
@@ -39,6 +40,8 @@ EXAMPLES: dict[str, CGCompileError] = {
     "BoundaryError.unknown": BoundaryError.unknown("ns::atend", ["ns::attend"]),
     "BoundaryError.not_an_op": BoundaryError.not_an_op(3),
     "BoundaryError.target_or_predicate": BoundaryError.target_or_predicate(),
+    "BoundaryError.bad_support": BoundaryError.bad_support("ns::attend", "ALWAYS"),
+    "BoundaryError.predicate_raised": BoundaryError.predicate_raised("mine", "add", KeyError("x")),
     "BoundaryError.declared_twice": BoundaryError.declared_twice("ns::attend"),
     "PassError.invalid": PassError.invalid("mine", "it has 2 outputs, expected 1"),
     "PassError.raised": PassError.raised("mine", KeyError("x")),
@@ -51,6 +54,8 @@ EXAMPLES: dict[str, CGCompileError] = {
     "PieceCompileError.raised": PieceCompileError.raised(
         "piece_0", "inductor", "m.py:4 in forward", ValueError("no")
     ),
+    "PieceCompileError.bad_outputs": PieceCompileError.bad_outputs("piece_0", "mine", 2, "no list"),
+    "GradientError.recomputes": GradientError.recomputes(),
     "PieceCompileError.not_callable": PieceCompileError.not_callable("piece_0", "mine", None),
 }
 
@@ -102,8 +107,8 @@ ConfigError.unknown_inductor_option: inductor_options: this torch has no Inducto
   The names are those of torch._inductor.config.
 ConfigError.trace_once_needs_guards_dropped: mode DYNAMO_TRACE_ONCE traces once and drops Dynamo's guards, but torch.compile gives a backend no say over guards.
   Drop them where torch.compile takes them, and compile the whole graph: options={'mode': 'STOCK_TORCH_COMPILE', 'guard_filter_fn': torch.compiler.skip_all_guards_unsafe}.
-ConfigError.which_dimension: cudagraph_capture_sizes: the sizes must speak of one dynamic dimension of the inputs, but capture_dim='y' is none of them.
-  Set capture_dim to one of: x.size()[0].""",
+ConfigError.which_dimension: cudagraph_capture_sizes: the sizes must speak of one dynamic dimension of the inputs, but the graph has 2 of them.
+  Set capture_dim to one of: x.size()[0], y.size()[0].""",
         )
 
     def test_descriptor(self) -> None:
@@ -135,6 +140,9 @@ BoundaryError.unknown: splitting op 'ns::atend': no operator, higher-order op or
   Import the library that defines it first. Forms: 'ns::op', 'ns.op', 'ns::op.overload', 'ns::*', 'package.module.function'.
 BoundaryError.not_an_op: splitting op: found 3; expected a name, an op of torch.ops, a function, or a cgcompile.SplittingOp (with predicate=... for a test on fx.Node).
 BoundaryError.target_or_predicate: SplittingOp: give either target= or predicate=, not both and not none.
+BoundaryError.bad_support: splitting op 'ns::attend': support = 'ALWAYS'; expected a member of cgcompile.AttentionCGSupport.
+BoundaryError.predicate_raised: splitting op 'mine': its predicate raised KeyError: 'x'
+  It was asked about node 'add'; it must answer True or False for every node.
 BoundaryError.declared_twice: splitting op 'ns::attend' is declared twice with different settings. Declare it once.""",
         )
 
@@ -145,6 +153,7 @@ BoundaryError.declared_twice: splitting op 'ns::attend' is declared twice with d
 PassError.invalid: pass 'mine' left an invalid graph: it has 2 outputs, expected 1.
   A pass may assume a valid graph and must leave one; see cgcompile.passes.verify.
 PassError.raised: pass 'mine' raised KeyError: 'x'
+  Mend the pass, or leave it out; dump_passes writes the graph that it was given.
 PassError.not_a_pass: a pass must have a name, uuid() and __call__(gm) -> gm; found 3.
   Wrap a plain function: cgcompile.passes.FunctionPass(name, function).""",
         )
@@ -155,11 +164,16 @@ PassError.not_a_pass: a pass must have a name, uuid() and __call__(gm) -> gm; fo
             """\
 SymbolError.free: piece_2: the size of 'rows' depends on u0, which no input of the graph gives.
   Such a value cannot cross into a captured piece; please report this graph.
-SymbolError.specialised: piece_0 (m.py:4): compiling it fixed the dynamic dimension x.size()[0] to 8; the result would be wrong for every other size.
-  Look for a comparison with a constant size in the compiler or pass that ran last, or compile this model without dynamic sizes (dynamic=False).
+SymbolError.specialised: piece_0 (m.py:4): your compiler fixed the dynamic dimension x.size()[0] to 8, so that what it made serves this size alone.
+  Look for a comparison of a size with a constant, or for int() of a size, or compile this model without dynamic sizes (dynamic=False).
 SymbolError.size_refused: cudagraph_capture_sizes: size 6 of s0 = x.size()[0] is refused by the model's own guard Eq(Mod(s0, 4), 0) (m.py:4).
   Leave it out, or round it to a size that the guard allows.""",
         )
+
+    def test_gradient(self) -> None:
+        self.check("GradientError", """\
+GradientError.recomputes: this step needs gradients (grad mode is on and an input requires it), and the model uses torch.utils.checkpoint: outside of its own compiler, torch would recompute with other random numbers.
+  Call the model under torch.no_grad() or torch.inference_mode(), or train it with another backend.""")
 
     def test_piece_compile(self) -> None:
         self.check(
@@ -167,5 +181,7 @@ SymbolError.size_refused: cudagraph_capture_sizes: size 6 of s0 = x.size()[0] is
             """\
 PieceCompileError.raised: piece_0: compiler 'inductor' raised ValueError: no
   The piece is from m.py:4 in forward. options={'compiler': 'eager'} runs it uncompiled; a splitting op or cgcompile.eager_region() takes the op out of the piece.
+PieceCompileError.bad_outputs: piece_0: what compiler 'mine' made must return a tuple or list of 2 outputs; found no list.
+  Return all outputs of the graph, in order.
 PieceCompileError.not_callable: piece_0: compiler 'mine' returned None; expected a callable that takes the inputs of the piece and returns the list of its outputs.""",
         )

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from cgcompile import compat
 from cgcompile.config import CompilationConfig
-from cgcompile.errors import CGCompileError, ConfigError, PieceCompileError
+from cgcompile.errors import CGCompileError, ConfigError, PieceCompileError, SymbolError
 from cgcompile.passes.nodes import value
 from cgcompile.passes.pieces import Piece
 from cgcompile.passes.split import SplitGraph
@@ -32,7 +32,8 @@ def compile_pieces(split: SplitGraph, config: CompilationConfig) -> list[Runnabl
 
     Raises:
         PieceCompileError: the compiler raised; names the piece and the user's source line.
-        SymbolError: compiling fixed a dynamic size to a number.
+        SymbolError: the user's compiler fixed a dynamic size to a number. Where one of torch's own
+            does that, it is logged: its guard makes Dynamo compile again for another size.
     """
     compiler = compiler_for(config)
     name = compiler_name(config)
@@ -43,7 +44,9 @@ def compile_pieces(split: SplitGraph, config: CompilationConfig) -> list[Runnabl
         for piece in progress:
             log.debug("compiling %s (%d ops) with %s", piece.name, piece.num_ops, name)
             made[piece.index] = _compile_one(piece, compiler, name)
-            split.symbols.check_not_specialised(f"{piece.name} ({piece.where})")
+            if callable(config.compiler):
+                made[piece.index] = _checked_outputs(piece, name, made[piece.index])
+            _check_sizes_stay_free(split, piece, users_own=callable(config.compiler))
     log.info("compiled %d pieces for %d, with %s", len(made), len(split.pieces), name)
     return [made.get(piece.same_as, piece.module.forward) for piece in split.pieces]
 
@@ -52,13 +55,34 @@ def _compile_one(piece: Piece, compiler: PieceCompiler, name: str) -> Runnable:
     fake_inputs = [value(node) for node in piece.module.graph.find_nodes(op="placeholder")]
     try:
         made = compiler(piece.module, fake_inputs)
-    except CGCompileError:
-        raise
     except Exception as error:
+        if isinstance(error, (CGCompileError, *compat.restarts())):
+            raise
         raise PieceCompileError.raised(piece.name, name, piece.where, error) from error
     if not callable(made):
         raise PieceCompileError.not_callable(piece.name, name, made)
     return made
+
+
+def _check_sizes_stay_free(split: SplitGraph, piece: Piece, users_own: bool) -> None:
+    where = f"{piece.name} ({piece.where})"
+    for dim, size in split.symbols.specialised().items():
+        if users_own:
+            raise SymbolError.specialised(dim, size, where)
+        log.warning("%s: the compiler fixed %s to %s; other sizes compile again", where, dim, size)
+
+
+def _checked_outputs(piece: Piece, name: str, run: Runnable) -> Runnable:
+    """What the user's compiler made, with its results counted: a bare tensor would be unpacked."""
+
+    def checked(*inputs: Any) -> Sequence[Any]:
+        outputs = run(*inputs)
+        if not isinstance(outputs, (tuple, list)) or len(outputs) != len(piece.outputs):
+            found = f"{len(outputs)} of them" if isinstance(outputs, (tuple, list)) else "no list"
+            raise PieceCompileError.bad_outputs(piece.name, name, len(piece.outputs), found)
+        return outputs
+
+    return checked
 
 
 def compiler_name(config: CompilationConfig) -> str:

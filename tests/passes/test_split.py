@@ -6,7 +6,7 @@ To accept a change on purpose: ``EXPECTTEST_ACCEPT=1 python -m pytest tests/pass
 import torch
 from cases import CASES
 from expecttest import TestCase
-from support import split_texts
+from support import backend_for, build, split_texts
 
 
 class SplitSnapshots(TestCase):
@@ -919,6 +919,17 @@ piece_4  captured  13 ops
   in   s0, attended_1 f32[s0, 2, 4, 8] 256*s0 B, x_2 f32[s0, 4, 16] 256*s0 B, 10 static 9664 B
   out  linear_10 f32[s0, 4, 32] 512*s0 B""",
         )
+
+
+def test_a_graph_break_is_reported_with_its_cause_and_line() -> None:
+    case = CASES["nonzero_graph_break"]
+    backend = backend_for(case, "eager")
+    with torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
+        torch.compile(build(case), backend=backend)(*case.inputs(6))
+    breaks = [graph.split.graph_break for graph in backend.graphs]
+    assert breaks[-1] is None
+    assert any("cases.py:" in each for each in breaks if each)
+    assert any(each in str(backend.graphs[0].split) for each in breaks if each)
 
 
 def test_every_case_has_a_snapshot() -> None:

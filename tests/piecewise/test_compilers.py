@@ -146,8 +146,42 @@ def test_a_compiler_that_fixes_the_batch_size_is_refused() -> None:
 
     error = raised(build(CASES["sdpa"]), torch.randn(6, 4, D), compiler=narrow)
     assert isinstance(error, SymbolError)
-    assert "fixed the dynamic dimension x.size()[0] to 6" in str(error)
+    assert "your compiler fixed the dynamic dimension x.size()[0] to 6" in str(error)
     assert "piece_0" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (lambda outputs: outputs[0], "no list"),
+        (lambda outputs: [*outputs, *outputs], "of them"),
+        (lambda outputs: 3, "no list"),
+    ],
+)
+def test_results_of_a_users_compiler_are_counted(wrong, found: str) -> None:
+    def compiler(gm, fake_inputs):
+        return lambda *inputs: wrong(gm.forward(*inputs))
+
+    with pytest.raises(PieceCompileError, match=f"tuple or list of .* outputs; found .*{found}"):
+        run(build(CASES["no_boundary"]), torch.randn(6, 4, D), compiler=compiler)
+
+
+def test_a_size_that_torch_itself_fixes_is_compiled_again(caplog) -> None:
+    """Where a compiler of torch's own needs a size, Dynamo guards it; stock backends recompile."""
+
+    class Convolved(nn.Module):
+        def forward(self, x, w):
+            h = F.conv2d(x, w, padding=1) * 2
+            h = F.scaled_dot_product_attention(h, h, h)
+            return F.conv2d(h, w, padding=1) * 2
+
+    backend, w = cgcompile.Backend(compiler="inductor"), torch.randn(8, 8, 3, 3)
+    with torch.no_grad():
+        compiled = torch.compile(Convolved(), backend=backend)
+        for x in (torch.randn(2, 8, 5, 6), torch.randn(3, 8, 5, 6)):
+            for layout in (torch.contiguous_format, torch.channels_last):
+                x = x.to(memory_format=layout)
+                torch.testing.assert_close(compiled(x, w), Convolved()(x, w), rtol=1e-4, atol=1e-4)
 
 
 def test_a_graph_without_symbols_is_legal() -> None:

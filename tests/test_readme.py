@@ -1,0 +1,69 @@
+"""What the README says is so: its tables name what exists, its Python runs."""
+
+import re
+from pathlib import Path
+
+import torch
+
+import cgcompile
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+
+
+def section(title: str) -> str:
+    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def first_column(table: str) -> list[str]:
+    rows = [row for row in table.splitlines() if row.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+def test_departures_name_what_can_be_imported() -> None:
+    names = first_column(section("Departures from the systems it learned from"))
+    assert len(names) >= 5
+    for name in names:
+        assert name in cgcompile.__all__
+
+
+def test_every_setting_is_in_the_table() -> None:
+    assert sorted(first_column(section("Settings"))) == sorted(cgcompile.CompilationConfig.names())
+
+
+def test_the_pass_of_the_readme_works() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", section("Writing a pass"), re.DOTALL)
+    namespace: dict = {"cgcompile": cgcompile, "torch": torch}
+    exec(code, namespace)
+
+    def noisy(x):
+        return torch.nn.functional.dropout(x, 0.9).sin()
+
+    x = torch.randn(64)
+    backend = namespace["backend"]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(noisy, backend=backend)(x), x.sin())
+
+
+def test_the_printed_split_has_the_form_of_today() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            return x + self.out(y)
+
+    x = torch.randn(6, 4, 16)
+    torch._dynamo.mark_dynamic(x, 0)
+    backend = cgcompile.Backend(compiler="eager")
+    with torch.no_grad():
+        torch.compile(Model(), backend=backend)(x)
+    shown = re.findall(r"```\n(3 pieces.*?)```", README, re.DOTALL)[0].splitlines()
+    real = backend.graphs[0].split.text().splitlines()
+    for line in shown:
+        start = re.sub(r"model\.py:\d+", "", line).split("...")[0].rstrip(" ,").split("F.scaled")[0]
+        assert any(re.sub(r"test_readme\.py:\d+", "", row).startswith(start) for row in real), (
+            f"the README shows {line!r}"
+        )
