@@ -82,7 +82,7 @@ class SplittingOp:
         if (self.target is None) == (self.predicate is None):
             raise BoundaryError.target_or_predicate()
         if not self.name:
-            shown = self.target if self.predicate is None else self.predicate
+            shown = self.predicate or _checked_target(self.target)
             object.__setattr__(self, "name", target_name(shown))
         if self.predicate is None:
             _checked_target(self.target)

@@ -127,6 +127,9 @@ def _spread_over_regions(gm: fx.GraphModule, whys: dict[fx.Node, Why | None]) ->
         reason = region.eager or Reason.STATE_REGION
         for node in members:
             whys[node] = whys[node] or Why(reason, detail)
+    for node, why in whys.items():  # items of a result follow it out of its region
+        if why is None and is_container_item(node) and whys.get(node.args[0]) is not None:  # type: ignore[arg-type]
+            whys[node] = whys[node.args[0]]  # type: ignore[index]
     return inside
 
 

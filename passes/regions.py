@@ -137,7 +137,8 @@ def _outermost(regions: list[Region]) -> list[Region]:
     for region in sorted(regions, key=lambda r: (r.first, -r.last)):
         if outer and region.first <= outer[-1].last:
             last = max(outer[-1].last, region.last)
-            outer[-1] = outer[-1]._replace(last=last, eager=outer[-1].eager or region.eager)
+            told = outer[-1] if outer[-1].eager or not region.eager else region
+            outer[-1] = Region(outer[-1].first, last, told.label, told.eager)
         else:
             outer.append(region)
     return outer

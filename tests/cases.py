@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cgcompile
@@ -67,6 +68,7 @@ class Case:
         sizes: batch sizes, the first traced with its first dimension dynamic.
         inductor: settings Inductor needs to give eager's numbers.
         prepare: called on the inputs of the first batch instead of marking them dynamic.
+        dynamic: of ``torch.compile``; if it is set, nothing is marked.
         graphs: how many graphs Dynamo makes for the first batch.
         same_kernels: whether uncompiled pieces run exactly the kernels of the eager model.
         tolerance: relative and absolute, where kernels differ.
@@ -79,6 +81,7 @@ class Case:
     sizes: tuple[int, ...] = (6, 3, 1)
     inductor: dict[str, Any] = field(default_factory=dict)
     prepare: Callable[[tuple[torch.Tensor, ...]], None] | None = None
+    dynamic: bool | None = None
     graphs: int = 1
     same_kernels: bool = True
     # Float32 kernels of a compiler may sum in another order; anything above this is a bug.
@@ -473,6 +476,115 @@ class TiedWeights(nn.Module):
 
 
 CASES["tied_weights"] = Case(TiedWeights, inputs=lambda n: (torch.randint(0, 32, (n, 4)),))
+
+
+@case("inplace_by_position")
+class InplaceByPosition(nn.Module):
+    """``nn`` modules give ``inplace`` by position; taken for a view, the write would move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaky, self.elu = nn.LeakyReLU(0.1, inplace=True), nn.ELU(inplace=True)
+
+    def forward(self, x):
+        h = x * 2
+        flat = h.view(h.shape[0], -1)
+        r = self.leaky(h)
+        y = F.scaled_dot_product_attention(x, x, x)
+        h.add_(1)
+        z = self.elu(h)
+        return r * y + z, flat.sum(-1), F.hardswish(y, True) + y
+
+
+@case("numbers_of_python", dynamic=True)
+class NumbersOfPython(nn.Module):
+    """With dynamic=True Dynamo reads Python floats off tensors; here they are constants again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(D), 0.5
+
+    def forward(self, x):
+        x = self.norm(x) * self.scale
+        return self.norm(F.scaled_dot_product_attention(x, x, x, scale=self.scale)) * self.scale
+
+
+@case("derived_sizes", dynamic=True)
+class DerivedSizes(nn.Module):
+    def forward(self, x):
+        h = torch.cat([x, x], 1)
+        y = F.scaled_dot_product_attention(h, h, h)
+        return y[:, : h.shape[1] - 1] * (x.numel() // 2), y.flatten()[: x.numel() // 4].sin()
+
+
+@case("sdpa_kernel")
+class SdpaKernel(Attention):
+    """The switch is host code around the attention; it must run at every step."""
+
+    def attend(self, q, k, v):
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v)
+
+
+@case("inference_mode")
+class InferenceMode(Attention):
+    @torch.inference_mode()
+    def forward(self, x):
+        return super().forward(x)
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@case("gradient_inside")
+class GradientInside(nn.Module):
+    def forward(self, x):
+        g = torch.func.grad(lambda t: (t.sin() ** 2).sum())(x)
+        y = F.scaled_dot_product_attention(g, g, g)
+        (w,) = torch.func.vjp(lambda t: t.sin() * t, y)[1](x.cos())
+        return w * 2 + 1
+
+
+@case("layout_changed_in_place")
+class LayoutChanged(nn.Module):
+    def forward(self, x):
+        h = x * 2
+        first = h[0]
+        y = F.scaled_dot_product_attention(x, x, x)
+        h.transpose_(1, 2)
+        first.add_(1)
+        return h * 1, first * 2, y
+
+
+@case("size_returned_around_no_grad")
+class SizeReturnedAroundNoGrad(nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            y = F.scaled_dot_product_attention(x, x, x)
+        return y, x.shape[0] * 2
+
+
+class NumberFromTensor(nn.Module):
+    def forward(self, x, rows):
+        h = x[:, : rows.item()]
+        return F.scaled_dot_product_attention(h, h, h) * 2
+
+
+CASES["number_from_tensor"] = Case(
+    NumberFromTensor,
+    inputs=lambda n: (torch.randn(n, 4, D), torch.tensor(3, device="cpu")),
+    dynamo={"capture_scalar_outputs": True},
+    prepare=lambda inputs: torch._dynamo.mark_dynamic(inputs[0], 0),
+)
+
+
+@case("unbound_piece_written", prepare=lambda inputs: None)  # torch fixes the size: no marks
+class UnboundPieceWritten(nn.Module):
+    def forward(self, x):
+        rows = (x * 2).unbind(1)
+        y = F.scaled_dot_product_attention(x, x, x)
+        rows[0].add_(1)
+        return torch.stack(rows, 1) + y, rows[1]
 
 
 class Decoder(nn.Module):

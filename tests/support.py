@@ -23,6 +23,7 @@ def mark(case: Case, inputs: tuple[torch.Tensor, ...]) -> None:
     """Make the batch dimension dynamic, or whatever the case wants instead."""
     if case.prepare is not None:
         case.prepare(inputs)
+    if case.prepare is not None or case.dynamic is not None:
         return
     for each in inputs:
         torch._dynamo.mark_dynamic(each, 0)
@@ -39,10 +40,10 @@ def split_texts(case: Case, device: str = "cpu", **settings: Any) -> str:
     """The printed splits of the graphs that the first batch makes, without line numbers."""
     torch._dynamo.reset()
     model, backend = build(case, device), backend_for(case, "eager", **settings)
-    inputs = tuple(each.to(device) for each in case.inputs(case.sizes[0]))
+    inputs = tuple(each.to(device) if each.dim() else each for each in case.inputs(case.sizes[0]))
     mark(case, inputs)
     with torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
-        torch.compile(model, backend=backend)(*inputs)
+        torch.compile(model, backend=backend, dynamic=case.dynamic)(*inputs)
     return "\n\n".join(graph.split.text(lines=False) for graph in backend.graphs)
 
 
@@ -53,7 +54,7 @@ def check_against_eager(case: Case, compiler: Any, device: str = "cpu") -> cgcom
     """
     model, backend = build(case, device), backend_for(case, compiler)
     with torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
-        compiled = torch.compile(model, backend=backend)
+        compiled = torch.compile(model, backend=backend, dynamic=case.dynamic)
         previous = None
         for position, size in enumerate(case.sizes):
             with torch.device(device):

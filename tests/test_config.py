@@ -107,7 +107,7 @@ def test_bad_values_name_setting_and_expectation(name: str, value: object) -> No
 
 
 def test_capture_dim_needs_sizes() -> None:
-    with pytest.raises(ConfigError, match="capture_dim = .* without cudagraph_capture_sizes"):
+    with pytest.raises(ConfigError, match=r"capture_dim = .* without cudagraph_capture_sizes"):
         CompilationConfig(capture_dim="x.size()[0]")
     found = CompilationConfig(capture_dim="x.size()[0]", cudagraph_capture_sizes="1,2")
     assert found.capture_dim == "x.size()[0]"

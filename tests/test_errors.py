@@ -171,9 +171,12 @@ SymbolError.size_refused: cudagraph_capture_sizes: size 6 of s0 = x.size()[0] is
         )
 
     def test_gradient(self) -> None:
-        self.check("GradientError", """\
+        self.check(
+            "GradientError",
+            """\
 GradientError.recomputes: this step needs gradients (grad mode is on and an input requires it), and the model uses torch.utils.checkpoint: outside of its own compiler, torch would recompute with other random numbers.
-  Call the model under torch.no_grad() or torch.inference_mode(), or train it with another backend.""")
+  Call the model under torch.no_grad() or torch.inference_mode(), or train it with another backend.""",
+        )
 
     def test_piece_compile(self) -> None:
         self.check(

@@ -920,6 +920,204 @@ piece_4  captured  13 ops
   out  linear_10 f32[s0, 4, 32] 512*s0 B""",
         )
 
+    def test_inplace_by_position(self) -> None:
+        self.check(
+            "inplace_by_position",
+            """\
+3 pieces: 2 captured, 1 eager; 3 distinct; 1028*s0 B cross
+sizes: s0 = x.size()[0]
+piece_0  captured  2 ops
+  at   h = x * 2
+  in   s0, x f32[s0, 4, 16] 256*s0 B
+  out  h f32[s0, 4, 16] 256*s0 B
+piece_1  eager     1 op
+  why  splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
+  at   y = F.scaled_dot_product_attention(x, x, x)
+  in   s0, x f32[s0, 4, 16] 256*s0 B
+  out  y f32[s0, 4, 16] 256*s0 B
+piece_2  captured  8 ops
+  at   h.add_(1)
+  in   s0, h f32[s0, 4, 16] 256*s0 B, y f32[s0, 4, 16] 256*s0 B
+  out  add_1 f32[s0, 4, 16] 256*s0 B, sum_1 f32[s0] 4*s0 B, add_1_1 f32[s0, 4, 16] 256*s0 B""",
+        )
+
+    def test_numbers_of_python(self) -> None:
+        self.check(
+            "numbers_of_python",
+            """\
+3 pieces: 2 captured, 1 eager; 2 distinct; 192*s0*s1 B cross
+sizes: s0 = x.size()[0], s1 = x.size()[1]
+piece_0  captured  2 ops
+  at   x = self.norm(x) * self.scale
+  in   s0, s1, x f32[s0, s1, 16] 64*s0*s1 B, 2 static 128 B
+  out  x_1 f32[s0, s1, 16] 64*s0*s1 B
+piece_1  eager     1 op
+  why  splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
+  at   return self.norm(F.scaled_dot_product_attention(x, x, x, scale=self.scale)) * self.scale
+  in   s0, s1, x_1 f32[s0, s1, 16] 64*s0*s1 B
+  out  scaled_dot_product_attention f32[s0, s1, 16] 64*s0*s1 B
+piece_2  captured  2 ops, same as piece_0
+  at   return self.norm(F.scaled_dot_product_attention(x, x, x, scale=self.scale)) * self.scale
+  in   s0, s1, scaled_dot_product_attention f32[s0, s1, 16] 64*s0*s1 B, 2 static 128 B
+  out  mul_1 f32[s0, s1, 16] 64*s0*s1 B""",
+        )
+
+    def test_derived_sizes(self) -> None:
+        self.check(
+            "derived_sizes",
+            """\
+3 pieces: 2 captured, 1 eager; 3 distinct; 24*s0*s1*s2 - 4*s0*s2 + 4*(((s0*s1*s2)//4)) B cross
+sizes: s0 = x.size()[0], s1 = x.size()[1], s2 = x.size()[2]
+piece_0  captured  1 op
+  at   h = torch.cat([x, x], 1)
+  in   s0, s1, s2, x f32[s0, s1, s2] 4*s0*s1*s2 B
+  out  h f32[s0, 2*s1, s2] 8*s0*s1*s2 B
+piece_1  eager     1 op
+  why  splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
+  at   y = F.scaled_dot_product_attention(h, h, h)
+  in   s0, s1, s2, h f32[s0, 2*s1, s2] 8*s0*s1*s2 B
+  out  y f32[s0, 2*s1, s2] 8*s0*s1*s2 B
+piece_2  captured  5 ops
+  at   return y[:, : h.shape[1] - 1] * (x.numel() // 2), y.flatten()[: x.numel() // 4].sin()
+  in   s0, s1, s2, y f32[s0, 2*s1, s2] 8*s0*s1*s2 B
+  out  mul f32[s0, 2*s1 - 1, s2] 4*s0*s2*(2*s1 - 1) of 8*s0*s1*s2 - 4*s0*s2 B, sin f32[((s0*s1*s2)//4)] 4*(((s0*s1*s2)//4)) B""",
+        )
+
+    def test_sdpa_kernel(self) -> None:
+        self.check(
+            "sdpa_kernel",
+            """\
+3 pieces: 2 captured, 1 eager; 3 distinct; 1280*s0 B cross
+sizes: s0 = x.size()[0]
+piece_0  captured  5 ops
+  at   q, k, v = self.qkv(x).chunk(3, -1)
+  in   s0, x f32[s0, 4, 16] 256*s0 B, 2 static 3264 B
+  out  q f32[s0, 4, 16] 256*s0 of 768*s0 B, k f32[s0, 4, 16] 256*s0 of 768*s0 B, v f32[s0, 4, 16] 256*s0 of 768*s0 B
+piece_1  eager     9 ops
+  why  splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
+  why  state_region: in one torch.nn.attention.sdpa_kernel region with torch.nn.functional.scaled_dot_product_attention [ALWAYS]
+  at   return F.scaled_dot_product_attention(q, k, v)
+  in   s0, q f32[s0, 4, 16] 256*s0 of 768*s0 B, k f32[s0, 4, 16] 256*s0 of 768*s0 B, v f32[s0, 4, 16] 256*s0 of 768*s0 B
+  out  scaled_dot_product_attention f32[s0, 4, 16] 256*s0 B
+piece_2  captured  2 ops
+  at   return x + self.out(self.attend(q, k, v))
+  in   s0, scaled_dot_product_attention f32[s0, 4, 16] 256*s0 B, x f32[s0, 4, 16] 256*s0 B, 2 static 1088 B
+  out  add f32[s0, 4, 16] 256*s0 B""",
+        )
+
+    def test_inference_mode(self) -> None:
+        self.check(
+            "inference_mode",
+            """\
+3 pieces: 2 captured, 1 eager; 3 distinct; 1280*s0 B cross
+sizes: s0 = args.0.size()[0]
+piece_0  captured  6 ops
+  at   q, k, v = self.qkv(x).chunk(3, -1)
+  in   s0, args_0 f32[s0, 4, 16] 256*s0 B, 2 static 3264 B
+  out  q f32[s0, 4, 16] 256*s0 of 768*s0 B, k f32[s0, 4, 16] 256*s0 of 768*s0 B, v f32[s0, 4, 16] 256*s0 of 768*s0 B
+piece_1  eager     1 op
+  why  splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
+  at   return F.scaled_dot_product_attention(q, k, v)
+  in   s0, q f32[s0, 4, 16] 256*s0 of 768*s0 B, k f32[s0, 4, 16] 256*s0 of 768*s0 B, v f32[s0, 4, 16] 256*s0 of 768*s0 B
+  out  scaled_dot_product_attention f32[s0, 4, 16] 256*s0 B
+piece_2  captured  3 ops
+  at   return x + self.out(self.attend(q, k, v))
+  in   s0, scaled_dot_product_attention f32[s0, 4, 16] 256*s0 B, args_0 f32[s0, 4, 16] 256*s0 B, 2 static 1088 B
+  out  add f32[s0, 4, 16] 256*s0 B""",
+        )
+
+    def test_gradient_inside(self) -> None:
+        self.check(
+            "gradient_inside",
+            """\
+2 pieces: 1 captured, 1 eager; 2 distinct; 512*s0 B cross
+sizes: s0 = x.size()[0]
+piece_0  eager     34 ops
+  why  gradients: in one torch.func.grad region with torch.nn.functional.scaled_dot_product_attention [ALWAYS]
+  why  splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
+  at   return _wrap_for_grad(maybe_tensor, level)
+  at   return _set_tensor_requires_grad(x)
+  at   g = torch.func.grad(lambda t: (t.sin() ** 2).sum())(x)
+  at   6 more lines
+  in   s0, x f32[s0, 4, 16] 256*s0 B
+  out  w f32[s0, 4, 16] 256*s0 B
+piece_1  captured  2 ops
+  at   return w * 2 + 1
+  in   s0, w f32[s0, 4, 16] 256*s0 B
+  out  add f32[s0, 4, 16] 256*s0 B""",
+        )
+
+    def test_layout_changed_in_place(self) -> None:
+        self.check(
+            "layout_changed_in_place",
+            """\
+3 pieces: 2 captured, 1 eager; 3 distinct; 768*s0 + 256 B cross
+sizes: s0 = x.size()[0]
+piece_0  captured  2 ops, left uncompiled: memory that it writes has another name
+  at   h = x * 2
+  in   s0, x f32[s0, 4, 16] 256*s0 B
+  out  h f32[s0, 16, 4] 256*s0 B, first f32[4, 16] 256 of 256*s0 B
+piece_1  eager     1 op
+  why  splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
+  at   y = F.scaled_dot_product_attention(x, x, x)
+  in   s0, x f32[s0, 4, 16] 256*s0 B
+  out  y f32[s0, 4, 16] 256*s0 B
+piece_2  captured  4 ops, left uncompiled: memory that it writes has another name
+  at   h.transpose_(1, 2)
+  in   s0, h f32[s0, 16, 4] 256*s0 B, first f32[4, 16] 256 of 256*s0 B
+  out  mul_1 f32[s0, 16, 4] 256*s0 B, mul_2 f32[4, 16] 256 B""",
+        )
+
+    def test_size_returned_around_no_grad(self) -> None:
+        self.check(
+            "size_returned_around_no_grad",
+            """\
+1 piece: 0 captured, 1 eager; 1 distinct; 256*s0 B cross
+sizes: s0 = x.size()[0]
+piece_0  eager     1 op
+  why  splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
+  at   y = F.scaled_dot_product_attention(x, x, x)
+  in   s0, x f32[s0, 4, 16] 256*s0 B
+  out  y f32[s0, 4, 16] 256*s0 B
+sizes returned: mul""",
+        )
+
+    def test_unbound_piece_written(self) -> None:
+        self.check(
+            "unbound_piece_written",
+            """\
+3 pieces: 2 captured, 1 eager; 3 distinct; 4608 B cross
+piece_0  captured  1 op
+  at   rows = (x * 2).unbind(1)
+  in   x f32[6, 4, 16] 1536 B
+  out  mul f32[6, 4, 16] 1536 B
+piece_1  eager     1 op
+  why  splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
+  at   y = F.scaled_dot_product_attention(x, x, x)
+  in   x f32[6, 4, 16] 1536 B
+  out  y f32[6, 4, 16] 1536 B
+piece_2  captured  9 ops
+  at   rows = (x * 2).unbind(1)
+  in   mul f32[6, 4, 16] 1536 B, y f32[6, 4, 16] 1536 B
+  out  add_1 f32[6, 4, 16] 1536 B, getitem_6 f32[6, 16] 384 of 1536 B""",
+        )
+
+    def test_number_from_tensor(self) -> None:
+        self.check(
+            "number_from_tensor",
+            """\
+1 piece: 0 captured, 1 eager; 1 distinct; 64*s0*s94 B cross
+sizes: s0 = x.size()[0]
+piece_0  eager     4 ops
+  why  host_sync: the size or value of item depends on data
+  why  splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
+  why  unbacked_size: works on a size or number that depends on data
+  at   h = x[:, : rows.item()]
+  at   return F.scaled_dot_product_attention(h, h, h) * 2
+  in   s0, rows i64[] 8 B, x f32[s0, 4, 16] 256*s0 B
+  out  mul f32[s0, s94, 16] 64*s0*s94 B""",
+        )
+
 
 def test_a_graph_break_is_reported_with_its_cause_and_line() -> None:
     case = CASES["nonzero_graph_break"]

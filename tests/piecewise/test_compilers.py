@@ -70,6 +70,28 @@ def test_layers_that_differ_in_a_constant_are_not_shared() -> None:
     assert len(recorder.pieces) == 4  # 1.0, 2.0 (once), -0.0, 0.0
 
 
+def test_weights_of_another_tensor_class_are_not_shared() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def step(x, w, u):
+        h = F.scaled_dot_product_attention(x, x, x)
+        a = (h @ w).sum()
+        h = F.scaled_dot_product_attention(h, h, h)
+        return a, (h @ u).sum()
+
+    x, w, u = torch.randn(6, 4, D), torch.randn(D, D), torch.randn(D, D)
+    recorder = Recorder()
+    with torch.no_grad():
+        compiled = torch.compile(step, backend=cgcompile.Backend(compiler=recorder))
+        found = compiled(x, w, TwoTensor(u, u.clone()))
+        expected = step(x, w, TwoTensor(u, u.clone()))
+    assert type(found[0]) is torch.Tensor
+    assert type(found[1]) is TwoTensor
+    torch.testing.assert_close(found[1].a, expected[1].a)
+    captured = [gm for gm in recorder.pieces if "matmul" in str(gm.graph)]
+    assert len(captured) == 2
+
+
 def test_pieces_whose_inputs_alias_differently_are_not_shared() -> None:
     class Aliasing(nn.Module):
         def __init__(self) -> None:

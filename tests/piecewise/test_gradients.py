@@ -6,6 +6,7 @@ from cases import CASES, D
 from support import build
 
 import cgcompile
+from cgcompile.errors import GradientError
 from cgcompile.reasons import Reason
 
 
@@ -73,3 +74,96 @@ def test_grad_mode_is_what_it_was_after_every_step() -> None:
         with torch.set_grad_enabled(enabled):
             torch.testing.assert_close(compiled(x), model(x))
             assert torch.is_grad_enabled() is enabled
+
+
+def test_a_forward_that_turns_gradients_off_runs_the_compiled_pieces() -> None:
+    for decorate in (torch.no_grad, torch.inference_mode):
+
+        class Decorated(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = torch.nn.Linear(D, D)
+
+            @decorate()
+            def forward(self, x):
+                h = self.linear(x)
+                return self.linear(torch.nn.functional.scaled_dot_product_attention(h, h, h))
+
+        torch._dynamo.reset()
+        model, backend = Decorated(), cgcompile.Backend(compiler="aot")
+        x = torch.randn(6, 4, D)
+        found = torch.compile(model, backend=backend)(x)
+        torch.testing.assert_close(found, model(x))
+        assert not found.requires_grad
+        (graph,) = backend.graphs
+        assert graph.counters.plain == {}
+        assert [piece.capture for piece in graph.split.pieces] == [True, False, True]
+
+
+def test_grad_mode_is_restored_where_an_op_raises() -> None:
+    lib = torch.library.Library("cggrad", "FRAGMENT")
+    lib.define("boom(Tensor x, Tensor flag) -> Tensor")
+
+    def boom(x, flag):
+        if flag.item() > 0:
+            raise RuntimeError("boom")
+        return x.clone()
+
+    lib.impl("boom", boom, "CPU")
+    torch.library.register_fake("cggrad::boom", lambda x, flag: torch.empty_like(x), lib=lib)
+
+    def step(x, flag):
+        with torch.no_grad():
+            x = torch.ops.cggrad.boom(x.sin(), flag)
+        return x.cos()
+
+    backend = cgcompile.Backend(compiler="aot", splitting_ops=("cggrad::boom",))
+    compiled, x = torch.compile(step, backend=backend), torch.randn(4)
+    compiled(x, torch.tensor(0))
+    with pytest.raises(RuntimeError, match="boom"):
+        compiled(x, torch.tensor(1))
+    assert torch.is_grad_enabled()
+    torch.testing.assert_close(compiled(x, torch.tensor(0)), x.sin().cos())  # the next call works
+
+
+def test_nested_gradients_with_grad_mode_on() -> None:
+    def step(x):
+        g = torch.func.grad(lambda t: (t.sin() ** 2).sum())(x)
+        return torch.nn.functional.scaled_dot_product_attention(g, g, g)
+
+    x = torch.randn(3, 4, D)
+    for compiler in ("eager", "aot", "inductor"):
+        torch._dynamo.reset()
+        found = torch.compile(step, backend=cgcompile.Backend(compiler=compiler))(x)
+        torch.testing.assert_close(found, step(x))
+
+
+def test_constants_of_the_graph_that_require_gradients() -> None:
+    model, backend = build(CASES["sdpa"]), cgcompile.Backend(compiler="aot")
+    x = torch.randn(6, 4, D)
+    with torch._dynamo.config.patch(install_free_tensors=True):
+        compiled = torch.compile(model, backend=backend)
+        found = torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
+        expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        torch.testing.assert_close(found, expected)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x))
+    assert len(backend.graphs[0].split.constants) == 4
+    assert backend.graphs[0].counters.plain == {Reason.GRADIENTS: 1}
+
+
+def test_checkpointing_refuses_gradients_that_would_be_wrong() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def step(x):
+        def block(t):
+            return torch.nn.functional.dropout(t.sin(), 0.5) * 2
+
+        return checkpoint(block, x * 1, use_reentrant=False) + 1
+
+    compiled = torch.compile(step, backend=cgcompile.Backend(compiler="aot"))
+    x = torch.randn(3, 4, D)
+    with torch.no_grad():
+        assert compiled(x).shape == x.shape
+    with pytest.raises(GradientError, match="checkpoint"):
+        compiled(x.requires_grad_())

@@ -25,6 +25,8 @@ OPS = (
     "half",
     "write",
     "write_half",
+    "leaky",
+    "unbind_write",
     "assign",
     "attend",
     "boundary_write",
@@ -62,6 +64,11 @@ class Program(nn.Module):
             return []
         if op == "write_half":
             a[:, 1:3].add_(1.0)
+            return []
+        if op == "leaky":
+            return [F.leaky_relu(a, 0.1, True)]  # in place, by position
+        if op == "unbind_write":
+            a.unbind(1)[2].mul_(0.5)
             return []
         if op == "assign":
             a[:, 0] = b[:, 1] * 0.5
