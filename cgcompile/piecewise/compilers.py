@@ -17,7 +17,7 @@ from tqdm import tqdm
 from cgcompile import compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CGCompileError, ConfigError, PieceCompileError, SymbolError
-from cgcompile.passes.nodes import value
+from cgcompile.passes.nodes import COMPUTING, toggles_state, value
 from cgcompile.passes.pieces import Piece
 from cgcompile.passes.split import SplitGraph
 
@@ -52,16 +52,42 @@ def compile_pieces(split: SplitGraph, config: CompilationConfig) -> list[Runnabl
 
 
 def _compile_one(piece: Piece, compiler: PieceCompiler, name: str) -> Runnable:
-    fake_inputs = [value(node) for node in piece.module.graph.find_nodes(op="placeholder")]
+    module, covered = _without_inference_mode(piece.module)
+    fake_inputs = [value(node) for node in module.graph.find_nodes(op="placeholder")]
     try:
-        made = compiler(piece.module, fake_inputs)
+        made = compiler(module, fake_inputs)
     except Exception as error:
         if isinstance(error, (CGCompileError, *compat.restarts())):
             raise
         raise PieceCompileError.raised(piece.name, name, piece.where, error) from error
     if not callable(made):
         raise PieceCompileError.not_callable(piece.name, name, made)
-    return made
+    return torch.inference_mode()(made) if covered else made
+
+
+def _without_inference_mode(gm: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
+    """A piece without the nodes that enter inference mode, and whether it was all inside.
+
+    torch 2.11 cannot trace them and breaks the process trying. A piece is compiled without
+    gradients anyway; one that was all inside runs in inference mode as a whole instead.
+    """
+    if not gm.graph.find_nodes(op="call_function", target=compat.ENTER_INFERENCE_MODE):
+        return gm, False
+    gm, depth, covered = compat.copied(gm), 0, True
+    switches = []
+    for node in gm.graph.nodes:
+        if node.target is compat.ENTER_INFERENCE_MODE:
+            depth += bool(node.args[0])
+            switches.append(node)
+        elif node.target is compat.LEAVES[compat.ENTER_INFERENCE_MODE]:
+            depth -= bool(node.args[0].args[0])
+            switches.append(node)
+        elif node.op in COMPUTING and not toggles_state(node):
+            covered &= depth > 0
+    for node in reversed(switches):
+        gm.graph.erase_node(node)
+    gm.recompile()
+    return gm, covered
 
 
 def _check_sizes_stay_free(split: SplitGraph, piece: Piece, users_own: bool) -> None:

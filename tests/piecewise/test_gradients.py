@@ -95,6 +95,7 @@ def test_a_forward_that_turns_gradients_off_runs_the_compiled_pieces() -> None:
         found = torch.compile(model, backend=backend)(x)
         torch.testing.assert_close(found, model(x))
         assert not found.requires_grad
+        assert found.is_inference() is (decorate is torch.inference_mode)
         (graph,) = backend.graphs
         assert graph.counters.plain == {}
         assert [piece.capture for piece in graph.split.pieces] == [True, False, True]
