@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from cases import Case, library
+from cases import CASES, Case, library
 from torch import nn
 
 import cgcompile
@@ -45,6 +45,20 @@ def split_texts(case: Case, device: str = "cpu", **settings: Any) -> str:
     with torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
         torch.compile(model, backend=backend, dynamic=case.dynamic)(*inputs)
     return "\n\n".join(graph.split.text(lines=False) for graph in backend.graphs)
+
+
+def compiled_graph(name: str, **settings: Any) -> cgcompile.entry.CompiledGraph:
+    """The first graph of a case, compiled with uncompiled pieces; it keeps its model alive."""
+    case = CASES[name]
+    backend = backend_for(case, "eager", **settings)
+    inputs = case.inputs(case.sizes[0])
+    mark(case, inputs)
+    with torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
+        model = torch.compile(build(case), backend=backend, dynamic=case.dynamic)
+        model(*inputs)
+    graph = backend.graphs[0]
+    graph.keep_alive = model  # Dynamo's cache goes with the model
+    return graph
 
 
 def check_against_eager(case: Case, compiler: Any, device: str = "cpu") -> cgcompile.Backend:

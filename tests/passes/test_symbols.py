@@ -6,33 +6,20 @@ import torch
 from cases import CASES, D
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import backend_for, build, mark
+from support import build, compiled_graph, mark
 
 import cgcompile
 from cgcompile.errors import ConfigError, SymbolError
 
 
-def graph_of(name: str, **more) -> cgcompile.entry.CompiledGraph:
-    case = CASES[name]
-    backend = backend_for(case, "eager", **more)
-    inputs = case.inputs(case.sizes[0])
-    mark(case, inputs)
-    with torch.no_grad():
-        model = torch.compile(build(case), backend=backend)
-        model(*inputs)
-    graph = backend.graphs[0]
-    graph.keep_alive = model
-    return graph
-
-
 def refused(name: str, **more) -> Exception:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
-        graph_of(name, **more)
+        compiled_graph(name, **more)
     return caught.value.inner_exception
 
 
 def test_crossing_bytes_at_each_size() -> None:
-    split = graph_of("sdpa").split
+    split = compiled_graph("sdpa").split
     # qkv once (its three views share it), the attention, the result: 3 + 1 + 1 rows of 64 floats.
     expected = {n: 5 * n * 4 * D * 4 for n in (1, 3, 64)}
     assert split.symbols.tabulate(split.crossing_bytes(), (1, 3, 64)) == expected
@@ -40,7 +27,7 @@ def test_crossing_bytes_at_each_size() -> None:
 
 @pytest.fixture(scope="module")
 def decoder() -> cgcompile.passes.SplitGraph:
-    return graph_of("decoder").split
+    return compiled_graph("decoder").split
 
 
 @given(n=st.integers(2, 4096))
@@ -73,7 +60,7 @@ def test_a_guard_refuses_a_size() -> None:
 
 
 def test_sizes_that_the_guard_allows() -> None:
-    assert graph_of("guard", cudagraph_capture_sizes=(1, 4, 8, 64)).split.pieces
+    assert compiled_graph("guard", cudagraph_capture_sizes=(1, 4, 8, 64)).split.pieces
 
 
 def test_a_range_refuses_a_size() -> None:
@@ -108,7 +95,7 @@ def test_sizes_must_name_their_dimension_if_several_vary() -> None:
     assert isinstance(error, ConfigError)
     assert "the graph has 2 of them" in str(error)
     assert "x.size()[0], x.size()[1]" in str(error)
-    named = graph_of("two_symbols", cudagraph_capture_sizes=(4,), capture_dim="x.size()[1]")
+    named = compiled_graph("two_symbols", cudagraph_capture_sizes=(4,), capture_dim="x.size()[1]")
     assert named.split.symbols.dims == {"s0": "x.size()[0]", "s1": "x.size()[1]"}
 
 
@@ -138,7 +125,7 @@ def test_sizes_of_a_static_graph_are_no_error() -> None:
 
 
 def test_pretty_names_follow_the_inputs_not_torch() -> None:
-    text = graph_of("two_symbols").split.text()
+    text = compiled_graph("two_symbols").split.text()
     assert "f32[s0, s1, 16]" in text
     assert not [
         word

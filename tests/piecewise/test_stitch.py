@@ -5,31 +5,18 @@ import weakref
 
 import pytest
 import torch
-from cases import CASES, D, Decoder
+from cases import D, Decoder
 from expecttest import TestCase
-from support import backend_for, build, mark
+from support import compiled_graph
 
 import cgcompile
 from cgcompile.piecewise.stitch import stitch
 
 
-def compiled(name: str, **settings) -> cgcompile.entry.CompiledGraph:
-    case = CASES[name]
-    backend = backend_for(case, "eager", **settings)
-    inputs = case.inputs(case.sizes[0])
-    mark(case, inputs)
-    with torch.no_grad():
-        model = torch.compile(build(case), backend=backend)
-        model(*inputs)
-    graph = backend.graphs[0]
-    graph.keep_alive = model  # Dynamo's cache goes with the model
-    return graph
-
-
 class Sources(TestCase):
     def test_pieces_values_and_sizes(self) -> None:
         self.assertExpectedInline(
-            compiled("op_packet").source,
+            compiled_graph("op_packet").source,
             """\
 def step(qkv_weight, qkv_bias, s0, x, out_weight, out_bias):
     (q, k, v, out) = piece_0(s0, x, qkv_weight, qkv_bias)
@@ -43,7 +30,7 @@ def step(qkv_weight, qkv_bias, s0, x, out_weight, out_bias):
 
     def test_returned_sizes(self) -> None:
         self.assertExpectedInline(
-            compiled("size_returned").source,
+            compiled_graph("size_returned").source,
             """\
 def step(qkv_weight, qkv_bias, s0, x, out_weight, out_bias):
     (q, k, v) = piece_0(s0, x, qkv_weight, qkv_bias)
@@ -57,7 +44,7 @@ def step(qkv_weight, qkv_bias, s0, x, out_weight, out_bias):
         )
 
     def test_long_lines_are_wrapped(self) -> None:
-        longest = max(map(len, compiled("decoder").source.splitlines()))
+        longest = max(map(len, compiled_graph("decoder").source.splitlines()))
         assert 60 < longest <= 100
 
 
@@ -98,13 +85,13 @@ def test_names_of_the_user_hide_nothing() -> None:
 
 
 def test_equal_graphs_have_equal_source() -> None:
-    first = compiled("decoder").source
+    first = compiled_graph("decoder").source
     torch._dynamo.reset()
-    assert compiled("decoder").source == first
+    assert compiled_graph("decoder").source == first
 
 
 def test_intermediates_are_dropped_after_their_last_use() -> None:
-    graph = compiled("decoder")
+    graph = compiled_graph("decoder")
     split, alive = graph.split, []
     made: list[weakref.ref] = []
 
@@ -151,7 +138,7 @@ def _captured_inputs(model, ids):
 
 def test_no_module_call_in_the_path() -> None:
     """Neither pieces nor the step go through ``nn.Module.__call__``."""
-    graph = compiled("decoder")
+    graph = compiled_graph("decoder")
     calls = []
     hooks = [
         piece.module.register_forward_hook(lambda *_: calls.append(1))
