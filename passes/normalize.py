@@ -57,7 +57,9 @@ class BindSymbols:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         binder, known = _Binder(gm), set(gm.graph.nodes)
         for node in list(gm.graph.nodes):
-            if node.op in COMPUTING:
+            if node.op == "placeholder":
+                binder.unite(node)
+            elif node.op in COMPUTING:
                 binder.visit(node)
         problem = fill_values(gm, known)
         if problem is not None:
@@ -102,7 +104,18 @@ class _Binder:
         placeholders = gm.graph.find_nodes(op="placeholder")
         self._last_placeholder = placeholders[-1] if placeholders else None
 
+    def unite(self, placeholder: fx.Node) -> None:
+        """Use one input for a size that several inputs give: Dynamo guards that they are equal."""
+        found = value(placeholder)
+        if not isinstance(found, torch.SymInt) or placeholder in self._bound.values():
+            return
+        if symbols_of(found) <= self._bound.keys():
+            number = self._number(found)
+            for user in list(placeholder.users):
+                self._swap(user, placeholder, number)
+
     def visit(self, node: fx.Node) -> None:
+        """Replace a size that the node reads off a tensor."""
         found = value(node)
         reads_tensor = any(tensors(value(argument)) for argument in node.all_input_nodes)
         if not reads_tensor or not symbols_of(found) <= self._bound.keys():
@@ -138,11 +151,14 @@ class _Binder:
 
     def _replace(self, node: fx.Node, new: Any) -> None:
         for user in list(node.users):
-            swap = lambda argument: new if argument is node else argument  # noqa: E731
-            user.args = fx.map_arg(user.args, swap)
-            user.kwargs = fx.map_arg(user.kwargs, swap)
+            self._swap(user, node, new)
         if short_name(node.target) in _SIZE_READERS:
             self._graph.erase_node(node)
+
+    @staticmethod
+    def _swap(user: fx.Node, old: fx.Node, new: Any) -> None:
+        user.args = fx.map_arg(user.args, lambda argument: new if argument is old else argument)
+        user.kwargs = fx.map_arg(user.kwargs, lambda argument: new if argument is old else argument)
 
 
 class PullItems:
