@@ -6,6 +6,7 @@ copies through pageable memory. What this predicate misses shows at the first ca
 """
 
 import operator
+from collections.abc import Set
 from typing import Any
 
 import sympy
@@ -41,12 +42,15 @@ class Capturability:
     Args:
         gm: the graph; every computing node has a fake value.
         boundaries: the registry of splitting ops.
+        outer: symbols that the inputs of an enclosing graph give, for the body of an op.
     """
 
-    def __init__(self, gm: fx.GraphModule, boundaries: Boundaries) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, boundaries: Boundaries, outer: Set[sympy.Symbol] = frozenset()
+    ) -> None:
         self._gm = gm
         self._boundaries = boundaries
-        self._bound = set(bound_symbols(gm))
+        self._bound = outer | bound_symbols(gm).keys()
         self.device = graph_device(gm)
 
     def why_not(self, node: fx.Node) -> Why | None:
@@ -126,7 +130,7 @@ class Capturability:
     def _body(self, node: fx.Node) -> Why | None:
         """A higher-order op cannot be captured if something in its body cannot."""
         for body in subgraphs(self._gm, node):
-            inside = Capturability(body, self._boundaries)
+            inside = Capturability(body, self._boundaries, self._bound)
             for inner in body.graph.nodes:
                 why = inside.why_not(inner) if inner.op in COMPUTING else None
                 if why is not None:
@@ -153,7 +157,8 @@ class Capturability:
         cpu = [t for t in given if t.device == _CPU]
         if cpu and (name in _COPIES or crosses):
             return Why(Reason.DEVICE_COPY, f"{name} copies from the CPU to {self.device}")
-        # A 0-dim CPU tensor is read on the host at launch, like a number; its value is guarded.
+        # A 0-dim CPU tensor is read on the host at launch, like a number: capturing it must guard
+        # its value.
         if any(t.dim() > 0 for t in cpu):
             return Why(Reason.CPU_TENSOR, f"{name} reads a CPU tensor")
         return None

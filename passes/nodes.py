@@ -123,8 +123,8 @@ def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
         return []
     if node.op == "call_method":
         name = str(node.target)
-        inplace = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__",)
-        return _nodes(node.args[:1]) if inplace else []
+        inplace = _is_inplace(name) or name == "__setitem__"
+        return _nodes(node.args[:1]) if inplace else _suspected_write(node)
     overloads = compat.op_overloads(node.target)
     if overloads:
         places = {place for op in overloads for place in compat.written_arguments(op)}

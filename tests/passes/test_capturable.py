@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import D, library
+from cases import D
 from expecttest import TestCase
 from torch import nn
 
 import cgcompile
+from cgcompile.passes.capturable import Capturability
 from cgcompile.reasons import Reason
 
 
@@ -205,14 +206,52 @@ def test_a_boundary_inside_a_body_makes_the_whole_op_one() -> None:
     assert "inside higher_order::tag_activation_checkpoint" in eager[0].why[0].detail
 
 
-def test_equal_and_masks_are_host_reads() -> None:
-    library()
+def test_a_body_that_can_be_captured_is() -> None:
+    """Also where its sizes are those of the graph around it."""
 
-    class Checked(nn.Module):
-        def forward(self, x, mask):
-            y = x * 2
-            y[mask] = x.flatten()[: x.numel()].reshape(x.shape)[:1, :1].expand(1, 1)[0]
-            return y.sin()
+    class Checkpointed(nn.Module):
+        def forward(self, x):
+            block = lambda t: t.sin().reshape(t.shape[0] * 2, -1) * t.shape[0]  # noqa: E731
+            return torch.utils.checkpoint.checkpoint(block, x.cos(), use_reentrant=False).exp()
 
-    split = split_of(Checked(), torch.randn(6, D), torch.ones(6, D, dtype=torch.bool))
-    assert [piece.capture for piece in split.pieces] == [True]  # one number fills the mask
+    split = split_of(Checkpointed(), torch.randn(6, 4, D))
+    assert split.symbols.dims == {"s0": "x.size()[0]"}
+    assert [piece.capture for piece in split.pieces] == [True]
+
+
+class MaskedWrite(nn.Module):
+    def __init__(self, one_number: bool) -> None:
+        super().__init__()
+        self.one_number = one_number
+
+    def forward(self, x, mask):
+        y = x.cos()
+        y[mask] = x.sum() if self.one_number else x.reshape(-1) * 3
+        return y.sin()
+
+
+@pytest.mark.parametrize("one_number", [True, False])
+def test_a_masked_write_of_many_values_counts_the_mask_on_the_host(one_number: bool) -> None:
+    x, mask = torch.randn(6, D), torch.ones(6, D, dtype=torch.bool)
+    backend = cgcompile.Backend(compiler="eager")
+    with torch.no_grad():
+        model = MaskedWrite(one_number)
+        torch.testing.assert_close(torch.compile(model, backend=backend)(x, mask), model(x, mask))
+    pieces = backend.graphs[0].split.pieces
+    assert [piece.capture for piece in pieces] == ([True] if one_number else [True, False, True])
+    if not one_number:
+        assert [why.reason for why in pieces[1].why] == [Reason.HOST_SYNC]
+        assert "counts the mask" in pieces[1].why[0].detail
+
+
+def test_comparing_tensors_reads_them_on_the_host() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.zeros(3)
+    same = graph.call_function(torch.equal, (x, x))
+    sine = graph.call_method("sin", (x,))
+    sine.meta["example_value"] = torch.zeros(3)
+    graph.output((sine,))
+    predicate = Capturability(torch.fx.GraphModule({}, graph), cgcompile.Boundaries())
+    assert predicate.why_not(same).reason is Reason.HOST_SYNC
+    assert predicate.why_not(sine) is None
