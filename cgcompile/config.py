@@ -1,22 +1,34 @@
 """What a user can set: compilation mode, CUDA graph mode, and the frozen ``CompilationConfig``.
 
-Module-level imports are the standard library and ``errors`` only, so that the table of settings can
-be read (and tested) without torch. The rule: settings are values, fixed at construction; results
-of a compilation live in the objects that made them, never here.
+Module-level imports are the standard library, ``errors`` and ``settings`` only, so that the table
+can be read (and tested) without torch. The rule: settings are values, fixed at construction;
+results of a compilation live in the objects that made them, never here.
 """
 
 import dataclasses
 import enum
-import json
-import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from cgcompile.errors import ConfigError
-
-ENV_PREFIX = "CGCOMPILE_"
+from cgcompile.settings import (
+    ENV_PREFIX,
+    enum_parser,
+    items_of,
+    one_of,
+    optional,
+    parse_bool,
+    parse_compiler,
+    parse_count,
+    parse_mapping,
+    parse_passes,
+    parse_sizes,
+    parse_text,
+    parsed,
+    setting,
+)
 
 
 class CompilationMode(enum.Enum):
@@ -79,112 +91,6 @@ TORCH_MODES: Mapping[str, Mapping[str, Any]] = {
     "max-autotune-no-cudagraphs": {"cudagraph_mode": CUDAGraphMode.NONE},
 }
 
-Parser = Callable[[Any], Any]
-E_ = TypeVar("E_", bound=enum.Enum)
-
-
-def _enum_parser(kind: type[E_]) -> Parser:
-    def parse(value: Any) -> E_:
-        if isinstance(value, kind):
-            return value
-        if isinstance(value, str) and value.upper() in kind.__members__:
-            return kind[value.upper()]
-        raise ValueError("one of " + ", ".join(kind.__members__))
-
-    return parse
-
-
-def _optional(parse: Parser) -> Parser:
-    return lambda value: None if value is None or value == "" else parse(value)
-
-
-def _parse_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).strip().lower()
-    if text in ("1", "true", "yes", "on"):
-        return True
-    if text in ("0", "false", "no", "off"):
-        return False
-    raise ValueError("a bool: 1, 0, true, false, yes, no, on or off")
-
-
-def _parse_text(value: Any) -> str:
-    if isinstance(value, str) and value:
-        return value
-    raise ValueError("a non-empty text")
-
-
-def _items(value: Any) -> tuple[Any, ...]:
-    """torch.compile types option values as scalars, so a list may come as text: '1,2,4'."""
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    if isinstance(value, Sequence):
-        return tuple(value)
-    return (value,)
-
-
-def _parse_sizes(value: Any) -> tuple[int, ...]:
-    expected = "positive whole numbers, as a sequence or as text '1,2,4'"
-    items = _items(value)
-    try:
-        sizes = [int(item) if isinstance(item, str) else operator.index(item) for item in items]
-    except (TypeError, ValueError):
-        raise ValueError(expected) from None
-    if not sizes or any(isinstance(item, bool) for item in items) or min(sizes) <= 0:
-        raise ValueError(expected)
-    return tuple(sorted(set(sizes)))
-
-
-def _parse_passes(value: Any) -> tuple[Any, ...]:
-    for each in _items(value):
-        if not (callable(each) and hasattr(each, "name") and callable(getattr(each, "uuid", None))):
-            raise ValueError(
-                f"objects with a name, uuid() and __call__(gm) -> gm, not {each!r}; wrap a plain "
-                "function: cgcompile.passes.FunctionPass(name, function)"
-            )
-    return _items(value)
-
-
-def _parse_compiler(value: Any) -> Any:
-    if callable(value) or value in COMPILERS:
-        return value
-    raise ValueError(f"one of {', '.join(COMPILERS)}, or a callable (gm, fake_inputs) -> callable")
-
-
-def _parse_mapping(value: Any) -> tuple[tuple[str, Any], ...]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"a mapping, or one as JSON text ({error})") from None
-    if isinstance(value, tuple) and all(isinstance(pair, tuple) for pair in value):
-        value = dict(value)
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError("a mapping from names to values, or one as JSON text")
-    return tuple(sorted(value.items()))
-
-
-COMPILERS = ("inductor", "aot", "eager")
-
-
-def _setting(name: str, default: Any, parse: Parser, doc: str, piecewise_only: bool = False) -> Any:
-    """A field whose default is the environment variable, where there is one."""
-
-    def from_environment() -> Any:
-        text = os.environ.get(ENV_PREFIX + name.upper())
-        return default if text is None else _parsed(name, ENV_PREFIX + name.upper(), text, parse)
-
-    metadata = {"parse": parse, "doc": doc, "default": default, "piecewise_only": piecewise_only}
-    return field(default_factory=from_environment, metadata=metadata)
-
-
-def _parsed(name: str, where: str, value: Any, parse: Parser) -> Any:
-    try:
-        return parse(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError.bad_value(name, where, value, str(error)) from None
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig:
@@ -206,87 +112,125 @@ class CompilationConfig:
     ==================== ============================================ =========================
 
     "Pieces, passes and sizes" are ``compiler``, ``splitting_ops``, ``builtin_splitting_ops``,
-    ``graph_passes``, ``piece_passes``, ``cudagraph_capture_sizes``, ``capture_dim`` and
-    ``dump_passes``: with a mode that would ignore them, setting them is an error.
+    ``graph_passes``, ``piece_passes``, ``cudagraph_capture_sizes``, ``capture_dim``,
+    ``dump_passes``, ``capture_device``, ``strict``, ``num_warmups``, ``max_captured_shapes`` and
+    ``max_bindings``: with a mode that would ignore them, setting them is an error.
     ``inductor_options`` need a mode and a compiler that use Inductor.
 
     Raises:
         ConfigError: unknown, malformed or impossible settings, with close matches.
     """
 
-    mode: CompilationMode = _setting(
+    mode: CompilationMode = setting(
         "mode",
         CompilationMode.PIECEWISE,
-        _enum_parser(CompilationMode),
+        enum_parser(CompilationMode),
         "How much is compiled, and in how many parts.",
     )
-    cudagraph_mode: CUDAGraphMode | None = _setting(
+    cudagraph_mode: CUDAGraphMode | None = setting(
         "cudagraph_mode",
         None,
-        _optional(_enum_parser(CUDAGraphMode)),
+        optional(enum_parser(CUDAGraphMode)),
         "Which CUDA graphs serve a step. Unset: the first that the table above lists for mode.",
     )
-    compiler: str | Callable[..., Any] = _setting(
+    compiler: str | Callable[..., Any] = setting(
         "compiler",
         "inductor",
-        _parse_compiler,
+        parse_compiler,
         "What compiles a piece: 'inductor', 'aot' (functorch's ATen graph, run op by op), 'eager', "
         "or a callable (gm, fake_inputs) -> callable.",
         piecewise_only=True,
     )
-    inductor_options: tuple[tuple[str, Any], ...] = _setting(
+    inductor_options: tuple[tuple[str, Any], ...] = setting(
         "inductor_options",
         (),
-        _parse_mapping,
+        parse_mapping,
         "Settings of torch._inductor.config for the compiled code, as a mapping or JSON text.",
     )
-    splitting_ops: tuple[Any, ...] = _setting(
+    splitting_ops: tuple[Any, ...] = setting(
         "splitting_ops",
         (),
-        _items,
+        items_of,
         "Boundaries beside the built-in ones: names, ops, functions or SplittingOp objects.",
         piecewise_only=True,
     )
-    builtin_splitting_ops: bool = _setting(
+    builtin_splitting_ops: bool = setting(
         "builtin_splitting_ops",
         True,
-        _parse_bool,
+        parse_bool,
         "Whether the built-in attention ops are boundaries.",
         piecewise_only=True,
     )
-    graph_passes: tuple[Any, ...] = _setting(
+    graph_passes: tuple[Any, ...] = setting(
         "graph_passes",
         (),
-        _parse_passes,
+        parse_passes,
         "Your passes over the whole graph, before it is split.",
         piecewise_only=True,
     )
-    piece_passes: tuple[Any, ...] = _setting(
+    piece_passes: tuple[Any, ...] = setting(
         "piece_passes",
         (),
-        _parse_passes,
+        parse_passes,
         "Your passes over each distinct captured piece, after the split.",
         piecewise_only=True,
     )
-    cudagraph_capture_sizes: tuple[int, ...] | None = _setting(
+    cudagraph_capture_sizes: tuple[int, ...] | None = setting(
         "cudagraph_capture_sizes",
         None,
-        _optional(_parse_sizes),
+        optional(parse_sizes),
         "Sizes of the batch dimension that will be captured; each is checked against the guards.",
         piecewise_only=True,
     )
-    capture_dim: str | None = _setting(
+    capture_dim: str | None = setting(
         "capture_dim",
         None,
-        _optional(_parse_text),
+        optional(parse_text),
         "Which input dimension the sizes speak of, such as 'x.size()[0]'; needed if several vary.",
         piecewise_only=True,
     )
-    dump_passes: str | None = _setting(
+    dump_passes: str | None = setting(
         "dump_passes",
         None,
-        _optional(_parse_text),
+        optional(parse_text),
         "A folder for the graph before and after every pass, as readable text.",
+        piecewise_only=True,
+    )
+
+    capture_device: str = setting(
+        "capture_device",
+        "auto",
+        one_of("auto", "host"),
+        "'auto': CUDA graphs for CUDA tensors, nothing for CPU tensors. 'host': graphs of CPU "
+        "tensors too, by a recorder with the rules of CUDA graphs, for tests and study; slow.",
+        piecewise_only=True,
+    )
+    strict: bool = setting(
+        "strict",
+        False,
+        parse_bool,
+        "Raise where a step would otherwise run without a graph and count a reason.",
+        piecewise_only=True,
+    )
+    num_warmups: int = setting(
+        "num_warmups",
+        1,
+        parse_count(0),
+        "Calls of a new shape that run plain before one is captured.",
+        piecewise_only=True,
+    )
+    max_captured_shapes: int = setting(
+        "max_captured_shapes",
+        64,
+        parse_count(0),
+        "How many shapes one compiled graph captures without a forward context; more run plain.",
+        piecewise_only=True,
+    )
+    max_bindings: int = setting(
+        "max_bindings",
+        8,
+        parse_count(1),
+        "For how many sets of weights and written inputs one compiled graph keeps CUDA graphs.",
         piecewise_only=True,
     )
 
@@ -300,8 +244,8 @@ class CompilationConfig:
         self._refuse_unknown_environment()
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
-            parsed = _parsed(spec.name, "CompilationConfig", value, spec.metadata["parse"])
-            object.__setattr__(self, spec.name, parsed)
+            checked = parsed(spec.name, "CompilationConfig", value, spec.metadata["parse"])
+            object.__setattr__(self, spec.name, checked)
         self._refuse_ignored_settings()
         self._settle_cudagraph_mode()
 
@@ -386,4 +330,4 @@ class CompilationConfig:
         if name not in cls.names():
             raise ConfigError.unknown_setting(str(name), where, cls.names())
         spec = next(spec for spec in dataclasses.fields(cls) if spec.name == name)
-        return _parsed(name, where, value, spec.metadata["parse"])
+        return parsed(name, where, value, spec.metadata["parse"])

@@ -2,41 +2,67 @@
 
 A backend call is not a model: two instances of a class can share one, and one model can make
 several (graph breaks, a static and then a dynamic size). A compiled graph owns the split, the
-compiled pieces and the counters. Without gradients it runs the compiled pieces; with them the
-same pieces uncompiled, because a compiled piece would return detached results.
+compiled pieces, the pool of its CUDA graphs and the counters. A call finds the recorded step of its
+batch, for its own weights, and replays it; or it runs plain and says why.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
-from cgcompile.errors import GradientError
+from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.errors import CaptureError, DispatchError, GradientError
+from cgcompile.forward_context import (
+    BatchDescriptor,
+    ForwardContext,
+    current_forward_context,
+    override_forward_context,
+)
+from cgcompile.graphs.capture import capture_allowed, captured_elsewhere
+from cgcompile.graphs.device import any_capture, capture_device
+from cgcompile.graphs.pool import GraphPool
 from cgcompile.passes.split import SplitGraph
+from cgcompile.piecewise.bindings import Binding, Bindings, picker
 from cgcompile.piecewise.compilers import Runnable
-from cgcompile.piecewise.stitch import Stitched, stitch
-from cgcompile.reasons import Counters, Reason
+from cgcompile.piecewise.growth import Growth
+from cgcompile.piecewise.recorder import record
+from cgcompile.piecewise.recording import Batch, Program, Recording, number
+from cgcompile.piecewise.roles import Roles, allows_full, auto_mode, full_support, why_never
+from cgcompile.piecewise.stitch import Step
+from cgcompile.reasons import EXPECTED, Counters, Reason, Why
+
+log = logging.getLogger(__name__)
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 
 class CompiledGraph:
-    """One traced graph: split, compiled, ready to run.
+    """One traced graph: split, compiled, captured per batch.
 
     Args:
         split: the split graph.
         runnables: what to call for each piece.
+        config: the settings.
 
     Attributes:
         split: the split graph; ``print(graph.split)`` shows it.
-        counters: calls so far, and those that ran plain by reason.
+        counters: what its calls did; ``print(graph.counters)`` shows it.
     """
 
-    def __init__(self, split: SplitGraph, runnables: Sequence[Runnable]) -> None:
+    def __init__(
+        self, split: SplitGraph, runnables: Sequence[Runnable], config: CompilationConfig
+    ) -> None:
         self.split = split
         self.counters = Counters()
-        self._compiled: Stitched = stitch(split, runnables)
-        self._differentiable: Stitched = stitch(split, [p.module.forward for p in split.pieces])
-        self._run = _restoring_grad_mode(split, self._compiled.call)
-        self._run_differentiable = _restoring_grad_mode(split, self._differentiable.call)
+        self._config = config
+        step = Step(split)
+        self.source = step.source  # the generated Python that runs the pieces
+        self._run = _restoring_grad_mode(split, step.bind(runnables))
+        differentiable = step.bind([piece.module.forward for piece in split.pieces])
+        self._run_differentiable = _restoring_grad_mode(split, differentiable)
         constants = split.constants.values() if split.differentiable else ()
         self._constants = tuple(each for each in constants if isinstance(each, torch.Tensor))
         self._may_require_grad = tuple(
@@ -44,39 +70,306 @@ class CompiledGraph:
             for position, each in enumerate(split.inputs)
             if split.differentiable and isinstance(each.meta, torch.Tensor)
         )
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._closed = False
+        self._prepare(step, runnables)
 
-    @property
-    def source(self) -> str:
-        """The generated Python that runs the pieces."""
-        return self._compiled.source
+    def _prepare(self, step: Step, runnables: Sequence[Runnable]) -> None:
+        """Work out what can be captured, once."""
+        split, config = self.split, self._config
+        assert config.cudagraph_mode is not None
+        self._wanted: CUDAGraphMode = config.cudagraph_mode
+        self._support = full_support(split)
+        self._roles = {mode: Roles.of(split, mode) for mode in (FULL, PIECEWISE)}
+        self._auto_mode = auto_mode(split, self._wanted)
+        self._growth = Growth(split)
+        self._sized_by = _sized_by(split, config)
+        device = capture_device(split.device, config.capture_device)
+        self._never = why_never(split, self._wanted, device is not None)
+        self._pool = None if device is None else GraphPool(device)
+        if self._pool is None:
+            return
+        program = Program(split, step, runnables, self._pool, config)
+        self._program = program
+        roles = self._roles[FULL]
+        self._bindings = Bindings(
+            program, self._run, roles.static, roles.written, config.max_bindings
+        )
+        auto = self._roles[self._auto_mode] if self._auto_mode is not NONE else roles
+        self._auto_numbers = picker(auto.numbers)
+        self._auto_scalars = auto.scalars
+
+    # -------------------------------------------------------------- a call
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run one step.
+        """Run one step: replay it, capture it, or run it plain.
 
         Args:
             *inputs: the inputs of the traced graph, as Dynamo passes them: sizes and tensors.
 
         Returns:
-            What the graph returns, owned by the caller. Nothing synchronises.
+            What the graph returns. Without a forward context the caller owns it. Under one, what
+            graphs made are views of their memory, valid until the next call of this compiled
+            graph. A capturing call is one execution of the step. Nothing synchronises.
 
         Raises:
             GradientError: gradients are asked for, and the model recomputes activations.
+            DispatchError: the context asks for a graph without a descriptor; or ``strict``, and the
+                step would run without a graph.
+            AddressChangedError: under a context, an input lies elsewhere than at capture.
+            HostValueChangedError: under a context, a number that the graphs hold is another one.
+            CaptureError: called from inside one of its own captured steps.
+            BaseException: what the step raised, unchanged.
         """
-        self.counters.calls += 1
-        if torch.is_grad_enabled():
-            for position in self._may_require_grad:
-                if inputs[position].requires_grad:
-                    return self._differentiable_step(inputs)
-            for constant in self._constants:
-                if constant.requires_grad:
-                    return self._differentiable_step(inputs)
-        return self._run(*inputs)
+        context = current_forward_context()
+        if self._owner == threading.get_ident() and not any_capture():
+            raise CaptureError.reentered()
+        try:
+            why, result = self._with_graphs(context, inputs)
+            if why is not None:
+                result = self._plain(why, context, inputs)
+        except BaseException:
+            with self._lock:
+                self.counters.calls += 1
+                self.counters.failures += 1
+            raise
+        return result
 
-    def _differentiable_step(self, inputs: Sequence[Any]) -> Any:
-        if self.split.recomputes:
+    def _with_graphs(
+        self, context: ForwardContext | None, inputs: tuple[Any, ...]
+    ) -> tuple[Why | None, Any]:
+        """(None, result) of a step that graphs ran; else (why not, None)."""
+        if torch.is_grad_enabled() and self._needs_grad(inputs):
+            return _GRADIENTS, None
+        if self._never is not None:
+            return self._never, None
+        if any_capture():
+            return Why(Reason.INSIDE_CAPTURE, "called inside of a capture"), None
+        mode = self._auto_mode if context is None else self._mode_for(context)
+        if isinstance(mode, Why):
+            return mode, None
+        if context is None:
+            key: Hashable = self._auto_key(inputs)
+        else:
+            key = (mode, context.batch_descriptor)
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                return self._replay_or_capture(key, mode, context, inputs)
+            finally:
+                self._owner = 0
+
+    def _replay_or_capture(
+        self,
+        key: Hashable,
+        mode: CUDAGraphMode,
+        context: ForwardContext | None,
+        inputs: tuple[Any, ...],
+    ) -> tuple[Why | None, Any]:
+        name, binding = self._bindings.find(inputs, by_address=context is None)
+        found = None if binding is None else binding.recordings.get(key)
+        if isinstance(found, Recording):
+            if context is not None:
+                found.check(inputs)
+            overlap = found.overlap(inputs)
+            if overlap is not None:
+                return overlap, None
+            result = found.replay(inputs)
+            self.counters.calls += 1
+            self.counters.replays += 1
+            return None, result
+        if found is not None:
+            return found, None
+        if binding is None:
+            binding = self._bindings.add(name, inputs)
+        batch = self._batch(mode, context, inputs)
+        why = self._why_not_now(binding, key, batch, inputs)
+        return (why, None) if why is not None else self._capture(binding, key, batch, inputs)
+
+    def _capture(
+        self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
+    ) -> tuple[Why | None, Any]:
+        self._bindings.reap()
+        recording = Recording(self._program, self._roles[batch.mode], batch, inputs)
+        overlap = recording.overlap(inputs)
+        if overlap is not None:
+            return overlap, None
+        outcome = record(self._program, binding.wrappers, binding.full, recording, inputs)
+        if outcome.recording is not None:
+            binding.recordings[key] = outcome.recording
+            self.counters.calls += 1
+            self.counters.captures += 1
+            return None, outcome.result
+        assert outcome.why is not None
+        if outcome.why.reason is Reason.CAPTURE_FAILED:
+            binding.recordings[key] = outcome.why
+        if not outcome.ran:
+            return outcome.why, None
+        self._count_plain(outcome.why)
+        return None, outcome.result
+
+    # -------------------------------------------------------------- decisions
+
+    def _mode_for(self, context: ForwardContext) -> CUDAGraphMode | Why:
+        """The mode of a step under a forward context, or why it has none."""
+        mode = context.cudagraph_runtime_mode
+        if mode is NONE:
+            return Why(Reason.MODE_NONE, "the forward context says NONE")
+        if context.batch_descriptor is None:
+            raise DispatchError.no_descriptor("the compiled model", mode.name)
+        if not self._wanted.has_mode(mode):
+            detail = f"the context says {mode.name}, cudagraph_mode is {self._wanted.name}"
+            return Why(Reason.OTHER_MODE, detail)
+        if mode is FULL and not allows_full(self._support, context.batch_descriptor):
+            detail = (
+                f"a boundary supports {self._support.name} only, not {context.batch_descriptor}"
+            )
+            why = Why(Reason.ATTENTION_SUPPORT, detail)
+            if self._config.strict or not self._wanted.has_mode(PIECEWISE):
+                return why
+            self._count_degraded(why)
+            return PIECEWISE
+        return mode
+
+    def _auto_key(self, inputs: tuple[Any, ...]) -> Hashable:
+        numbers = self._auto_numbers(inputs)
+        if self._auto_scalars:
+            numbers += tuple(number(inputs[position]) for position in self._auto_scalars)
+        return numbers
+
+    def _batch(
+        self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
+    ) -> Batch:
+        if context is not None:
+            assert context.batch_descriptor is not None
+            return Batch(mode, context.batch_descriptor, own_context=False)
+        return Batch(mode, self._synthetic(inputs), own_context=True)
+
+    def _synthetic(self, inputs: tuple[Any, ...]) -> BatchDescriptor:
+        """The descriptor of a step without a forward context, from its concrete sizes."""
+        numbers = self._auto_key(inputs)
+        position = self._sized_by
+        if position is None:
+            read = self._roles[FULL].read
+            sizes = [inputs[p].shape[0] for p in read if inputs[p].dim()]
+            tokens = sizes[0] if sizes else 0
+        else:
+            tokens = inputs[position]
+        return BatchDescriptor(num_tokens=max(tokens, 0), extra=("auto", numbers))
+
+    def _why_not_now(
+        self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
+    ) -> Why | None:
+        """Why a step that is not recorded is not captured by this call."""
+        if self._closed or not capture_allowed():
+            detail = f"no graph for {batch.descriptor}, and capture is closed"
+            return Why(Reason.CAPTURE_FORBIDDEN, detail)
+        if batch.own_context:
+            why = self._why_not_auto(binding, inputs)
+            if why is not None:
+                return why
+        if not binding.captured and self._bindings.full():
+            most = self._config.max_bindings
+            detail = f"{most} sets of weights or written inputs have graphs (max_bindings)"
+            return Why(Reason.TOO_MANY_BINDINGS, detail)
+        warmed = binding.count_warming(key)
+        if warmed < self._config.num_warmups:
+            detail = f"call {warmed + 1} of {self._config.num_warmups} before a capture"
+            return Why(Reason.WARMING, detail)
+        if captured_elsewhere():
+            return Why(Reason.CAPTURE_BUSY, "another thread is capturing")
+        return None
+
+    def _why_not_auto(self, binding: Binding, inputs: tuple[Any, ...]) -> Why | None:
+        if self._auto_mode is NONE:
+            detail = f"a boundary supports {self._support.name} only, and no piece may be captured"
+            return Why(Reason.ATTENTION_SUPPORT, detail)
+        sizes = self._config.cudagraph_capture_sizes
+        if sizes is not None and self._sized_by is not None:
+            size = inputs[self._sized_by]
+            if size not in sizes:
+                return Why(Reason.UNLISTED_SIZE, f"{size} is not in cudagraph_capture_sizes")
+        grown = self._growth.why(inputs)
+        if grown is not None:
+            return grown
+        if binding.captured >= self._config.max_captured_shapes:
+            detail = (
+                f"{binding.captured} shapes are captured (max_captured_shapes). Pad to fewer "
+                "shapes, or keep what grows in a buffer of fixed size"
+            )
+            return Why(Reason.TOO_MANY_SHAPES, detail)
+        return None
+
+    def _needs_grad(self, inputs: tuple[Any, ...]) -> bool:
+        return any(inputs[position].requires_grad for position in self._may_require_grad) or any(
+            constant.requires_grad for constant in self._constants
+        )
+
+    # -------------------------------------------------------------- without graphs
+
+    def _plain(self, why: Why, context: ForwardContext | None, inputs: tuple[Any, ...]) -> Any:
+        if why.reason is Reason.GRADIENTS and self.split.recomputes:
             raise GradientError.recomputes()
-        self.counters.plain[Reason.GRADIENTS] += 1
-        return self._run_differentiable(*inputs)
+        if self._config.strict and why.reason not in EXPECTED:
+            raise DispatchError.strict("the compiled step", why.reason.value, why.detail)
+        run = self._run_differentiable if why.reason is Reason.GRADIENTS else self._run
+        if context is None and why.reason is not Reason.INSIDE_CAPTURE:
+            with override_forward_context(ForwardContext()):
+                result = run(*inputs)
+            self._growth.remember(result)
+        else:
+            result = run(*inputs)
+        with self._lock:
+            self._count_plain(why)
+        return result
+
+    def _count_plain(self, why: Why) -> None:
+        self.counters.calls += 1
+        self.counters.plain[why.reason] += 1
+        if self.counters.details.get(why.reason) != why.detail:
+            self.counters.details[why.reason] = why.detail
+            log.info("a step runs without graphs: %s", why)
+
+    def _count_degraded(self, why: Why) -> None:
+        with self._lock:
+            self.counters.degraded[why.reason] += 1
+            self.counters.details[why.reason] = why.detail
+
+    # -------------------------------------------------------------- what a user may ask
+
+    @property
+    def bindings(self) -> tuple[Binding, ...]:
+        """The sets of weights that were seen, each with what was recorded for it."""
+        return () if self._pool is None else tuple(self._bindings)
+
+    @property
+    def recordings(self) -> tuple[Recording, ...]:
+        """The recorded steps."""
+        found = (each for binding in self.bindings for each in binding.recordings.values())
+        return tuple(each for each in found if isinstance(each, Recording))
+
+    def close_capture(self) -> None:
+        """Capture nothing any more; what has no graph runs plain, or raises if ``strict``."""
+        self._closed = True
+
+    def release(self) -> None:
+        """Free all graphs and their memory. Later calls warm up and capture again."""
+        with self._lock:
+            if self._pool is not None:
+                self._bindings.clear()
+                self._pool.release()
+
+
+_GRADIENTS = Why(Reason.GRADIENTS, "grad mode is on, and an input or a constant requires grad")
+
+
+def _sized_by(split: SplitGraph, config: CompilationConfig) -> int | None:
+    """The position of the number that counts the rows of a batch; None for a static graph."""
+    dims = split.symbols.dims
+    names = [name for name, dim in dims.items() if config.capture_dim in (None, dim)]
+    places = [p for p, each in enumerate(split.inputs) if each.name in names[:1]]
+    return places[0] if places else None
 
 
 def _restoring_grad_mode(split: SplitGraph, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ not, because its value would be frozen into the graph. Without it every attentio
 step's metadata as arguments. The rule a caller keeps: set the context around the call of the
 model, in the same thread and asyncio task.
 
-The context variable below is the only ambient state of cgcompile.
+The context variable below and the permission to capture are the only ambient state of cgcompile.
 """
 
 import asyncio
@@ -90,6 +90,12 @@ class BatchDescriptor(_Fields):
     def _make(cls, iterable: Any) -> "BatchDescriptor":  # type: ignore[override]
         return cls(*iterable)  # so that _replace() validates too
 
+    def __str__(self) -> str:
+        """What is set, such as ``num_tokens=64, num_reqs=8``."""
+        defaults = self._field_defaults
+        said = [(k, v) for k, v in self._asdict().items() if k not in defaults or v != defaults[k]]
+        return ", ".join(f"{name}={value!r}" for name, value in said)
+
     @property
     def query_len(self) -> int | None:
         """Tokens of each request of a uniform batch; None for any other batch."""
@@ -152,7 +158,8 @@ def _owner() -> _Owner:
     return threading.get_ident(), asyncio.current_task(loop) if loop is not None else None
 
 
-def _read() -> ForwardContext | None:
+def current_forward_context() -> ForwardContext | None:
+    """The forward context of this thread or task, or None; not for traced code."""
     entry = _current.get()
     if entry is None or entry[1] != _owner():
         return None
@@ -238,7 +245,7 @@ def is_forward_context_available() -> bool:
     """
     if torch.compiler.is_compiling():
         raise ForwardContextError.traced("is_forward_context_available()")
-    return _read() is not None
+    return current_forward_context() is not None
 
 
 def get_forward_context() -> ForwardContext:
@@ -249,7 +256,7 @@ def get_forward_context() -> ForwardContext:
     """
     if torch.compiler.is_compiling():
         raise ForwardContextError.traced("get_forward_context()")
-    context = _read()
+    context = current_forward_context()
     if context is None:
         raise ForwardContextError.missing()
     return context

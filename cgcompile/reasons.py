@@ -28,6 +28,21 @@ class Reason(enum.Enum):
 
     # Of a whole step: decided at each call.
     GRADIENTS = "gradients"  # grad mode is on and an input requires grad
+    WARMING = "warming"  # the first calls of a shape run plain, so that no kernel compiles later
+    NO_CONTEXT = "no_forward_context"  # a wrapper was called without a forward context
+    MODE_NONE = "mode_none"  # the forward context, or the settings, ask for no graph
+    OTHER_MODE = "other_mode"  # the context asks for a mode that this wrapper or graph has not
+    INSIDE_CAPTURE = "inside_capture"  # someone else is capturing what this call does
+    CAPTURE_BUSY = "capture_busy"  # another thread is capturing
+    CAPTURE_FORBIDDEN = "capture_forbidden"  # an unknown shape while no capture is allowed
+    CAPTURE_FAILED = "capture_failed"  # the device refused to capture an op of this shape
+    NO_DEVICE = "no_capture_device"  # tensors on a device without graphs
+    ATTENTION_SUPPORT = "attention_support"  # FULL was asked for; an op in it does not allow it
+    UNSUPPORTED_INPUT = "unsupported_input"  # a tensor subclass or a sparse tensor
+    UNLISTED_SIZE = "unlisted_size"  # not one of cudagraph_capture_sizes
+    TOO_MANY_SHAPES = "too_many_shapes"  # max_captured_shapes are captured already
+    TOO_MANY_BINDINGS = "too_many_bindings"  # max_bindings sets of weights or caches have graphs
+    GROWING_STATE = "growing_state"  # a result comes back as an input, larger: a new shape a step
 
 
 class Why(NamedTuple):
@@ -40,9 +55,60 @@ class Why(NamedTuple):
         return f"{self.reason.value}: {self.detail}"
 
 
+# Reasons that are no loss of speed that could be avoided: asked for, on the way, or nothing to win.
+EXPECTED = frozenset(
+    {
+        Reason.WARMING,
+        Reason.NO_CONTEXT,
+        Reason.MODE_NONE,
+        Reason.OTHER_MODE,
+        Reason.INSIDE_CAPTURE,
+        Reason.NO_KERNEL,
+    }
+)
+
+
 @dataclass
 class Counters:
-    """What the calls of one compiled graph did. ``plain`` counts steps by the reason they had."""
+    """What the calls of one compiled graph, or of one wrapper, did.
+
+    ``calls == captures + replays + failures + plain.total()``, always.
+
+    Attributes:
+        calls: how often it was called.
+        captures: calls that recorded graphs, each of them one execution as well.
+        replays: calls that replayed graphs.
+        failures: calls that raised.
+        plain: calls that ran without graphs, by the reason they had.
+        degraded: calls that were captured or replayed in a lesser mode than was asked for.
+        details: the last thing known about each reason, in words.
+    """
 
     calls: int = 0
+    captures: int = 0
+    replays: int = 0
+    failures: int = 0
     plain: Counter[Reason] = field(default_factory=Counter)
+    degraded: Counter[Reason] = field(default_factory=Counter)
+    details: dict[Reason, str] = field(default_factory=dict)
+
+    def __add__(self, other: "Counters") -> "Counters":
+        return Counters(
+            calls=self.calls + other.calls,
+            captures=self.captures + other.captures,
+            replays=self.replays + other.replays,
+            failures=self.failures + other.failures,
+            plain=self.plain + other.plain,
+            degraded=self.degraded + other.degraded,
+            details={**self.details, **other.details},
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            f"calls {self.calls}: captures {self.captures}, replays {self.replays}, "
+            f"plain {sum(self.plain.values())}, failures {self.failures}"
+        ]
+        for title, found in (("plain", self.plain), ("degraded", self.degraded)):
+            for reason, number in sorted(found.items(), key=lambda item: item[0].value):
+                rows.append(f"  {title} {number} {reason.value}: {self.details.get(reason, '-')}")
+        return "\n".join(rows)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from cgcompile import compat
-from cgcompile.boundaries import Boundaries
+from cgcompile.boundaries import AttentionCGSupport, Boundaries
 from cgcompile.passes.capturable import Capturability
 from cgcompile.passes.nodes import (
     COMPUTING,
@@ -38,6 +38,7 @@ class Placement:
         why: why this node cannot be; None for a node that only keeps it company.
         compiled: whether the compiler of pieces gets that piece.
         uncompiled: why the piece is left to run op by op although it is captured.
+        support: how far the node can go into a FULL graph.
     """
 
     piece: int
@@ -45,6 +46,7 @@ class Placement:
     why: Why | None
     compiled: bool
     uncompiled: str | None = None
+    support: AttentionCGSupport = AttentionCGSupport.ALWAYS
 
 
 def placement(node: fx.Node) -> Placement | None:
@@ -82,8 +84,20 @@ class AssignPieces:
         for number, run in enumerate(runs):
             compiled = run.capture or self._compiles_alone(run, whys)
             for node in run.nodes:
-                node.meta[PLACEMENT] = Placement(number, run.capture, whys[node], compiled)
+                support = self._support(node, whys[node])
+                node.meta[PLACEMENT] = Placement(
+                    number, run.capture, whys[node], compiled, support=support
+                )
         return gm
+
+    def _support(self, node: fx.Node, why: Why | None) -> AttentionCGSupport:
+        if why is None or why.reason is Reason.NO_KERNEL:
+            return AttentionCGSupport.ALWAYS
+        if why.reason is not Reason.SPLITTING_OP:
+            return AttentionCGSupport.NEVER
+        item = is_container_item(node) and isinstance(node.args[0], fx.Node)
+        op = self._boundaries.match(node.args[0] if item else node)  # type: ignore[arg-type]
+        return op.support if op is not None else AttentionCGSupport.NEVER
 
     def _compiles_alone(self, run: _Run, whys: dict[fx.Node, Why | None]) -> bool:
         """Whether an eager run is nothing but ops that their registration wants compiled."""

@@ -132,7 +132,24 @@ def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
         return _nodes(given + [node.kwargs[name] for _, name in places if name in node.kwargs])
     if compat.is_higher_order_op(node.target):
         return _written_by_higher_order(gm, node)
+    if _is_users_own(node.target):
+        return [n for n in node.all_input_nodes if tensors(value(n))]
     return _written_by_function(node) or _suspected_write(node)
+
+
+def _is_users_own(function: Any) -> bool:
+    """Whether a function in the graph is not torch's or Python's: nothing tells what it writes."""
+    top = (getattr(function, "__module__", None) or "").partition(".")[0]
+    return top not in ("", "torch", "math", "operator", "_operator", "builtins")
+
+
+def written_storages(gm: fx.GraphModule) -> set[int]:
+    """Keys of the storages that some node writes."""
+    found: set[int] = set()
+    for node in gm.graph.nodes:
+        for target in written(gm, node):
+            found |= storages(value(target))
+    return found
 
 
 def _written_by_function(node: fx.Node) -> list[fx.Node]:

@@ -18,14 +18,18 @@ import sympy
 from torch import fx
 
 from cgcompile import compat
+from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.passes.assign import placement
+from cgcompile.passes.capturable import graph_device
 from cgcompile.passes.nodes import (
     attribute,
     runs_once_on_host,
     short_name,
+    storages,
     symbols_of,
     user_line,
     value,
+    written_storages,
 )
 from cgcompile.passes.normalize import bound_symbols, is_floating
 from cgcompile.passes.pieces import Piece, Ref, Value
@@ -66,6 +70,7 @@ class _Cutter:
         self._after: dict[int, _State] = {}
         self._differentiable = False
         self._walk()
+        self._written = written_storages(gm)
         self._names = self._name_everything()
         self._modules: dict[Hashable, tuple[int, fx.GraphModule]] = {}
 
@@ -124,6 +129,7 @@ class _Cutter:
             numbers=self._numbers_for_the_caller(),
             result=self._result(output),
             symbols=Symbols(self._gm),
+            device=graph_device(self._gm),
             graph_break=compat.graph_break(self._gm),
             differentiable=self._differentiable,
             sets_grad_mode=self._grad_outside is not None,
@@ -145,6 +151,7 @@ class _Cutter:
             value(node),
             dotted_source(node) if is_input else None,
             is_input and compat.is_static_input(node),
+            is_input and not self._written.isdisjoint(storages(value(node))),
         )
 
     def _constants(self) -> dict[str, Any]:
@@ -174,6 +181,7 @@ class _Cutter:
             num_ops=len(wanted),
             lines=(),
             same_as=len(self._members),
+            support=AttentionCGSupport.ALWAYS,
         )
 
     def _piece(self, index: int, members: list[fx.Node]) -> Piece:
@@ -199,6 +207,7 @@ class _Cutter:
             num_ops=len(members),
             lines=_lines(causes or members),
             same_as=same_as,
+            support=min(_support(node) for node in members),
         )
 
     def _leaves(self, node: fx.Node, index: int) -> bool:
@@ -288,6 +297,11 @@ _SECONDARY = (Reason.UNBACKED_SIZE, Reason.STATE_REGION, Reason.NO_KERNEL)
 def _is_cause(node: fx.Node) -> bool:
     place = placement(node)
     return place is not None and place.why is not None and place.why.reason not in _SECONDARY
+
+
+def _support(node: fx.Node) -> AttentionCGSupport:
+    place = placement(node)
+    return AttentionCGSupport.ALWAYS if place is None else place.support
 
 
 def _distinct(whys: Iterable[Why | None]) -> tuple[Why, ...]:

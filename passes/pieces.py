@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import fx
 
+from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.reasons import Why
 
 
@@ -17,12 +18,15 @@ class Value:
         meta: the fake tensor, symbolic number or constant that was traced.
         source: where the caller has it, such as ``model.layers.0.weight``; None for results.
         static: the caller promises a fixed address: a parameter, a buffer or a module attribute.
+        written: some node writes the memory that it lies in, as far as the graph tells; when in
+            doubt, yes.
     """
 
     name: str
     meta: Any
     source: str | None = None
     static: bool = False
+    written: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +45,7 @@ class Piece:
         num_ops: nodes that compute.
         lines: the user's source lines, as (where, code), of the boundary or of the first node.
         same_as: index of the first piece of equal structure; its own index if it is the first.
+        support: how far it can go into a FULL graph; ALWAYS for a captured piece.
     """
 
     index: int
@@ -54,6 +59,7 @@ class Piece:
     num_ops: int
     lines: tuple[tuple[str, str], ...]
     same_as: int
+    support: AttentionCGSupport
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+import torch
 
 from cgcompile.passes.nodes import tensors
 from cgcompile.passes.pieces import Piece, Value
@@ -27,6 +28,7 @@ class SplitGraph:
         numbers: a piece that computes sizes which the caller gets back; None if there are none.
         result: what the caller gets, with :class:`Ref` where a value stands.
         symbols: the sizes, and what the traced code demands of them.
+        device: where most values are; the CPU only if nothing is elsewhere.
         graph_break: why Dynamo ended the graph early, or None.
         differentiable: whether any part runs in the caller's grad mode; False if the model turns
             gradients off for all of it.
@@ -41,6 +43,7 @@ class SplitGraph:
     numbers: Piece | None
     result: Any
     symbols: Symbols
+    device: torch.device
     graph_break: str | None = None
     differentiable: bool = True
     sets_grad_mode: bool = False

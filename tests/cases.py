@@ -72,6 +72,8 @@ class Case:
         graphs: how many graphs Dynamo makes for the first batch.
         same_kernels: whether uncompiled pieces run exactly the kernels of the eager model.
         tolerance: relative and absolute, where kernels differ.
+        writes_inputs: whether the model writes its arguments, so that they must not move.
+        replays: the least number of replays, where it is not that of every size and graph.
     """
 
     build: Callable[[], nn.Module]
@@ -86,6 +88,8 @@ class Case:
     same_kernels: bool = True
     # Float32 kernels of a compiler may sum in another order; anything above this is a bug.
     tolerance: tuple[float, float] = (2e-4, 2e-5)
+    writes_inputs: bool = False
+    replays: int | None = None
 
 
 CASES: dict[str, Case] = {}
@@ -278,7 +282,7 @@ class BaseMutatedByBoundary(nn.Module):
         return v * 2 + 1, h.sin()
 
 
-@case("input_mutated_in_pieces")
+@case("input_mutated_in_pieces", writes_inputs=True)
 class InputMutated(nn.Module):
     def forward(self, x, cache):
         cache[:, 0].add_(x[:, 0])
@@ -398,7 +402,7 @@ class NoBoundary(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-@case("only_views")
+@case("only_views", replays=0)
 class OnlyViews(nn.Module):
     def forward(self, x):
         return x.transpose(1, 2).unsqueeze(0)
@@ -572,6 +576,7 @@ class NumberFromTensor(nn.Module):
 
 CASES["number_from_tensor"] = Case(
     NumberFromTensor,
+    replays=0,
     inputs=lambda n: (torch.randn(n, 4, D), torch.tensor(3, device="cpu")),
     dynamo={"capture_scalar_outputs": True},
     prepare=lambda inputs: torch._dynamo.mark_dynamic(inputs[0], 0),

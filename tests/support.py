@@ -7,6 +7,7 @@ from cases import CASES, Case, library
 from torch import nn
 
 import cgcompile
+from cgcompile.reasons import Counters, Reason
 
 
 def build(case: Case, device: str = "cpu") -> nn.Module:
@@ -61,39 +62,69 @@ def compiled_graph(name: str, **settings: Any) -> cgcompile.entry.CompiledGraph:
     return graph
 
 
-def check_against_eager(case: Case, compiler: Any, device: str = "cpu") -> cgcompile.Backend:
-    """Compare every batch size with eager: results, and inputs that the model writes.
+def check_against_eager(
+    case: Case, compiler: Any, device: str = "cpu", **settings: Any
+) -> cgcompile.Backend:
+    """Compare each batch size with eager, plain, capturing, and replayed from two addresses.
 
-    Inputs are random at every call. Random models draw the same numbers on both sides.
+    Inputs are random at every call; results and inputs that the model writes are compared. Random
+    models draw the same numbers on both sides.
     """
-    model, backend = build(case, device), backend_for(case, compiler)
+    settings.setdefault("capture_device", "host")
+    model, backend = build(case, device), backend_for(case, compiler, **settings)
     with torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
         compiled = torch.compile(model, backend=backend, dynamic=case.dynamic)
-        previous = None
         for position, size in enumerate(case.sizes):
-            with torch.device(device):
-                inputs = case.inputs(size)
-            given = clone(inputs)
-            if position == 0:
-                mark(case, given)
-            expected = _seeded(model, inputs)
-            found = _seeded(compiled, given)
-            tolerance = _tolerance(case, compiler, device)
-            torch.testing.assert_close(found, expected, **tolerance)
-            torch.testing.assert_close(given, inputs, **tolerance)
-            first = _first_tensor(found)
-            assert first.abs().sum() > 0
-            assert previous is None or first.shape != previous.shape or (first != previous).any()
-            previous = first
-    assert len(backend.graphs) >= case.graphs
-    assert sum(graph.counters.calls for graph in backend.graphs) >= len(case.sizes) * case.graphs
-    assert not any(graph.counters.plain for graph in backend.graphs)
+            _check_size(case, compiler, device, model, compiled, size, marked=position == 0)
+    _check_counters(case, backend)
     return backend
 
 
+def _check_size(case, compiler, device, model, compiled, size, marked) -> None:
+    tolerance = _tolerance(case, compiler, device)
+    previous, buffers = None, None
+    for call in range(CALLS):
+        with torch.device(device):
+            inputs = case.inputs(size)
+        if buffers is None or call == CALLS - 1 and not case.writes_inputs:
+            buffers = clone(inputs)  # the last call passes tensors at other addresses
+        else:
+            for buffer, each in zip(buffers, inputs, strict=True):
+                buffer.copy_(each)
+        if call == 0 and marked:
+            mark(case, buffers)
+        expected = _seeded(model, inputs)
+        found = _seeded(compiled, buffers)
+        torch.testing.assert_close(found, expected, **tolerance)
+        torch.testing.assert_close(buffers, inputs, **tolerance)
+        first = _first_tensor(found)
+        assert first.abs().sum() > 0
+        assert previous is None or first.shape != previous.shape or (first != previous).any()
+        previous = first
+
+
+CALLS = 4  # of each size: warming, capture, two replays
+
+
+def _check_counters(case: Case, backend: cgcompile.Backend) -> None:
+    """That what should have been captured and replayed really was, and nothing else."""
+    counters = sum((graph.counters for graph in backend.graphs), Counters())
+    assert len(backend.graphs) >= case.graphs
+    assert counters.calls == counters.captures + counters.replays + sum(counters.plain.values())
+    if case.replays is None:
+        expected = len(case.sizes) * case.graphs
+        found = (counters.plain[Reason.WARMING], counters.captures, counters.replays)
+        assert found == (expected, expected, expected * (CALLS - 2)), counters
+        assert set(counters.plain) == {Reason.WARMING}, counters
+    else:
+        assert counters.replays >= case.replays, counters
+        assert case.replays or counters.captures == 0
+
+
 def _seeded(function: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
-    torch.manual_seed(1)
-    return function(*inputs)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return function(*inputs)
 
 
 def _first_tensor(result: Any) -> torch.Tensor:

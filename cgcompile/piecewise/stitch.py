@@ -15,7 +15,6 @@ memory can be reused), and binds pieces and constants as names. It reads like th
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from cgcompile.passes.pieces import Piece, Ref
@@ -25,34 +24,35 @@ from cgcompile.piecewise.compilers import Runnable
 WIDTH = 96  # of generated lines; a longer name gets a line of its own
 
 
-@dataclass(frozen=True)
-class Stitched:
-    """A generated function.
-
-    Attributes:
-        source: its Python text.
-        call: takes the inputs of the split graph by position, returns what the graph returns.
-    """
-
-    source: str
-    call: Callable[..., Any]
-
-
-def stitch(split: SplitGraph, runnables: Sequence[Runnable]) -> Stitched:
-    """Generate the function that runs the pieces in order.
+class Step:
+    """The step of one split graph, to be bound to callables: once per kind of run.
 
     Args:
         split: the split graph.
-        runnables: what to call for each piece: its compiled form, its module, or a wrapper.
+
+    Attributes:
+        source: the generated Python.
     """
-    source = step_source(split)
-    namespace: dict[str, Any] = dict(split.constants)
-    for piece, runnable in zip(split.pieces, runnables, strict=True):
-        namespace[piece.name] = runnable
-    if split.numbers is not None:
-        namespace["returned_sizes"] = split.numbers.module.forward
-    exec(compile(source, "<cgcompile step>", "exec"), namespace)
-    return Stitched(source, namespace["step"])
+
+    def __init__(self, split: SplitGraph) -> None:
+        self.source = step_source(split)
+        self._code = compile(self.source, "<cgcompile step>", "exec")
+        self._split = split
+
+    def bind(self, runnables: Sequence[Runnable]) -> Callable[..., Any]:
+        """The function that runs the pieces in order.
+
+        Args:
+            runnables: what to call for each piece: compiled form, module, or what replays it.
+        """
+        namespace: dict[str, Any] = dict(self._split.constants)
+        for piece, runnable in zip(self._split.pieces, runnables, strict=True):
+            namespace[piece.name] = runnable
+        if self._split.numbers is not None:
+            namespace["returned_sizes"] = self._split.numbers.module.forward
+        exec(self._code, namespace)
+        step: Callable[..., Any] = namespace["step"]
+        return step
 
 
 def step_source(split: SplitGraph) -> str:

@@ -10,7 +10,7 @@ from support import backend_for, build, check_against_eager, mark, split_texts
 from torch import nn
 
 import cgcompile
-from cgcompile.piecewise.stitch import stitch
+from cgcompile.piecewise.stitch import Step
 from cgcompile.reasons import Reason
 
 pytestmark = pytest.mark.gpu
@@ -131,7 +131,7 @@ class _Recording:
 
             return run
 
-        return stitch(split, [recorded(piece) for piece in split.pieces]).call
+        return Step(split).bind([recorded(piece) for piece in split.pieces])
 
 
 def _copied(value):

@@ -4,6 +4,8 @@ import pytest
 from cases import CASES
 from support import check_against_eager
 
+import cgcompile
+
 # C++ compilation of each piece takes seconds, so Inductor gets the cases in which a compiler is
 # most likely to disagree; the GPU suite runs it over all of them.
 INDUCTOR = [
@@ -26,6 +28,14 @@ INDUCTOR = [
 def test_equals_eager(name: str, compiler: str) -> None:
     backend = check_against_eager(CASES[name], compiler)
     assert backend.graphs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_eager_piecewise(name: str) -> None:
+    """No FULL graph, so that every boundary runs between graphs."""
+    backend = check_against_eager(CASES[name], "eager", cudagraph_mode="PIECEWISE")
+    modes = {recording.batch.mode for graph in backend.graphs for recording in graph.recordings}
+    assert modes <= {cgcompile.CUDAGraphMode.PIECEWISE}
 
 
 @pytest.mark.parametrize("name", INDUCTOR)

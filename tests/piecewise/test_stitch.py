@@ -10,7 +10,7 @@ from expecttest import TestCase
 from support import compiled_graph
 
 import cgcompile
-from cgcompile.piecewise.stitch import stitch
+from cgcompile.piecewise.stitch import Step
 
 
 class Sources(TestCase):
@@ -105,7 +105,7 @@ def test_intermediates_are_dropped_after_their_last_use() -> None:
 
         return run
 
-    stitched = stitch(split, [watching(piece) for piece in split.pieces])
+    step = Step(split).bind([watching(piece) for piece in split.pieces])
     parameters = dict(Decoder(2).named_parameters())
     del parameters
     model = graph.keep_alive
@@ -113,7 +113,7 @@ def test_intermediates_are_dropped_after_their_last_use() -> None:
     gc.disable()
     try:
         with torch.no_grad():
-            stitched.call(*inputs)
+            step(*inputs)
     finally:
         gc.enable()
     # Before piece_2: x, attended. Before piece_4: x_2, attended_1. Never q, k, v of a past layer.

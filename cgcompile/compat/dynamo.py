@@ -1,14 +1,8 @@
-"""The only place that asks which torch this is, and the only one that touches private torch names.
-
-Each wrapper says on which versions it was tried: 2.11, 2.13 and 2.15 unless it says otherwise. The
-rule: no other file of cgcompile imports a name of torch that starts with an underscore, or a module
-that torch does not document.
-"""
+"""Dynamo's graphs and their symbols. See ``cgcompile/compat/__init__.py``."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import sympy
@@ -22,86 +16,6 @@ LEAVES: Mapping[Any, Any] = {
 }
 ENTER_INFERENCE_MODE = torch.autograd.grad_mode._enter_inference_mode
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
-
-
-# ---------------------------------------------------------------- operators
-
-
-def all_op_names() -> list[str]:
-    """Every registered operator, as ``ns::op`` or ``ns::op.overload``."""
-    return list(torch._C._dispatch_get_all_op_names())
-
-
-def custom_op_overload(obj: Any) -> torch._ops.OpOverload | None:
-    """The operator behind a function that ``torch.library.custom_op`` decorated, else None."""
-    from torch._library.custom_ops import CustomOpDef
-
-    return obj._opoverload if isinstance(obj, CustomOpDef) else None
-
-
-def is_op(obj: Any) -> bool:
-    """Whether ``obj`` is an op of ``torch.ops``: overload, packet or higher-order op."""
-    kinds = (
-        torch._ops.OpOverload,
-        torch._ops.OpOverloadPacket,
-        torch._ops.HigherOrderOperator,
-    )
-    return isinstance(obj, kinds)
-
-
-def is_higher_order_op(obj: Any) -> bool:
-    return isinstance(obj, torch._ops.HigherOrderOperator)
-
-
-def higher_order_ops() -> list[str]:
-    """The names of the higher-order ops that exist, without the namespace."""
-    return sorted(torch._ops._higher_order_ops)
-
-
-def op_names(op: Any) -> tuple[str, ...]:
-    """The registry names under which ``op`` is known, the most specific first."""
-    if isinstance(op, torch._ops.OpOverload):
-        packet = op.overloadpacket._qualified_op_name
-        return (f"{packet}.{op._overloadname}", packet)
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        packet = op._qualified_op_name
-        return (packet, *(f"{packet}.{overload}" for overload in op.overloads()))
-    if isinstance(op, torch._ops.HigherOrderOperator):
-        return (f"higher_order::{op.name()}",)
-    return ()
-
-
-def op_overloads(op: Any) -> tuple[torch._ops.OpOverload, ...]:
-    """The overloads that a call of ``op`` may reach."""
-    if isinstance(op, torch._ops.OpOverload):
-        return (op,)
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        return tuple(getattr(op, name) for name in op.overloads())
-    return ()
-
-
-def written_arguments(op: torch._ops.OpOverload) -> Iterator[tuple[int, str]]:
-    """Position and name of each argument that the schema of ``op`` says it writes."""
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield position, argument.name
-
-
-def process_group_backend(group: Any) -> str | None:
-    """The backend name of a process group given by object or registered name; None if unknown."""
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return None
-    try:
-        if isinstance(group, str):
-            group = dist.distributed_c10d._resolve_process_group(group)
-        return dist.get_backend(group)
-    except (RuntimeError, ValueError, KeyError, TypeError, AssertionError):
-        return None
-
-
-# ---------------------------------------------------------------- Dynamo's graphs
 
 
 def annotate(mark: dict[str, Any]) -> AbstractContextManager[Any]:
@@ -134,6 +48,41 @@ def tree_leaves(value: Any) -> list[Any]:
     from torch.utils import _pytree
 
     return _pytree.tree_leaves(value)
+
+
+def tree_paths(tree: Any) -> list[tuple[str, Any]]:
+    """(path such as ``[0]['k']``, leaf) of each leaf, in the order of ``tree_leaves``."""
+    from torch.utils import _pytree
+
+    found, _ = _pytree.tree_flatten_with_path(tree)
+    return [(_pytree.keystr(path), leaf) for path, leaf in found]
+
+
+def tree_spec(tree: Any) -> Any:
+    """The structure of a tree; equal for trees of equal structure."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_structure(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+def is_container(value: Any) -> bool:
+    """Whether the leaves of a value are inside of it: list, tuple, dict or a registered type."""
+    from torch.utils import _pytree
+
+    return not _pytree.tree_is_leaf(value)
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with ``function`` applied to each leaf, in the order of ``tree_leaves``."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_map(function, tree)
 
 
 def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:
@@ -274,106 +223,3 @@ def _guard_line(guard: Any) -> str:
     location = getattr(guard, "sloc", None)
     line = getattr(location, "maybe_user_loc", None)
     return str(line) if line else ""
-
-
-# ---------------------------------------------------------------- compilers
-
-
-@cache
-def inductor_option_names() -> frozenset[str]:
-    import torch._inductor.config as config
-
-    return frozenset(config._config)
-
-
-def inductor_mode_options(torch_mode: str) -> dict[str, Any]:
-    """Inductor's settings for a ``torch.compile`` mode, without its own CUDA graphs."""
-    from torch._inductor import list_mode_options
-
-    options = dict(list_mode_options(torch_mode))
-    options.pop("triton.cudagraphs", None)
-    return options
-
-
-def compile_whole(
-    gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """Compile an unsplit graph as ``torch.compile(backend="inductor")`` would."""
-    from torch._inductor.compile_fx import compile_fx
-
-    return compile_fx(gm, list(inputs), config_patches=dict(patches))
-
-
-def compile_standalone(
-    gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """Compile one piece with Inductor, for all sizes of the symbols in ``fake_inputs``.
-
-    ``gm`` is not changed. Outputs of the result are a list. Settings this torch does not have are
-    left out; the user's own were checked before.
-    """
-    from torch._inductor import standalone_compile
-
-    wanted = {**_PIECE_PATCHES, **patches}
-    known = {name: value for name, value in wanted.items() if name in inductor_option_names()}
-    return standalone_compile(
-        _with_a_tensor_output(gm),
-        list(fake_inputs),
-        dynamic_shapes="from_graph",
-        options={"config_patches": known},
-    )
-
-
-def uncapturable_op(aten: fx.GraphModule) -> str | None:
-    """The first node of an ATen graph that torch's own CUDA graphs refuse, as ``op``; else None."""
-    from torch._inductor.utils import get_first_incompatible_cudagraph_node
-
-    node = get_first_incompatible_cudagraph_node(aten)
-    return None if node is None else str(node.target)
-
-
-def _with_a_tensor_output(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm``, or a copy of one without outputs that returns an input: callers ignore it.
-
-    ``standalone_compile`` looks for the fake mode, and with it the sizes, in the outputs.
-    """
-    tensor_input = next(
-        (
-            node
-            for node in gm.graph.find_nodes(op="placeholder")
-            if isinstance(node.meta.get("example_value"), torch.Tensor)
-        ),
-        None,
-    )
-    if gm.graph.output_node().args[0] or tensor_input is None:
-        return gm
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    graph.graph_copy(gm.graph, copies)
-    graph.output((copies[tensor_input],))
-    return fx.GraphModule(gm, graph)
-
-
-# No CUDA graphs and no partition of Inductor's own inside a piece; the wrapped region makes a
-# compiled piece one call for a dispatch mode, which the host recorder needs.
-_PIECE_PATCHES: Mapping[str, Any] = {
-    "triton.cudagraphs": False,
-    "graph_partition": False,
-    "wrap_inductor_compiled_regions": True,
-}
-
-
-def compile_aten(
-    gm: fx.GraphModule,
-    fake_inputs: Sequence[Any],
-    compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
-) -> Callable[..., Any]:
-    """Lower a piece to its functional ATen graph and give that to ``compiler`` (functorch)."""
-    from functorch.compile import aot_module_simplified, make_boxed_func
-
-    def boxed(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return make_boxed_func(compiler(graph, inputs))
-
-    return aot_module_simplified(
-        gm, list(fake_inputs), fw_compiler=boxed, keep_inference_input_mutations=True
-    )

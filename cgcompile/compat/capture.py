@@ -1,0 +1,184 @@
+"""CUDA graphs, streams, raw memory and dispatch modes. See ``cgcompile/compat/__init__.py``."""
+
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+# ---------------------------------------------------------------- raw memory
+
+
+def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory that does not keep it alive.
+
+    Equal address, shape, strides, dtype, and conjugate and negative bits; never an inference
+    tensor, never requires grad. About 3 us. Reading it after the memory is gone is undefined.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        storage = tensor.untyped_storage()
+        raw = torch._C._construct_storage_from_data_pointer(
+            storage.data_ptr(), tensor.device, storage.nbytes()
+        )
+        found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        found.set_(raw, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if tensor.is_conj():
+            found = torch._conj(found)
+        return torch._neg_view(found) if tensor.is_neg() else found
+
+
+def tensor_at(address: int, nbytes: int) -> torch.Tensor:
+    """Bytes of the CPU's memory as a tensor that does not own them."""
+    raw = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes)
+    return torch.empty(0, dtype=torch.uint8).set_(raw, 0, (nbytes,), (1,))
+
+
+class StorageLife:
+    """Tells whether the storage of a tensor is still alive, without keeping it so."""
+
+    __slots__ = ("_weak",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._weak = StorageWeakRef(tensor.untyped_storage())
+
+    @property
+    def ended(self) -> bool:
+        return self._weak.expired()
+
+
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a (fake) tensor is a dense tensor with one storage, and no subclass around others."""
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+_ITEMS_OF_TUPLE = tuple.__basicsize__  # CPython: where the items begin, from the tuple's address
+_POINTER = ctypes.sizeof(ctypes.c_void_p)
+
+
+def identities(objects: tuple[Any, ...]) -> bytes:
+    """The addresses of the objects in a tuple, as bytes: equal for the same objects in order.
+
+    Meaningful while the objects live. Read from the tuple itself (CPython 3.10 to 3.14), which
+    takes 0.5 us for 300 objects; ``id`` of each would take 13.
+    """
+    return ctypes.string_at(id(objects) + _ITEMS_OF_TUPLE, len(objects) * _POINTER)
+
+
+# ---------------------------------------------------------------- CUDA graphs
+
+
+def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """What replays an instantiated graph: torch's C++ method, without the Python in front of it.
+
+    torch 2.15 has bookkeeping there for hooks and retained streams that our graphs do not use.
+    """
+    method = torch._C._CUDAGraph.replay
+    bound: Callable[[], None] = method.__get__(graph)
+    return bound
+
+
+def raw_stream(device_index: int) -> int:
+    """The handle of the current stream of a device; equal numbers mean the same stream."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))
+
+
+def cuda_is_capturing() -> bool:
+    """Whether the current CUDA stream of this thread is being captured; builds without CUDA: no."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:
+    """Undo what a capture that broke left in the allocator: it still routes to the pool."""
+    stop = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if stop is not None:
+        try:
+            stop(device_index, pool)
+        except RuntimeError:  # the capture had told the allocator itself
+            return
+
+
+# ---------------------------------------------------------------- dispatch modes
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that sees every call below autograd in this thread, between two switches."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else Dynamo skips every compiled frame under this mode
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.on_call(func, args, kwargs or {})
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call does; the mode is off inside."""
+        raise NotImplementedError
+
+    def switch_on(self) -> None:
+        self.__enter__()
+
+    def switch_off(self) -> None:
+        self.__exit__(None, None, None)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which no dispatch mode sees the calls."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def compiled_region(
+    op: Any, args: tuple[Any, ...]
+) -> tuple[Callable[[list[Any]], Any], Any] | None:
+    """(callable, its inputs) if ``op`` is the call of an Inductor-compiled region; else None.
+
+    Pieces are compiled with ``wrap_inductor_compiled_regions``: a dispatch mode sees their call as
+    one higher-order op.
+    """
+    if not is_named(op, "inductor_compiled_code"):
+        return None
+    return (lambda inputs: op(args[0], inputs)), args[1]
+
+
+def is_named(op: Any, name: str) -> bool:
+    """Whether ``op`` is the higher-order op of this name."""
+    return isinstance(op, torch._ops.HigherOrderOperator) and op.name() == name
+
+
+def python_kernel(op: Any) -> Callable[..., Any] | None:
+    """What runs on the CPU for an op whose CPU kernel is written in Python, else None.
+
+    Calling it does not go through the dispatcher for ``op`` itself; the ops in its body do.
+    """
+    key = torch._C.DispatchKey
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        found = op.py_kernels.get(key.CompositeExplicitAutograd) or op.py_kernels.get(key.CPU)
+        return found
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    from torch.library import _impls
+
+    name = op.name().split("::")[-1]
+    for backend in (key.CPU, key.CompositeExplicitAutograd):
+        if f"{op.namespace}/{name}/{backend.name}" in _impls:
+            return lambda *args, **kwargs: op._op_dk(backend, *args, **kwargs)
+    return None
+
+
+def reads_on_host(op: Any) -> bool:
+    """Whether torch says of an op that its result, or the size of it, depends on data."""
+    tags = getattr(op, "tags", ())
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+
+
+def autocast_off() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", enabled=False)

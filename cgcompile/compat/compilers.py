@@ -1,0 +1,108 @@
+"""torch's own compilers. See ``cgcompile/compat/__init__.py``."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@cache
+def inductor_option_names() -> frozenset[str]:
+    import torch._inductor.config as config
+
+    return frozenset(config._config)
+
+
+def inductor_mode_options(torch_mode: str) -> dict[str, Any]:
+    """Inductor's settings for a ``torch.compile`` mode, without its own CUDA graphs."""
+    from torch._inductor import list_mode_options
+
+    options = dict(list_mode_options(torch_mode))
+    options.pop("triton.cudagraphs", None)
+    return options
+
+
+def compile_whole(
+    gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile an unsplit graph as ``torch.compile(backend="inductor")`` would."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(inputs), config_patches=dict(patches))
+
+
+def compile_standalone(
+    gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile one piece with Inductor, for all sizes of the symbols in ``fake_inputs``.
+
+    ``gm`` is not changed. Outputs of the result are a list. Settings this torch does not have are
+    left out; the user's own were checked before.
+    """
+    from torch._inductor import standalone_compile
+
+    wanted = {**_PIECE_PATCHES, **patches}
+    known = {name: value for name, value in wanted.items() if name in inductor_option_names()}
+    return standalone_compile(
+        _with_a_tensor_output(gm),
+        list(fake_inputs),
+        dynamic_shapes="from_graph",
+        options={"config_patches": known},
+    )
+
+
+def uncapturable_op(aten: fx.GraphModule) -> str | None:
+    """The first node of an ATen graph that torch's own CUDA graphs refuse, as ``op``; else None."""
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+
+    node = get_first_incompatible_cudagraph_node(aten)
+    return None if node is None else str(node.target)
+
+
+def _with_a_tensor_output(gm: fx.GraphModule) -> fx.GraphModule:
+    """``gm``, or a copy of one without outputs that returns an input: callers ignore it.
+
+    ``standalone_compile`` looks for the fake mode, and with it the sizes, in the outputs.
+    """
+    tensor_input = next(
+        (
+            node
+            for node in gm.graph.find_nodes(op="placeholder")
+            if isinstance(node.meta.get("example_value"), torch.Tensor)
+        ),
+        None,
+    )
+    if gm.graph.output_node().args[0] or tensor_input is None:
+        return gm
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(gm.graph, copies)
+    graph.output((copies[tensor_input],))
+    return fx.GraphModule(gm, graph)
+
+
+# No CUDA graphs and no partition of Inductor's own inside a piece; the wrapped region makes a
+# compiled piece one call for a dispatch mode, which the host recorder needs.
+_PIECE_PATCHES: Mapping[str, Any] = {
+    "triton.cudagraphs": False,
+    "graph_partition": False,
+    "wrap_inductor_compiled_regions": True,
+}
+
+
+def compile_aten(
+    gm: fx.GraphModule,
+    fake_inputs: Sequence[Any],
+    compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Lower a piece to its functional ATen graph and give that to ``compiler`` (functorch)."""
+    from functorch.compile import aot_module_simplified, make_boxed_func
+
+    def boxed(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return make_boxed_func(compiler(graph, inputs))
+
+    return aot_module_simplified(
+        gm, list(fake_inputs), fw_compiler=boxed, keep_inference_input_mutations=True
+    )

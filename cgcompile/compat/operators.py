@@ -1,0 +1,80 @@
+"""Operators: their names, overloads and schemas. See ``cgcompile/compat/__init__.py``."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def all_op_names() -> list[str]:
+    """Every registered operator, as ``ns::op`` or ``ns::op.overload``."""
+    return list(torch._C._dispatch_get_all_op_names())
+
+
+def custom_op_overload(obj: Any) -> torch._ops.OpOverload | None:
+    """The operator behind a function that ``torch.library.custom_op`` decorated, else None."""
+    from torch._library.custom_ops import CustomOpDef
+
+    return obj._opoverload if isinstance(obj, CustomOpDef) else None
+
+
+def is_op(obj: Any) -> bool:
+    """Whether ``obj`` is an op of ``torch.ops``: overload, packet or higher-order op."""
+    kinds = (
+        torch._ops.OpOverload,
+        torch._ops.OpOverloadPacket,
+        torch._ops.HigherOrderOperator,
+    )
+    return isinstance(obj, kinds)
+
+
+def is_higher_order_op(obj: Any) -> bool:
+    return isinstance(obj, torch._ops.HigherOrderOperator)
+
+
+def higher_order_ops() -> list[str]:
+    """The names of the higher-order ops that exist, without the namespace."""
+    return sorted(torch._ops._higher_order_ops)
+
+
+def op_names(op: Any) -> tuple[str, ...]:
+    """The registry names under which ``op`` is known, the most specific first."""
+    if isinstance(op, torch._ops.OpOverload):
+        packet = op.overloadpacket._qualified_op_name
+        return (f"{packet}.{op._overloadname}", packet)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        packet = op._qualified_op_name
+        return (packet, *(f"{packet}.{overload}" for overload in op.overloads()))
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return (f"higher_order::{op.name()}",)
+    return ()
+
+
+def op_overloads(op: Any) -> tuple[torch._ops.OpOverload, ...]:
+    """The overloads that a call of ``op`` may reach."""
+    if isinstance(op, torch._ops.OpOverload):
+        return (op,)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return tuple(getattr(op, name) for name in op.overloads())
+    return ()
+
+
+def written_arguments(op: torch._ops.OpOverload) -> Iterator[tuple[int, str]]:
+    """Position and name of each argument that the schema of ``op`` says it writes."""
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield position, argument.name
+
+
+def process_group_backend(group: Any) -> str | None:
+    """The backend name of a process group given by object or registered name; None if unknown."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return None
+    try:
+        if isinstance(group, str):
+            group = dist.distributed_c10d._resolve_process_group(group)
+        return dist.get_backend(group)
+    except (RuntimeError, ValueError, KeyError, TypeError, AssertionError):
+        return None

@@ -1,0 +1,1 @@
+"""Callable in, replayable out: capture devices, pools, the capture itself, and graph wrappers."""

@@ -1,0 +1,138 @@
+"""The capture of one graph as a transaction, and who may capture.
+
+:func:`capture` leaves a finished graph, or nothing: after a failure the first exception is raised
+as it is, stream and garbage collector are as they were, and the next capture works. Only one
+capture a process is safe on CUDA: a second one while it runs is an error with a name.
+"""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any
+
+from cgcompile.errors import CaptureBusyError, CaptureError
+from cgcompile.graphs.device import DeviceGraph
+from cgcompile.graphs.pool import GraphPool
+
+_allowed: ContextVar[bool] = ContextVar("cgcompile_capture_allowed", default=True)
+
+
+class allow_capture:
+    """Context manager: whether unknown shapes may be captured in this thread or task; re-entrant.
+
+    A server that has captured what it wants closes capture: ``with allow_capture(False):`` around
+    its loop. A shape without a graph then runs plain, counted; with ``strict=True`` it raises.
+
+    Args:
+        allowed: whether captures may begin.
+    """
+
+    __slots__ = ("_allowed", "_tokens")
+
+    def __init__(self, allowed: bool) -> None:
+        self._allowed = allowed
+        self._tokens: list[Token[bool]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(_allowed.set(self._allowed))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _allowed.reset(self._tokens.pop())
+
+
+def capture_allowed() -> bool:
+    """Whether a capture may begin here."""
+    return _allowed.get()
+
+
+class _Turn:
+    """Who captures now. CUDA allows one capture a process to be safe, so this is global."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._what = ""
+        self._thread = 0
+
+    @contextmanager
+    def taken(self, what: str) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise CaptureBusyError.busy(what, self._what, self._thread == threading.get_ident())
+        self._what, self._thread = what, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def is_elsewhere(self) -> bool:
+        return self._lock.locked() and self._thread != threading.get_ident()
+
+
+_turn = _Turn()
+
+
+def captured_elsewhere() -> bool:
+    """Whether another thread is capturing now."""
+    return _turn.is_elsewhere()
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A collection could free a graph or a module of kernels, which ends a running capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def capture(
+    function: Callable[[], Any], pool: GraphPool, what: str, *, collect: bool = False
+) -> tuple[DeviceGraph, Any]:
+    """Record what ``function`` does, without doing it.
+
+    Args:
+        function: what to record; its tensors come from the pool and hold nothing yet.
+        pool: where the memory comes from.
+        what: what is captured, for messages.
+        collect: collect garbage first, so that dead tensors give their memory back.
+
+    Returns:
+        The graph, not replayed yet, and what ``function`` returned.
+
+    Raises:
+        CaptureBusyError: another capture runs, in this thread or another one.
+        CaptureError: the current stream is being captured by someone else.
+        BaseException: what ``function`` raised, unchanged.
+    """
+    if pool.device.is_capturing():
+        raise CaptureError.nested(f"capture of {what}")
+    with _turn.taken(what):
+        if collect:
+            gc.collect()
+        memory = pool.memory
+        graph = pool.device.new_graph()
+        with _without_garbage_collection(), pool.device.on_stream(pool.stream):
+            graph.begin(memory)
+            try:
+                result = function()
+            except BaseException:
+                graph.abandon()
+                pool.retire(graph)
+                raise
+            try:
+                graph.end()
+            except BaseException:
+                graph.abandon()
+                pool.retire(graph)
+                raise
+    return graph, result

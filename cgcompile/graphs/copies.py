@@ -1,0 +1,88 @@
+"""Tensors of our own with the layout of others: staging for inputs, bridges, returned values.
+
+Memory is allocated outside of inference mode, so that every later call may write it, whatever mode
+it runs in. Layouts of any kind are kept: what is not contiguous is copied as the stretch of memory
+that it spans.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def span(tensor: torch.Tensor) -> int:
+    """How many elements of memory a tensor reaches over, gaps included."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that a tensor reaches over, as one dimension."""
+    return tensor.as_strided((span(tensor),), (1,))
+
+
+class OwnedCopy:
+    """A buffer with the layout of one tensor, refilled from others of the same layout.
+
+    Attributes:
+        tensor: the buffer; its address never changes.
+    """
+
+    __slots__ = ("_contiguous", "_flat", "tensor")
+
+    def __init__(self, template: torch.Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            memory = torch.empty(span(template), dtype=template.dtype, device=template.device)
+            self.tensor = memory.as_strided(template.size(), template.stride())
+            self._flat = memory
+        self._contiguous = template.is_contiguous()
+
+    def fill(self, source: torch.Tensor) -> None:
+        """Copy ``source``, on the current stream. The caller vouches for its layout."""
+        if self._contiguous:
+            self.tensor.copy_(source, non_blocking=True)
+        else:
+            self._flat.copy_(flat(source), non_blocking=True)
+
+
+class FreshCopies:
+    """Copies of tensors at fixed addresses, new at every call; tensors of one memory stay so.
+
+    Args:
+        tensors: what is copied; they stay where they are.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        groups: dict[tuple[int, torch.dtype], list[int]] = {}
+        for position, tensor in enumerate(tensors):
+            address = tensor.untyped_storage().data_ptr()
+            alone = -1 - position  # memory of no size is shared with nobody
+            groups.setdefault((address or alone, tensor.dtype), []).append(position)
+        self._count = len(tensors)
+        self._single: list[tuple[int, torch.Tensor]] = []
+        self._shared: list[tuple[torch.Tensor, list[tuple[int, torch.Tensor, Any]]]] = []
+        for members in groups.values():
+            given = [tensors[position] for position in members]
+            if len(given) == 1 and given[0].is_contiguous():
+                self._single.append((members[0], given[0]))
+                continue
+            first = min(tensor.storage_offset() for tensor in given)
+            last = max(tensor.storage_offset() + span(tensor) for tensor in given)
+            base = given[0].as_strided((last - first,), (1,), first)
+            parts = [(p, tensors[p], tensors[p].storage_offset() - first) for p in members]
+            self._shared.append((base, parts))
+
+    def make(self) -> list[torch.Tensor]:
+        """The copies, on the current stream; the caller owns them."""
+        found: list[torch.Tensor] = [None] * self._count  # type: ignore[list-item]
+        for position, tensor in self._single:
+            found[position] = tensor.clone()
+        for base, parts in self._shared:
+            copy = base.clone()
+            for position, tensor, offset in parts:
+                found[position] = copy.as_strided(tensor.size(), tensor.stride(), offset)
+        return found

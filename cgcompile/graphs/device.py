@@ -1,0 +1,95 @@
+"""What a device must offer so that calls on it can be recorded and replayed.
+
+Two devices exist: ``cuda`` (torch's CUDA graphs) and ``host`` (a recorder on the CPU that keeps the
+rules of CUDA). All else in ``graphs`` is written against the protocols here, and one suite of tests
+runs on both. The rule for a new device: what a capture records happens at replay and only there.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from cgcompile import compat
+from cgcompile.graphs.cuda import CudaDevice
+from cgcompile.graphs.host import HostDevice
+
+
+class DeviceGraph(Protocol):
+    """One recording."""
+
+    @property
+    def replay(self) -> Callable[[], None]:
+        """Runs the recording on the current stream, without synchronising."""
+
+    def begin(self, pool: Any) -> None:
+        """Start to record what this thread does; memory it allocates comes from ``pool``."""
+
+    def end(self) -> None:
+        """Stop recording."""
+
+    def abandon(self) -> None:
+        """Stop recording after a failure; never raises. The graph is of no further use."""
+
+    def reset(self) -> None:
+        """Drop the recording and what it holds."""
+
+
+class CaptureDevice(Protocol):
+    """A device with graphs.
+
+    Attributes:
+        name: ``"cuda"`` or ``"host"``.
+    """
+
+    name: str
+
+    def new_pool(self) -> Any:
+        """Memory for graphs that never run at the same time; it lives while it is referenced."""
+
+    def new_graph(self) -> DeviceGraph:
+        """A graph without a recording."""
+
+    def new_stream(self) -> Any:
+        """A stream to capture on."""
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make ``stream`` current, and the former one again after, whatever happens."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream of this thread is being captured, by whomever."""
+
+    def stream_key(self) -> int:
+        """Equal for equal current streams."""
+
+    def current_stream(self) -> Any:
+        """The current stream, to wait for later."""
+
+    def wait_for(self, stream: Any) -> None:
+        """Let later work of the current stream wait for what ``stream`` has been given so far."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until the device is idle."""
+
+    def owns(self, pool: Any, tensor: torch.Tensor) -> bool:
+        """Whether the memory of ``tensor`` belongs to ``pool``."""
+
+
+def any_capture() -> bool:
+    """Whether this thread's work is being captured, on any device, by whomever."""
+    return HostDevice.capturing() or compat.cuda_is_capturing()
+
+
+def capture_device(device: torch.device, setting: str) -> CaptureDevice | None:
+    """The capture device for tensors on ``device``, or None.
+
+    Args:
+        device: where the tensors are.
+        setting: ``capture_device`` of the settings: ``"auto"`` or ``"host"``.
+    """
+    if device.type == "cuda" and torch.cuda.is_available():
+        return CudaDevice(device)
+    if device.type == "cpu" and setting == "host":
+        return HostDevice()
+    return None

@@ -1,0 +1,327 @@
+"""The capture device of the CPU: a recorder with the rules of CUDA graphs, for tests and for study.
+
+Inside a capture a dispatch mode sees every ATen op, runs it, moves its result into a block of the
+pool and writes it down. :meth:`HostGraph.replay` runs the list again, into the same memory, without
+any code of the host in between. What holds on CUDA holds here:
+
+* a graph reads and writes addresses, not tensors; an input that was freed since is noticed here;
+* pool memory is used again inside a capture and between captures, as soon as nobody holds it;
+* what would read a value on the host is refused, in CUDA's words;
+* a capture leaves no trace: memory from outside that it wrote is put back, memory it allocated
+  holds NaN (integers: a huge number) until the first replay, random numbers are not used up.
+
+Two things that run at replay are not ATen ops: a piece that Inductor compiled is one recorded call,
+and a C++ kernel of a custom op is one. Of an op whose kernel is written in Python, the ops in its
+body are recorded. The gap: ``Tensor.tolist()`` and ``Tensor.numpy()`` do not pass the dispatcher,
+so they are not refused; what they return inside of a capture is the recording run's.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cgcompile import compat
+from cgcompile.errors import CaptureError
+from cgcompile.graphs.host_pool import HostPool
+
+_active = threading.local()  # .graph: the one that records in this thread; CUDA keeps the same
+
+aten = torch.ops.aten
+_ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted}
+_ALLOCATIONS |= {aten.new_empty, aten.new_empty_strided}
+_INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
+_MASKS = (torch.bool, torch.uint8)
+
+
+@dataclass
+class _Step:
+    """One recorded call.
+
+    Attributes:
+        name: of the op, for messages.
+        call: the op.
+        args: its positional arguments, tensors held weakly.
+        kwargs: its keyword arguments, likewise.
+        outside: inputs that the pool does not own, as (life, what it is in words).
+        results: for each storage that the op makes: which of its outputs shows it, and where its
+            bytes go.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outside: list[tuple[compat.StorageLife, str]]
+    results: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+    def run(self) -> None:
+        for life, shape in self.outside:
+            if life.ended:
+                raise CaptureError.freed_input(self.name, shape)
+        made = self.call(*self.args, **self.kwargs)
+        if self.results:
+            leaves = compat.tree_leaves(made)
+            for position, target in self.results:
+                target.copy_(_bytes(leaves[position]))
+
+
+class HostGraph:
+    """One recording. See :class:`~cgcompile.graphs.device.DeviceGraph`."""
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+        self._recorder: _Recorder | None = None
+        self._constants: list[torch.Tensor] = []
+        self._recorded = False
+        self._pool: HostPool | None = None  # the memory that the steps speak of
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The names of the recorded calls, in order."""
+        return tuple(step.name for step in self._steps)
+
+    def begin(self, pool: HostPool) -> None:
+        if getattr(_active, "graph", None) is not None:
+            raise CaptureError.nested("HostGraph.begin()")
+        if self._recorded:
+            raise CaptureError.twice("HostGraph")
+        self._recorder = _Recorder(pool, self._steps, self._constants)
+        self._recorder.start()
+        self._pool = pool
+        _active.graph = self
+
+    def end(self) -> None:
+        assert self._recorder is not None
+        recorder, self._recorder = self._recorder, None
+        _active.graph = None
+        recorder.stop()
+        self._recorded = True
+
+    def abandon(self) -> None:
+        if self._recorder is not None:
+            self.end()
+        self.reset()
+
+    def reset(self) -> None:
+        self._steps.clear()
+        self._constants.clear()
+        self._recorded = False
+        self._pool = None
+
+    def replay(self) -> None:
+        if not self._recorded:
+            raise CaptureError.empty()
+        if getattr(_active, "graph", None) is not None:
+            raise CaptureError.nested("replay()")
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(compat.autocast_off())
+            stack.enter_context(compat.without_modes())
+            for step in self._steps:
+                step.run()
+
+
+class _Recorder(compat.DispatchMode):
+    """Sees each op of one capture, and undoes what the recording run did outside of the graph."""
+
+    def __init__(self, pool: HostPool, steps: list[_Step], constants: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._pool = pool
+        self._steps = steps
+        self._constants = constants
+        self._made: set[int] = set()  # addresses of storages that this capture allocated
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def start(self) -> None:
+        self._random = torch.get_rng_state()
+        self._pool.begin()
+        self.switch_on()
+
+    def stop(self) -> None:
+        self.switch_off()
+        torch.set_rng_state(self._random)
+        with torch.inference_mode(False), torch.no_grad(), compat.without_modes():
+            for memory, bytes_before in self._before.values():
+                memory.copy_(bytes_before)
+            self._pool.end()
+        self._before.clear()
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region = compat.compiled_region(func, args)
+        if region is not None:
+            return self._compiled_region(*region)
+        kernel = compat.python_kernel(func)
+        if kernel is not None:
+            with self:  # the ops in its body are recorded, not the call
+                return kernel(*args, **kwargs)
+        _refuse_host_reads(func, args)
+        return self._op(func, args, kwargs)
+
+    # -------------------------------------------------------------- one call
+
+    def _compiled_region(self, call: Callable[[list[Any]], Any], inputs: Any) -> Any:
+        given = _tensors(inputs)
+        for tensor in given:  # it does not say which of them it writes
+            self._remember(tensor)
+        step = self._step("compiled_region", lambda *given: call(list(given)), tuple(inputs), {})
+        return self._finish(step, call(list(inputs)), given, has_effect=True)
+
+    def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        packet = getattr(func, "overloadpacket", func)
+        written = _written(func, args, kwargs)
+        for tensor in written:
+            self._remember(tensor)
+        step = self._step(str(func), func, args, kwargs)
+        addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
+        made = func(*args, **kwargs)
+        if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
+            raise CaptureError.refused(f"{func} (it replaces the memory of its argument)")
+        if packet is aten.lift_fresh:
+            self._constants += _tensors(made)
+            return made
+        if packet in _ALLOCATIONS:
+            return self._moved(made, [])[0]
+        has_effect = bool(written) or not _tensors(made)
+        return self._finish(step, made, _tensors((args, kwargs)), has_effect)
+
+    def _step(
+        self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Step:
+        """The record of a call that is about to run; in-place ops may change their arguments."""
+        outside: list[tuple[compat.StorageLife, str]] = []
+
+        def held(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.untyped_storage().nbytes() == 0:
+                return leaf
+            if not self._pool.holds(leaf.untyped_storage().data_ptr()):
+                shape = f"{tuple(leaf.shape)} {leaf.dtype}"
+                outside.append((compat.StorageLife(leaf), shape))
+            return compat.weak_tensor(leaf)
+
+        weak_args, weak_kwargs = compat.tree_map(held, (args, kwargs))
+        return _Step(name, call, weak_args, weak_kwargs, outside)
+
+    def _finish(self, step: _Step, made: Any, given: list[torch.Tensor], has_effect: bool) -> Any:
+        made, step.results = self._moved(made, given)
+        if step.results or has_effect:
+            self._steps.append(step)
+        return made
+
+    def _moved(
+        self, made: Any, given: list[torch.Tensor]
+    ) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
+        """``made`` with fresh memory moved into the pool, and where the bytes of each went."""
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        homes: dict[int, torch.UntypedStorage] = {}
+        results: list[tuple[int, torch.Tensor]] = []
+        position = -1
+
+        def move(leaf: Any) -> Any:
+            nonlocal position
+            position += 1
+            if not isinstance(leaf, torch.Tensor) or leaf.untyped_storage().nbytes() == 0:
+                return leaf
+            address = leaf.untyped_storage().data_ptr()
+            if address in known:
+                return leaf  # memory of an argument
+            if address not in homes:
+                home = self._pool.allocate(leaf.untyped_storage().nbytes(), leaf.dtype)
+                homes[address] = home
+                self._made.add(home.data_ptr())
+                target = _bytes_of(home)
+                target.copy_(_bytes(leaf))
+                results.append((position, compat.weak_tensor(target)))
+            found = torch.empty(0, dtype=leaf.dtype)
+            found.set_(homes[address], leaf.storage_offset(), leaf.size(), leaf.stride())
+            return found
+
+        return compat.tree_map(move, made), results
+
+    # -------------------------------------------------------------- what a capture must not change
+
+    def _remember(self, tensor: torch.Tensor) -> None:
+        """Keep the bytes of memory that this capture did not make, before it is written."""
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if storage.nbytes() and address not in self._made and address not in self._before:
+            with torch.inference_mode(False):
+                memory = _bytes_of(storage)
+                self._before[address] = (memory, memory.clone())
+
+
+def _refuse_host_reads(func: Any, args: tuple[Any, ...]) -> None:
+    packet = getattr(func, "overloadpacket", None)
+    if packet in _INDEXING:
+        masked = any(index.dtype in _MASKS for index in _tensors(args[1]))
+        fills = packet in (aten.index_put, aten.index_put_) and args[2].numel() == 1
+        if masked and not fills:
+            raise CaptureError.refused(f"{func} with a mask")
+    elif compat.reads_on_host(func):
+        raise CaptureError.refused(str(func))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for op in compat.op_overloads(func):
+        for position, name in compat.written_arguments(op):
+            given = args[position] if position < len(args) else kwargs.get(name)
+            found += _tensors(given)
+    return found
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in compat.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the storage of a tensor."""
+    return _bytes_of(tensor.untyped_storage())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+class HostDevice:
+    """See :class:`~cgcompile.graphs.device.CaptureDevice`. A CPU has one stream: the program."""
+
+    name = "host"
+
+    def new_pool(self) -> HostPool:
+        return HostPool()
+
+    def new_graph(self) -> HostGraph:
+        return HostGraph()
+
+    def new_stream(self) -> None:
+        return None
+
+    def on_stream(self, stream: None) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @staticmethod
+    def capturing() -> bool:
+        return getattr(_active, "graph", None) is not None
+
+    def is_capturing(self) -> bool:
+        return self.capturing()
+
+    def stream_key(self) -> int:
+        return 0
+
+    def current_stream(self) -> None:
+        return None
+
+    def wait_for(self, stream: None) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def owns(self, pool: HostPool, tensor: torch.Tensor) -> bool:
+        return pool.holds(tensor.untyped_storage().data_ptr())

@@ -1,0 +1,86 @@
+"""Memory of host graphs: blocks that are used again as soon as no tensor holds them.
+
+The private pools of CUDA's caching allocator behave like this. A block that a capture hands out is
+filled with poison, when it is handed out and when the capture ends, so that reading memory that no
+replay has written shows.
+"""
+
+import torch
+
+from cgcompile import compat
+
+_ALIGNMENT = 64  # what vectorised kernels ask for
+
+
+class _Block:
+    """Bytes, and who lives in them now."""
+
+    def __init__(self, nbytes: int) -> None:
+        with torch.inference_mode(False):
+            self.memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+        self.nbytes = nbytes
+        self.address = -(-self.memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        self.life: compat.StorageLife | None = None
+        self.dtype = torch.uint8
+
+    @property
+    def free(self) -> bool:
+        return self.life is None or self.life.ended
+
+    def poison(self) -> None:
+        """NaN for floating numbers, a huge number for integers, True for bools."""
+        start = self.address - self.memory.data_ptr()
+        value = 0x7F
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            value = 0xFF
+        elif self.dtype is torch.bool:
+            value = 1
+        self.memory[start : start + self.nbytes].fill_(value)
+
+
+class HostPool:
+    """Blocks for graphs that never run at the same time."""
+
+    def __init__(self) -> None:
+        self._blocks: list[_Block] = []
+        self._handed_out: set[_Block] = set()
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all blocks, in use or not."""
+        return sum(block.nbytes for block in self._blocks)
+
+    @property
+    def live(self) -> int:
+        """Bytes of the blocks that some tensor holds."""
+        return sum(block.nbytes for block in self._blocks if not block.free)
+
+    def holds(self, address: int) -> bool:
+        return any(b.address <= address < b.address + b.nbytes for b in self._blocks)
+
+    def begin(self) -> None:
+        """A capture begins."""
+        self._handed_out.clear()
+
+    def end(self) -> None:
+        """A capture ends: what it allocated holds nothing yet."""
+        for block in self._handed_out:
+            block.poison()
+
+    def allocate(self, nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
+        """Memory for a tensor; the smallest free block that is large enough, else a new one.
+
+        The storage that is returned keeps the block in use while it lives.
+        """
+        wanted = max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        fitting = [b for b in self._blocks if b.free and b.nbytes >= wanted]
+        block = min(fitting, key=lambda b: b.nbytes, default=None)
+        if block is None:
+            block = _Block(wanted)
+            self._blocks.append(block)
+        block.dtype = dtype
+        block.poison()
+        self._handed_out.add(block)
+        tensor = compat.tensor_at(block.address, nbytes)
+        block.life = compat.StorageLife(tensor)
+        return tensor.untyped_storage()

@@ -1,0 +1,76 @@
+"""What graphs share: :class:`GraphPool`, a memory pool and a stream to capture on.
+
+Graphs of one pool use each other's memory, so they must never run at the same time, and what one of
+them returned is valid until another one runs. The rule: one owner, one pool.
+"""
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from cgcompile.graphs.device import CaptureDevice, DeviceGraph
+
+
+class _HasGraphs(Protocol):
+    def clear_graphs(self) -> None: ...
+
+
+class GraphPool:
+    """Memory and capture stream of graphs that never run at the same time.
+
+    Args:
+        device: what records.
+
+    Attributes:
+        device: what records.
+        stream: what captures run on; replays run on the caller's stream.
+    """
+
+    def __init__(self, device: CaptureDevice) -> None:
+        self.device = device
+        self.stream = device.new_stream()
+        self._memory: Any = None
+        self._stream_key: int | None = None
+        self._last_stream: Any = None
+        self._parked: list[DeviceGraph] = []
+        self._users: weakref.WeakSet[_HasGraphs] = weakref.WeakSet()
+
+    @property
+    def memory(self) -> Any:
+        """The device's pool; made when it is first needed."""
+        if self._memory is None:
+            self._memory = self.device.new_pool()
+        return self._memory
+
+    def add_user(self, user: _HasGraphs) -> None:
+        """Remember, weakly, who has graphs here."""
+        self._users.add(user)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor is this pool's."""
+        return self._memory is not None and self.device.owns(self._memory, tensor)
+
+    def follow_stream(self) -> None:
+        """Call before a replay: work of the pool that another stream was given comes first."""
+        key = self.device.stream_key()
+        if key != self._stream_key:
+            if self._last_stream is not None:
+                self.device.wait_for(self._last_stream)
+            self._last_stream = self.device.current_stream()
+            self._stream_key = key
+
+    def retire(self, broken: DeviceGraph) -> None:
+        """After a failed capture: keep what may still be in use, capture into new memory.
+
+        Graphs that were captured before stay usable: each keeps the memory that it was captured in.
+        """
+        self._parked.append(broken)
+        self._memory = None
+
+    def release(self) -> None:
+        """Drop all graphs of all users, and the memory. Capturing again is allowed."""
+        for user in list(self._users):
+            user.clear_graphs()
+        self._parked.clear()
+        self._memory = None

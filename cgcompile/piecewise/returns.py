@@ -1,0 +1,91 @@
+"""What a captured step gives back to its caller: :class:`Returns`.
+
+Values that graphs made lie at fixed addresses and are overwritten by the next replay; a value that
+is memory of an input must be that of *this* call's input; what an eager piece has just made is the
+caller's already. Worked out once, when a step is recorded.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from cgcompile import compat
+from cgcompile.graphs.copies import FreshCopies
+
+
+class _View(NamedTuple):
+    """An item of the result that is memory of an input."""
+
+    item: int
+    position: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # from the input's own offset, in elements of the item
+    dtype: torch.dtype
+
+
+class Returns:
+    """Makes the result of each replay of one recording.
+
+    Args:
+        result: what the recorded step returned.
+        items: a lasting tensor for each tensor of the result that graphs or bridges made, by its
+            place among the leaves; a leaf that is not here is handed on as it comes.
+        inputs: what the recorded step was given, buffers in place of copied inputs.
+        copied: whether what lies at fixed addresses is copied for the caller.
+    """
+
+    def __init__(
+        self,
+        result: Any,
+        items: Mapping[int, torch.Tensor],
+        inputs: Sequence[Any],
+        copied: bool,
+    ) -> None:
+        places: dict[int, int] = {}
+        for position, each in enumerate(inputs):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().nbytes():
+                places.setdefault(each.untyped_storage().data_ptr(), position)
+        self._spec = compat.tree_spec(result)
+        self._views: list[_View] = []
+        self._fixed: list[tuple[int, torch.Tensor]] = []
+        for item, tensor in items.items():
+            found = places.get(tensor.untyped_storage().data_ptr())
+            if found is None:
+                self._fixed.append((item, tensor))
+            else:
+                self._views.append(_view(item, tensor, found, inputs[found]))
+        self._copies = FreshCopies([tensor for _, tensor in self._fixed]) if copied else None
+
+    def make(self, result: Any, inputs: Sequence[Any]) -> Any:
+        """The result of one replay; the caller owns it if this copies.
+
+        Args:
+            result: what the step returned.
+            inputs: what this call was given.
+        """
+        leaves = compat.tree_leaves(result)
+        if self._copies is not None:
+            copies = self._copies.make()
+            for (item, _), copy in zip(self._fixed, copies, strict=True):
+                leaves[item] = copy
+        for view in self._views:
+            leaves[view.item] = _rebuilt(view, inputs[view.position])
+        return compat.tree_unflatten(leaves, self._spec)
+
+
+def _view(item: int, tensor: torch.Tensor, position: int, source: torch.Tensor) -> _View:
+    start = tensor.storage_offset() * tensor.element_size()
+    own = source.storage_offset() * source.element_size()
+    offset = (start - own) // tensor.element_size()
+    return _View(item, position, tensor.size(), tensor.stride(), offset, tensor.dtype)
+
+
+def _rebuilt(view: _View, source: torch.Tensor) -> torch.Tensor:
+    """The same place in the memory of this call's input."""
+    if view.dtype is source.dtype:
+        return source.as_strided(view.size, view.stride, source.storage_offset() + view.offset)
+    made = torch.empty(0, dtype=view.dtype, device=source.device)
+    start = source.storage_offset() * source.element_size() // made.element_size()
+    return made.set_(source.untyped_storage(), start + view.offset, view.size, view.stride)

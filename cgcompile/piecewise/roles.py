@@ -1,0 +1,147 @@
+"""What becomes of each input of a split graph when a step is captured: :class:`Roles`.
+
+A graph repeats addresses and numbers, so every input that a captured segment reads needs an answer.
+In a FULL graph all of the step is one segment; in a PIECEWISE one the eager pieces are not.
+
+=================================== ========================= ===================================
+input                               read by a graph segment   read by eager pieces alone
+=================================== ========================= ===================================
+parameter, buffer, constant         static: same object       static
+number, 0-dim CPU tensor            key: by value             live: this call's
+tensor that is only read            read: see below           live
+tensor that is written, or shares   written: bound by its     written
+memory with one that is             address
+=================================== ========================= ===================================
+
+*read* tensors are copied into buffers of ours where nobody set a forward context, and bound by
+address where somebody did, because then they are the caller's persistent buffers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from cgcompile import compat
+from cgcompile.boundaries import AttentionCGSupport
+from cgcompile.config import CUDAGraphMode
+from cgcompile.forward_context import BatchDescriptor
+from cgcompile.passes.nodes import is_symbolic_number, tensors
+from cgcompile.passes.pieces import Value
+from cgcompile.passes.split import SplitGraph
+from cgcompile.reasons import Reason, Why
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Positions of inputs, by what becomes of them in one runtime mode.
+
+    Attributes:
+        static: parameters, buffers and module attributes.
+        numbers: whole numbers that a graph segment reads.
+        scalars: 0-dim CPU tensors that a graph segment reads on another device.
+        read: tensors that graph segments only read.
+        written: tensors that some piece writes, or that share memory with one.
+    """
+
+    static: tuple[int, ...]
+    numbers: tuple[int, ...]
+    scalars: tuple[int, ...]
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+
+    @classmethod
+    def of(cls, split: SplitGraph, mode: CUDAGraphMode) -> "Roles":
+        seen = _read_by_graphs(split, mode)
+        places: dict[str, list[int]] = {name: [] for name in cls.__annotations__}
+        for position, value in enumerate(split.inputs):
+            role = _role(value, value.name in seen, split.device)
+            if role is not None:
+                places[role].append(position)
+        return cls(**{name: tuple(found) for name, found in places.items()})
+
+
+def _read_by_graphs(split: SplitGraph, mode: CUDAGraphMode) -> set[str]:
+    if mode is CUDAGraphMode.FULL:
+        return {value.name for value in split.inputs}
+    return {name for piece in split.pieces if piece.capture for name in piece.inputs}
+
+
+def _role(value: Value, seen: bool, device: torch.device) -> str | None:
+    if not isinstance(value.meta, torch.Tensor):
+        return "numbers" if seen else None
+    if value.static:
+        return "static"
+    if value.written:
+        return "written"
+    if not seen:
+        return None
+    on_the_host = value.meta.device.type == "cpu" and device.type != "cpu"
+    return "scalars" if on_the_host and value.meta.dim() == 0 else "read"
+
+
+def unsupported_input(split: SplitGraph) -> str | None:
+    """The first input or crossing value that graphs cannot hold, in words; None if all can."""
+    for value in split.values.values():
+        for tensor in tensors(value.meta):
+            if not compat.is_plain_tensor(tensor):
+                return f"{value.source or value.name} is no plain dense tensor"
+        other = not isinstance(value.meta, (torch.Tensor, int)) and not tensors(value.meta)
+        if other and value in split.inputs and not is_symbolic_number(value.meta):
+            return f"{value.source or value.name} is a {type(value.meta).__name__}"
+    return None
+
+
+def full_support(split: SplitGraph) -> AttentionCGSupport:
+    """How far the whole step can go into a FULL graph: as far as its least able piece."""
+    return min((piece.support for piece in split.pieces), default=AttentionCGSupport.ALWAYS)
+
+
+def allows_full(support: AttentionCGSupport, descriptor: BatchDescriptor | None) -> bool:
+    """Whether ops of this support may be in the FULL graph of a batch; None means any batch."""
+    if support is AttentionCGSupport.ALWAYS:
+        return True
+    if descriptor is None or not descriptor.uniform:
+        return False
+    if support is AttentionCGSupport.UNIFORM_BATCH:
+        return True
+    single = descriptor.query_len == 1
+    return support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE and single
+
+
+def auto_mode(split: SplitGraph, wanted: CUDAGraphMode) -> CUDAGraphMode:
+    """The runtime mode of steps without a forward context; NONE if the settings leave none.
+
+    FULL where every boundary allows it for any batch and no number is read by boundaries alone:
+    such a number may change at each step, and a piecewise step takes it as it comes.
+    """
+    piecewise = wanted.has_mode(CUDAGraphMode.PIECEWISE)
+    full = wanted.has_mode(CUDAGraphMode.FULL) and allows_full(full_support(split), None)
+    captured = any(piece.capture for piece in split.pieces)
+    if full and piecewise and captured:
+        numbers = Roles.of(split, CUDAGraphMode.FULL).numbers
+        live = set(numbers) - set(Roles.of(split, CUDAGraphMode.PIECEWISE).numbers)
+        used = {name for piece in split.pieces for name in piece.inputs}
+        full = not any(split.inputs[position].name in used for position in live)
+    if full:
+        return CUDAGraphMode.FULL
+    return CUDAGraphMode.PIECEWISE if piecewise and captured else CUDAGraphMode.NONE
+
+
+def why_never(split: SplitGraph, wanted: CUDAGraphMode, has_device: bool) -> Why | None:
+    """Why no call of a graph is captured, whatever it is given; None if it may be."""
+    if wanted is CUDAGraphMode.NONE:
+        return Why(Reason.MODE_NONE, "cudagraph_mode is NONE")
+    captured = any(piece.capture for piece in split.pieces)
+    whys = [why.reason for piece in split.pieces for why in piece.why]
+    if not captured and all(reason is Reason.NO_KERNEL for reason in whys):
+        return Why(Reason.NO_KERNEL, "this graph launches no kernel")
+    if not captured and full_support(split) is AttentionCGSupport.NEVER:
+        return Why(Reason.NO_KERNEL, "this graph has eager pieces alone")
+    if not has_device:
+        detail = (
+            f"tensors are on {str(split.device)!r}; graphs need a CUDA device, or "
+            "capture_device='host' (CGCOMPILE_CAPTURE_DEVICE=host) for a recorder on the CPU"
+        )
+        return Why(Reason.NO_DEVICE, detail)
+    unsupported = unsupported_input(split)
+    return Why(Reason.UNSUPPORTED_INPUT, unsupported) if unsupported else None

@@ -1,0 +1,146 @@
+"""How one setting is declared, read from text and checked; ``config.py`` has the settings.
+
+A setting is a dataclass field whose metadata hold its parser and its documentation. A parser takes
+whatever the user wrote, text included, and returns the value or raises ``ValueError`` with what was
+expected.
+"""
+
+import enum
+import json
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
+from typing import Any, TypeVar
+
+from cgcompile.errors import ConfigError
+
+ENV_PREFIX = "CGCOMPILE_"
+
+Parser = Callable[[Any], Any]
+E_ = TypeVar("E_", bound=enum.Enum)
+
+
+def enum_parser(kind: type[E_]) -> Parser:
+    def parse(value: Any) -> E_:
+        if isinstance(value, kind):
+            return value
+        if isinstance(value, str) and value.upper() in kind.__members__:
+            return kind[value.upper()]
+        raise ValueError("one of " + ", ".join(kind.__members__))
+
+    return parse
+
+
+def optional(parse: Parser) -> Parser:
+    return lambda value: None if value is None or value == "" else parse(value)
+
+
+def parse_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("a bool: 1, 0, true, false, yes, no, on or off")
+
+
+def one_of(*known: str) -> Parser:
+    def parse(value: Any) -> str:
+        if isinstance(value, str) and value in known:
+            return value
+        raise ValueError("one of " + ", ".join(known))
+
+    return parse
+
+
+def parse_count(least: int) -> Parser:
+    def parse(value: Any) -> int:
+        try:
+            number = int(value) if isinstance(value, str) else operator.index(value)
+        except (TypeError, ValueError):
+            number = least - 1
+        if isinstance(value, bool) or number < least:
+            raise ValueError(f"a whole number of at least {least}")
+        return number
+
+    return parse
+
+
+def parse_text(value: Any) -> str:
+    if isinstance(value, str) and value:
+        return value
+    raise ValueError("a non-empty text")
+
+
+def items_of(value: Any) -> tuple[Any, ...]:
+    """torch.compile types option values as scalars, so a list may come as text: '1,2,4'."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, Sequence):
+        return tuple(value)
+    return (value,)
+
+
+def parse_sizes(value: Any) -> tuple[int, ...]:
+    expected = "positive whole numbers, as a sequence or as text '1,2,4'"
+    items = items_of(value)
+    try:
+        sizes = [int(item) if isinstance(item, str) else operator.index(item) for item in items]
+    except (TypeError, ValueError):
+        raise ValueError(expected) from None
+    if not sizes or any(isinstance(item, bool) for item in items) or min(sizes) <= 0:
+        raise ValueError(expected)
+    return tuple(sorted(set(sizes)))
+
+
+def parse_passes(value: Any) -> tuple[Any, ...]:
+    for each in items_of(value):
+        if not (callable(each) and hasattr(each, "name") and callable(getattr(each, "uuid", None))):
+            raise ValueError(
+                f"objects with a name, uuid() and __call__(gm) -> gm, not {each!r}; wrap a plain "
+                "function: cgcompile.passes.FunctionPass(name, function)"
+            )
+    return items_of(value)
+
+
+def parse_compiler(value: Any) -> Any:
+    if callable(value) or value in COMPILERS:
+        return value
+    raise ValueError(f"one of {', '.join(COMPILERS)}, or a callable (gm, fake_inputs) -> callable")
+
+
+def parse_mapping(value: Any) -> tuple[tuple[str, Any], ...]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a mapping, or one as JSON text ({error})") from None
+    if isinstance(value, tuple) and all(isinstance(pair, tuple) for pair in value):
+        value = dict(value)
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError("a mapping from names to values, or one as JSON text")
+    return tuple(sorted(value.items()))
+
+
+COMPILERS = ("inductor", "aot", "eager")
+
+
+def setting(name: str, default: Any, parse: Parser, doc: str, piecewise_only: bool = False) -> Any:
+    """A field whose default is the environment variable, where there is one."""
+
+    def from_environment() -> Any:
+        text = os.environ.get(ENV_PREFIX + name.upper())
+        return default if text is None else parsed(name, ENV_PREFIX + name.upper(), text, parse)
+
+    metadata = {"parse": parse, "doc": doc, "default": default, "piecewise_only": piecewise_only}
+    return field(default_factory=from_environment, metadata=metadata)
+
+
+def parsed(name: str, where: str, value: Any, parse: Parser) -> Any:
+    try:
+        return parse(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError.bad_value(name, where, value, str(error)) from None
