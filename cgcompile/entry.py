@@ -9,6 +9,7 @@ batch, for its own weights, and replays it; or it runs plain and says why.
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ import torch
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import CaptureError, DispatchError, GradientError
 from cgcompile.forward_context import (
-    BatchDescriptor,
     ForwardContext,
     current_forward_context,
     override_forward_context,
@@ -25,12 +25,12 @@ from cgcompile.graphs.capture import capture_allowed, captured_elsewhere
 from cgcompile.graphs.device import any_capture, capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.passes.split import SplitGraph
-from cgcompile.piecewise.bindings import Binding, Bindings, picker
+from cgcompile.piecewise.auto import AutoDispatch
+from cgcompile.piecewise.bindings import Binding, Bindings
 from cgcompile.piecewise.compilers import Runnable
-from cgcompile.piecewise.growth import Growth
 from cgcompile.piecewise.recorder import record
-from cgcompile.piecewise.recording import Batch, Program, Recording, number
-from cgcompile.piecewise.roles import Roles, allows_full, auto_mode, full_support, why_never
+from cgcompile.piecewise.recording import Batch, Program, Recording
+from cgcompile.piecewise.roles import Roles, allows_full, full_support, why_never
 from cgcompile.piecewise.stitch import Step
 from cgcompile.reasons import EXPECTED, Counters, Reason, Why
 
@@ -80,11 +80,10 @@ class CompiledGraph:
         split, config = self.split, self._config
         assert config.cudagraph_mode is not None
         self._wanted: CUDAGraphMode = config.cudagraph_mode
+        self._served = (self._wanted.decode_mode(), self._wanted.mixed_mode())
         self._support = full_support(split)
         self._roles = {mode: Roles.of(split, mode) for mode in (FULL, PIECEWISE)}
-        self._auto_mode = auto_mode(split, self._wanted)
-        self._growth = Growth(split)
-        self._sized_by = _sized_by(split, config)
+        self._auto = AutoDispatch(split, config, self._wanted)
         device = capture_device(split.device, config.capture_device)
         self._never = why_never(split, self._wanted, device is not None)
         self._pool = None if device is None else GraphPool(device)
@@ -96,9 +95,8 @@ class CompiledGraph:
         self._bindings = Bindings(
             program, self._run, roles.static, roles.written, config.max_bindings
         )
-        auto = self._roles[self._auto_mode] if self._auto_mode is not NONE else roles
-        self._auto_numbers = picker(auto.numbers)
-        self._auto_scalars = auto.scalars
+        captured = any(piece.capture for piece in split.pieces)
+        self._has_pieces = captured and PIECEWISE in self._served
 
     # -------------------------------------------------------------- a call
 
@@ -146,13 +144,10 @@ class CompiledGraph:
             return self._never, None
         if any_capture():
             return Why(Reason.INSIDE_CAPTURE, "called inside of a capture"), None
-        mode = self._auto_mode if context is None else self._mode_for(context)
+        mode = self._auto.mode if context is None else self._mode_for(context)
         if isinstance(mode, Why):
             return mode, None
-        if context is None:
-            key: Hashable = self._auto_key(inputs)
-        else:
-            key = (mode, context.batch_descriptor)
+        key = self._auto.key(inputs) if context is None else (mode, context.batch_descriptor)
         with self._lock:
             self._owner = threading.get_ident()
             try:
@@ -183,13 +178,16 @@ class CompiledGraph:
             return found, None
         if binding is None:
             binding = self._bindings.add(name, inputs)
-        batch = self._batch(mode, context, inputs)
+        given = None if context is None else context.batch_descriptor
+        descriptor = self._auto.descriptor(inputs) if given is None else given
+        batch = Batch(mode, descriptor, own_context=context is None)
         why = self._why_not_now(binding, key, batch, inputs)
         return (why, None) if why is not None else self._capture(binding, key, batch, inputs)
 
     def _capture(
         self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
     ) -> tuple[Why | None, Any]:
+        """Run and record a step; where a FULL graph is refused, as a PIECEWISE one."""
         self._bindings.reap()
         recording = Recording(self._program, self._roles[batch.mode], batch, inputs)
         overlap = recording.overlap(inputs)
@@ -203,11 +201,28 @@ class CompiledGraph:
             return None, outcome.result
         assert outcome.why is not None
         if outcome.why.reason is Reason.CAPTURE_FAILED:
+            if batch.mode is FULL and not self._config.strict and self._has_pieces:
+                return self._capture_pieces(outcome.why, binding, key, batch, inputs)
             binding.recordings[key] = outcome.why
         if not outcome.ran:
             return outcome.why, None
         self._count_plain(outcome.why)
         return None, outcome.result
+
+    def _capture_pieces(
+        self,
+        why: Why,
+        binding: Binding,
+        key: Hashable,
+        batch: Batch,
+        inputs: tuple[Any, ...],
+    ) -> tuple[Why | None, Any]:
+        """After a FULL capture that failed before anything ran: the same step, piece by piece."""
+        self._degraded(why)
+        if batch.own_context:
+            self._auto.use(PIECEWISE)
+            key = self._auto.key(inputs)
+        return self._capture(binding, key, replace(batch, mode=PIECEWISE), inputs)
 
     # -------------------------------------------------------------- decisions
 
@@ -218,7 +233,7 @@ class CompiledGraph:
             return Why(Reason.MODE_NONE, "the forward context says NONE")
         if context.batch_descriptor is None:
             raise DispatchError.no_descriptor("the compiled model", mode.name)
-        if not self._wanted.has_mode(mode):
+        if mode not in self._served:
             detail = f"the context says {mode.name}, cudagraph_mode is {self._wanted.name}"
             return Why(Reason.OTHER_MODE, detail)
         if mode is FULL and not allows_full(self._support, context.batch_descriptor):
@@ -226,37 +241,12 @@ class CompiledGraph:
                 f"a boundary supports {self._support.name} only, not {context.batch_descriptor}"
             )
             why = Why(Reason.ATTENTION_SUPPORT, detail)
-            if self._config.strict or not self._wanted.has_mode(PIECEWISE):
+            if self._config.strict or PIECEWISE not in self._served:
                 return why
-            self._count_degraded(why)
+            with self._lock:
+                self._degraded(why)
             return PIECEWISE
         return mode
-
-    def _auto_key(self, inputs: tuple[Any, ...]) -> Hashable:
-        numbers = self._auto_numbers(inputs)
-        if self._auto_scalars:
-            numbers += tuple(number(inputs[position]) for position in self._auto_scalars)
-        return numbers
-
-    def _batch(
-        self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
-    ) -> Batch:
-        if context is not None:
-            assert context.batch_descriptor is not None
-            return Batch(mode, context.batch_descriptor, own_context=False)
-        return Batch(mode, self._synthetic(inputs), own_context=True)
-
-    def _synthetic(self, inputs: tuple[Any, ...]) -> BatchDescriptor:
-        """The descriptor of a step without a forward context, from its concrete sizes."""
-        numbers = self._auto_key(inputs)
-        position = self._sized_by
-        if position is None:
-            read = self._roles[FULL].read
-            sizes = [inputs[p].shape[0] for p in read if inputs[p].dim()]
-            tokens = sizes[0] if sizes else 0
-        else:
-            tokens = inputs[position]
-        return BatchDescriptor(num_tokens=max(tokens, 0), extra=("auto", numbers))
 
     def _why_not_now(
         self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
@@ -266,7 +256,7 @@ class CompiledGraph:
             detail = f"no graph for {batch.descriptor}, and capture is closed"
             return Why(Reason.CAPTURE_FORBIDDEN, detail)
         if batch.own_context:
-            why = self._why_not_auto(binding, inputs)
+            why = self._auto.why_not(binding, inputs)
             if why is not None:
                 return why
         if not binding.captured and self._bindings.full():
@@ -279,26 +269,6 @@ class CompiledGraph:
             return Why(Reason.WARMING, detail)
         if captured_elsewhere():
             return Why(Reason.CAPTURE_BUSY, "another thread is capturing")
-        return None
-
-    def _why_not_auto(self, binding: Binding, inputs: tuple[Any, ...]) -> Why | None:
-        if self._auto_mode is NONE:
-            detail = f"a boundary supports {self._support.name} only, and no piece may be captured"
-            return Why(Reason.ATTENTION_SUPPORT, detail)
-        sizes = self._config.cudagraph_capture_sizes
-        if sizes is not None and self._sized_by is not None:
-            size = inputs[self._sized_by]
-            if size not in sizes:
-                return Why(Reason.UNLISTED_SIZE, f"{size} is not in cudagraph_capture_sizes")
-        grown = self._growth.why(inputs)
-        if grown is not None:
-            return grown
-        if binding.captured >= self._config.max_captured_shapes:
-            detail = (
-                f"{binding.captured} shapes are captured (max_captured_shapes). Pad to fewer "
-                "shapes, or keep what grows in a buffer of fixed size"
-            )
-            return Why(Reason.TOO_MANY_SHAPES, detail)
         return None
 
     def _needs_grad(self, inputs: tuple[Any, ...]) -> bool:
@@ -317,7 +287,7 @@ class CompiledGraph:
         if context is None and why.reason is not Reason.INSIDE_CAPTURE:
             with override_forward_context(ForwardContext()):
                 result = run(*inputs)
-            self._growth.remember(result)
+            self._auto.growth.remember(result)
         else:
             result = run(*inputs)
         with self._lock:
@@ -331,10 +301,9 @@ class CompiledGraph:
             self.counters.details[why.reason] = why.detail
             log.info("a step runs without graphs: %s", why)
 
-    def _count_degraded(self, why: Why) -> None:
-        with self._lock:
-            self.counters.degraded[why.reason] += 1
-            self.counters.details[why.reason] = why.detail
+    def _degraded(self, why: Why) -> None:
+        self.counters.degraded[why.reason] += 1
+        self.counters.details[why.reason] = why.detail
 
     # -------------------------------------------------------------- what a user may ask
 
@@ -362,14 +331,6 @@ class CompiledGraph:
 
 
 _GRADIENTS = Why(Reason.GRADIENTS, "grad mode is on, and an input or a constant requires grad")
-
-
-def _sized_by(split: SplitGraph, config: CompilationConfig) -> int | None:
-    """The position of the number that counts the rows of a batch; None for a static graph."""
-    dims = split.symbols.dims
-    names = [name for name, dim in dims.items() if config.capture_dim in (None, dim)]
-    places = [p for p, each in enumerate(split.inputs) if each.name in names[:1]]
-    return places[0] if places else None
 
 
 def _restoring_grad_mode(split: SplitGraph, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -266,15 +266,6 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
-    def failed(cls, what: str, where: str, error: BaseException) -> "CaptureError":
-        first = (str(error).strip().splitlines() or [""])[0]
-        return cls(
-            f"{what} ({where}): the capture failed with {type(error).__name__}: {first}\n"
-            "  Take the op out of the piece with a splitting op or cgcompile.eager_region(). "
-            "Without strict=True this batch would run without graphs."
-        )
-
-    @classmethod
     def twice(cls, what: str) -> "CaptureError":
         return cls(f"{what}: this graph holds a recording already.\n  Call reset() first.")
 
@@ -288,14 +279,6 @@ class CaptureError(CGCompileError, RuntimeError):
             f"replay: {what} reads an input {shape} that was freed after the capture.\n"
             "  A graph reads the memory it saw: keep the captured buffers alive, and write new "
             "data into them."
-        )
-
-    @classmethod
-    def no_device(cls, what: str, device: str) -> "CaptureError":
-        return cls(
-            f"{what}: there are no graphs for tensors on {device!r}.\n"
-            "  Move the model to a CUDA device, or set capture_device='host' "
-            "(CGCOMPILE_CAPTURE_DEVICE=host) for a recorder with the rules of CUDA, for tests."
         )
 
     @classmethod
@@ -353,13 +336,12 @@ class AddressChangedError(GuardError):
 
     @classmethod
     def moved(
-        cls, what: str, batch: str, path: str, now: int, before: int, where: str = ""
+        cls, what: str, batch: str, path: str, now: int, before: int
     ) -> "AddressChangedError":
-        line = f"   ({where})" if where else ""
         return cls(
             f"{what}, {batch}: {path} is at {now:#x}, was at {before:#x} when captured.\n"
             "  A CUDA graph reads the address it saw at capture. Write into the same buffer each "
-            f"step, or call without a forward context, where inputs are copied.{line}"
+            "step, or call without a forward context, where inputs are copied."
         )
 
 

@@ -102,6 +102,9 @@ class BatchDescriptor(_Fields):
         return self.num_tokens // self.num_reqs if self.uniform and self.num_reqs else None
 
 
+_RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+
+
 class ForwardContext:
     """What opaque ops, wrappers and eager segments may know of the current step.
 
@@ -131,8 +134,7 @@ class ForwardContext:
         slot_mapping: Any = None,
         **additional: Any,
     ) -> None:
-        is_mode = isinstance(cudagraph_runtime_mode, CUDAGraphMode)
-        if not is_mode or cudagraph_runtime_mode not in CUDAGraphMode.valid_runtime_modes():
+        if cudagraph_runtime_mode not in _RUNTIME_MODES:
             raise ForwardContextError.runtime_mode(cudagraph_runtime_mode)
         self.attn_metadata = attn_metadata
         self.cudagraph_runtime_mode = cudagraph_runtime_mode

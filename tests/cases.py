@@ -74,6 +74,7 @@ class Case:
         tolerance: relative and absolute, where kernels differ.
         writes_inputs: whether the model writes its arguments, so that they must not move.
         replays: the least number of replays, where it is not that of every size and graph.
+        has_captured_pieces: whether any piece is captured, so that PIECEWISE graphs exist.
     """
 
     build: Callable[[], nn.Module]
@@ -90,6 +91,7 @@ class Case:
     tolerance: tuple[float, float] = (2e-4, 2e-5)
     writes_inputs: bool = False
     replays: int | None = None
+    has_captured_pieces: bool = True
 
 
 CASES: dict[str, Case] = {}
@@ -282,7 +284,6 @@ class BaseMutatedByBoundary(nn.Module):
         return v * 2 + 1, h.sin()
 
 
-@case("input_mutated_in_pieces", writes_inputs=True)
 class InputMutated(nn.Module):
     def forward(self, x, cache):
         cache[:, 0].add_(x[:, 0])
@@ -292,7 +293,9 @@ class InputMutated(nn.Module):
 
 
 CASES["input_mutated_in_pieces"] = Case(
-    InputMutated, inputs=lambda n: (torch.randn(n, 4, D), torch.randn(n, 4, D))
+    InputMutated,
+    inputs=lambda n: (torch.randn(n, 4, D), torch.randn(n, 4, D)),
+    writes_inputs=True,
 )
 
 
@@ -359,6 +362,7 @@ CASES["nonzero_graph_break"] = Case(
     dynamo={"capture_dynamic_output_shape_ops": False},
     prepare=lambda inputs: None,  # a marked size cannot pass a graph break
     graphs=2,
+    replays=12,
 )
 
 
@@ -385,7 +389,7 @@ class MaskAssignsValues(Attention):
         return q.sin()
 
 
-@case("graph_break", graphs=2, prepare=lambda inputs: None)
+@case("graph_break", graphs=2, prepare=lambda inputs: None, replays=12)
 class GraphBreak(Attention):
     def attend(self, q, k, v):
         torch._dynamo.graph_break()
@@ -560,7 +564,7 @@ class LayoutChanged(nn.Module):
         return h * 1, first * 2, y
 
 
-@case("size_returned_around_no_grad")
+@case("size_returned_around_no_grad", has_captured_pieces=False)
 class SizeReturnedAroundNoGrad(nn.Module):
     def forward(self, x):
         with torch.no_grad():

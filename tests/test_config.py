@@ -31,6 +31,11 @@ def test_settings_are_a_decision() -> None:
         "cudagraph_capture_sizes",
         "capture_dim",
         "dump_passes",
+        "capture_device",
+        "strict",
+        "num_warmups",
+        "max_captured_shapes",
+        "max_bindings",
     )
 
 

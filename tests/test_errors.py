@@ -7,12 +7,17 @@ from expecttest import TestCase
 
 from cgcompile import errors
 from cgcompile.errors import (
+    AddressChangedError,
     BoundaryError,
+    CaptureBusyError,
+    CaptureError,
     CGCompileError,
     ConfigError,
     DescriptorError,
+    DispatchError,
     ForwardContextError,
     GradientError,
+    HostValueChangedError,
     PassError,
     PieceCompileError,
     SymbolError,
@@ -56,6 +61,22 @@ EXAMPLES: dict[str, CGCompileError] = {
     ),
     "PieceCompileError.bad_outputs": PieceCompileError.bad_outputs("piece_0", "mine", 2, "no list"),
     "GradientError.recomputes": GradientError.recomputes(),
+    "CaptureError.refused": CaptureError.refused("aten._local_scalar_dense.default"),
+    "CaptureError.nested": CaptureError.nested("capture of piece_0"),
+    "CaptureError.twice": CaptureError.twice("CudaGraph"),
+    "CaptureError.empty": CaptureError.empty(),
+    "CaptureError.freed_input": CaptureError.freed_input("aten.mm.default", "(2, 3) torch.float32"),
+    "CaptureError.reentered": CaptureError.reentered(),
+    "CaptureBusyError.busy": CaptureBusyError.busy("piece_1", "piece_0", True),
+    "DispatchError.no_descriptor": DispatchError.no_descriptor("Linear", "FULL"),
+    "DispatchError.bad_mode": DispatchError.bad_mode("NONE"),
+    "DispatchError.strict": DispatchError.strict("the step", "host_sync", "item() reads a tensor"),
+    "AddressChangedError.moved": AddressChangedError.moved(
+        "piece_2", "num_tokens=64", "input 0 'out_1'", 0x7F3A80, 0x7F3A00
+    ),
+    "HostValueChangedError.changed": HostValueChangedError.changed(
+        "piece_2", "num_tokens=64", "input 1", 3, 2
+    ),
     "PieceCompileError.not_callable": PieceCompileError.not_callable("piece_0", "mine", None),
 }
 

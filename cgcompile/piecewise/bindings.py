@@ -94,6 +94,8 @@ class Bindings:
         self._program = program
         self._whole = whole
         self._statics = picker(static)
+        size = len(compat.identities((None,)))
+        self._runs = [(start * size, end * size) for start, end in _runs(static)]
         self._written = tuple(written)
         self._most = most
         self._known: dict[Hashable, Binding] = {}
@@ -105,7 +107,8 @@ class Bindings:
 
     def find(self, inputs: tuple[Any, ...], by_address: bool) -> tuple[Hashable, Binding | None]:
         """(key, binding) of a call; ``by_address`` where written inputs are not checked later."""
-        key: Hashable = compat.identities(self._statics(inputs))
+        every = compat.identities(inputs)
+        key: Hashable = b"".join([every[start:end] for start, end in self._runs])
         if by_address and self._written:
             key = (key, *(inputs[position].data_ptr() for position in self._written))
         return key, self._known.get(key)
@@ -147,6 +150,17 @@ class Bindings:
         if binding is not None:
             self._dead.append(binding)
         self._watches.pop(key, None)
+
+
+def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending positions as stretches: ``(0, 2, 3)`` is ``[(0, 1), (2, 4)]``."""
+    found: list[tuple[int, int]] = []
+    for position in positions:
+        if found and found[-1][1] == position:
+            found[-1] = (found[-1][0], position + 1)
+        else:
+            found.append((position, position + 1))
+    return found
 
 
 def picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

@@ -56,6 +56,8 @@ class Returns:
                 self._fixed.append((item, tensor))
             else:
                 self._views.append(_view(item, tensor, found, inputs[found]))
+        self._is_flat = isinstance(result, tuple) and not any(map(compat.is_container, result))
+        self._as_it_is = not self._views and not (copied and self._fixed)
         self._copies = FreshCopies([tensor for _, tensor in self._fixed]) if copied else None
 
     def make(self, result: Any, inputs: Sequence[Any]) -> Any:
@@ -65,14 +67,16 @@ class Returns:
             result: what the step returned.
             inputs: what this call was given.
         """
-        leaves = compat.tree_leaves(result)
+        if self._as_it_is:
+            return result
+        leaves = list(result) if self._is_flat else compat.tree_leaves(result)
         if self._copies is not None:
             copies = self._copies.make()
             for (item, _), copy in zip(self._fixed, copies, strict=True):
                 leaves[item] = copy
         for view in self._views:
             leaves[view.item] = _rebuilt(view, inputs[view.position])
-        return compat.tree_unflatten(leaves, self._spec)
+        return tuple(leaves) if self._is_flat else compat.tree_unflatten(leaves, self._spec)
 
 
 def _view(item: int, tensor: torch.Tensor, position: int, source: torch.Tensor) -> _View:

@@ -108,25 +108,6 @@ def allows_full(support: AttentionCGSupport, descriptor: BatchDescriptor | None)
     return support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE and single
 
 
-def auto_mode(split: SplitGraph, wanted: CUDAGraphMode) -> CUDAGraphMode:
-    """The runtime mode of steps without a forward context; NONE if the settings leave none.
-
-    FULL where every boundary allows it for any batch and no number is read by boundaries alone:
-    such a number may change at each step, and a piecewise step takes it as it comes.
-    """
-    piecewise = wanted.has_mode(CUDAGraphMode.PIECEWISE)
-    full = wanted.has_mode(CUDAGraphMode.FULL) and allows_full(full_support(split), None)
-    captured = any(piece.capture for piece in split.pieces)
-    if full and piecewise and captured:
-        numbers = Roles.of(split, CUDAGraphMode.FULL).numbers
-        live = set(numbers) - set(Roles.of(split, CUDAGraphMode.PIECEWISE).numbers)
-        used = {name for piece in split.pieces for name in piece.inputs}
-        full = not any(split.inputs[position].name in used for position in live)
-    if full:
-        return CUDAGraphMode.FULL
-    return CUDAGraphMode.PIECEWISE if piecewise and captured else CUDAGraphMode.NONE
-
-
 def why_never(split: SplitGraph, wanted: CUDAGraphMode, has_device: bool) -> Why | None:
     """Why no call of a graph is captured, whatever it is given; None if it may be."""
     if wanted is CUDAGraphMode.NONE:

@@ -1,0 +1,197 @@
+"""Host time of a replayed step, as a ratio to the bare loop over the same graphs.
+
+Run it on a machine with a CUDA device::
+
+    python examples/benchmarks/host_time.py
+    python examples/benchmarks/host_time.py --layers 8 --hidden 256 --steps 500
+
+A decoder is split at an attention op that does nothing, so that what is left is the host's work.
+The floor calls ``graph.replay()`` of the very same graphs, and the op through the dispatcher, in a
+loop without any bookkeeping. Steps of all rows are interleaved; each is timed alone, the device
+idle before it; medians are compared. Rows:
+
+* ``compiled graph``: what ``torch.compile`` calls, forward context included, Dynamo's guards not;
+* ``compiled model``: the whole call, guards and parameter look-up of Dynamo included.
+
+Exits with 1 where a ratio of a compiled graph is above ``--limit``.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import cgcompile
+from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
+from cgcompile.entry import CompiledGraph
+
+LIBRARY = torch.library.Library("cgbench", "FRAGMENT")
+
+
+def define_attention() -> None:
+    """An attention op that does nothing, so that only its call costs."""
+    LIBRARY.define("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out) -> ()")
+    LIBRARY.impl("attend", lambda q, k, v, out: None, "CUDA")
+    LIBRARY.impl("attend", lambda q, k, v, out: None, "CPU")
+    torch.library.register_fake("cgbench::attend", lambda q, k, v, out: None, lib=LIBRARY)
+
+
+class Layer(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
+        attended = torch.zeros_like(q)
+        torch.ops.cgbench.attend(q, k, v, attended)
+        x = x + self.out(attended)
+        h: torch.Tensor = x + self.down(nn.functional.silu(self.up(self.norm2(x))))
+        return h
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int, hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(hidden) for _ in range(layers))
+        self.norm = nn.RMSNorm(hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        normed: torch.Tensor = self.norm(x)
+        return normed
+
+
+class Spy:
+    """A backend that keeps the last inputs that each compiled graph was called with."""
+
+    def __init__(self, backend: cgcompile.Backend) -> None:
+        self.backend = backend
+        self.inputs: tuple[Any, ...] = ()
+
+    def __call__(self, gm: Any, example_inputs: Any) -> Callable[..., Any]:
+        graph = self.backend(gm, example_inputs)
+
+        def run(*inputs: Any) -> Any:
+            self.inputs = inputs
+            return graph(*inputs)
+
+        return run
+
+
+def attention(full: bool) -> cgcompile.SplittingOp:
+    support = cgcompile.AttentionCGSupport.ALWAYS if full else cgcompile.AttentionCGSupport.NEVER
+    return cgcompile.SplittingOp("cgbench::attend", support=support)
+
+
+def floor_of(graph: CompiledGraph, descriptor: BatchDescriptor, mode: CUDAGraphMode) -> Any:
+    """The bare loop: the same graphs, and the op called through the dispatcher."""
+    (binding,) = graph.bindings
+    if mode is CUDAGraphMode.FULL:
+        return binding.full.concrete_cudagraph_entries[descriptor].graph.replay
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    values: dict[str, Any] = {}
+    for piece in graph.split.pieces:
+        if piece.capture:
+            entry = binding.wrappers[piece.index].concrete_cudagraph_entries[descriptor]
+            values.update(zip(piece.outputs, entry.output, strict=True))
+            calls.append((entry.graph.replay, ()))
+        else:
+            given = tuple(values[name] for name in piece.inputs if name in values)
+            calls.append((torch.ops.cgbench.attend.default, given))
+
+    def run() -> None:
+        for call, given in calls:
+            call(*given)
+
+    return run
+
+
+def timed(rows: dict[str, Callable[[], Any]], steps: int, device: str) -> dict[str, float]:
+    """Median seconds of one call of each row, interleaved."""
+    found: dict[str, list[float]] = {name: [] for name in rows}
+    for _ in range(steps):
+        for name, call in rows.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            found[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def measure(args: argparse.Namespace, mode: CUDAGraphMode) -> dict[str, float]:
+    torch._dynamo.reset()
+    backend = cgcompile.Backend(
+        splitting_ops=(attention(mode is CUDAGraphMode.FULL),),
+        compiler=args.compiler,
+        capture_device="host" if args.device == "cpu" else "auto",
+    )
+    spy = Spy(backend)
+    torch.manual_seed(0)
+    model = Decoder(args.layers, args.hidden).to(args.device).eval()
+    compiled = torch.compile(model, backend=spy)
+    x = torch.randn(args.batch, args.hidden, device=args.device)
+    descriptor = BatchDescriptor(args.batch)
+    with torch.inference_mode():
+        for _ in range(3):
+            with set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=descriptor):
+                compiled(x)
+        (graph,) = backend.graphs
+        inputs = spy.inputs
+
+        def step() -> None:
+            with set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=descriptor):
+                graph(*inputs)
+
+        def whole() -> None:
+            with set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=descriptor):
+                compiled(x)
+
+        rows = {
+            "bare loop": floor_of(graph, descriptor, mode),
+            "compiled graph": step,
+            "compiled model": whole,
+        }
+        timed(rows, 10, args.device)
+        before = graph.counters.replays
+        found = timed(rows, args.steps, args.device)
+    assert graph.counters.replays - before == 2 * args.steps, graph.counters
+    captured = sum(piece.capture for piece in graph.split.pieces)
+    print(f"{mode.name}: {captured} captured pieces, {len(inputs)} inputs, medians of {args.steps}")
+    for name, seconds in found.items():
+        ratio = seconds / found["bare loop"]
+        print(f"  {name:15} {seconds * 1e6:8.1f} us  {ratio:5.2f} x the bare loop")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Host time of a replayed step.")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default)
+    parser.add_argument("--compiler", default="inductor")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--limit", type=float, nargs=2, default=(2.0, 3.0), metavar=("PW", "FULL"))
+    args = parser.parse_args(argv)
+    define_attention()
+    failed = False
+    modes = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+    for mode, limit in zip(modes, args.limit, strict=True):
+        found = measure(args, mode)
+        failed |= found["compiled graph"] > limit * found["bare loop"]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
