@@ -21,6 +21,7 @@ from cgcompile.entry import CompiledGraph
 from cgcompile.errors import ConfigError
 from cgcompile.passes import split_graph
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
+from cgcompile.reasons import Counters
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Backend:
         self.config = CompilationConfig.resolve(config, arguments=settings)
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._graphs: list[weakref.ref[CompiledGraph]] = []
+        self._capture_closed = False
 
     @property
     def graphs(self) -> tuple[CompiledGraph, ...]:
@@ -51,6 +53,29 @@ class Backend:
         """
         found = (reference() for reference in self._graphs)
         return tuple(graph for graph in found if graph is not None)
+
+    @property
+    def counters(self) -> Counters:
+        """What all calls of these graphs did, in one sum."""
+        return sum((graph.counters for graph in self.graphs), Counters())
+
+    def close_capture(self) -> None:
+        """Capture nothing any more, in any thread, what is compiled later included.
+
+        What has no graph runs plain, counted; with ``strict`` it raises.
+        """
+        self._capture_closed = True
+        for graph in self.graphs:
+            graph.close_capture()
+
+    def release(self) -> None:
+        """Free all CUDA graphs and their memory; capture is open again.
+
+        Results that a replay returned under a forward context lie in that memory: drop them first.
+        """
+        self._capture_closed = False
+        for graph in self.graphs:
+            graph.release()
 
     def reset(self) -> None:
         """Forget what was compiled; ``torch._dynamo.reset()`` calls it."""
@@ -82,6 +107,8 @@ class Backend:
         if self.config.mode is CompilationMode.DYNAMO_TRACE_ONCE:
             raise ConfigError.trace_once_needs_guards_dropped()
         graph = _compile_piecewise(gm, self.config)
+        if self._capture_closed:
+            graph.close_capture()
         self._graphs = [each for each in self._graphs if each() is not None]
         self._graphs.append(weakref.ref(graph))
         return graph

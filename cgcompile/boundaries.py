@@ -110,6 +110,8 @@ BUILTIN_SPLITTING_OPS: tuple[SplittingOp, ...] = (
     SplittingOp("flashinfer::*decode*"),
     SplittingOp("flashinfer::*attention*"),
     SplittingOp("flashinfer::*mla*"),
+    # Experts of transformers where no grouped kernel fits: reads their offsets on the host.
+    SplittingOp("transformers::*grouped_mm_fallback*"),
 )
 
 

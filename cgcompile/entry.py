@@ -325,6 +325,7 @@ class CompiledGraph:
     def release(self) -> None:
         """Free all graphs and their memory. Later calls warm up and capture again."""
         with self._lock:
+            self._closed = False
             if self._pool is not None:
                 self._bindings.clear()
                 self._pool.release()

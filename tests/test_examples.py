@@ -57,7 +57,9 @@ def test_quickstart_keeps_its_promises() -> None:
     assert "splitting_op: torch.nn.functional.scaled_dot_product_attention" in done.stdout
     assert "promises kept: yes" in done.stdout.splitlines()
     assert number_after("graphs: ", done.stdout) == 2  # any batch, and a batch of one
-    assert number_after("steps: ", done.stdout) == 5
+    assert number_after("steps: ", done.stdout) == 40
+    assert number_after("calls that could be replays: ", done.stdout) == 30
+    assert "captures: 5, replays: 30, plain steps: {'warming': 5}" in done.stdout.splitlines()
     assert number_after("largest difference from eager: ", done.stdout) <= 1e-4
     assert "  The ferry to the island leaves every morning at seven.\n" in done.stdout
     assert "  Each morning at seven a boat sails for the island.\n" in done.stdout
@@ -112,10 +114,23 @@ def test_quickstart_fails_when_an_embedding_differs(
     assert "promises kept: no" in printed
 
 
+@needs_weights
+def test_quickstart_fails_when_calls_are_not_replayed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CGCOMPILE_NUM_WARMUPS", "1000")
+    quickstart = load("quickstart.py")
+    assert quickstart.main(["--device", "cpu", "--compiler", "eager", "--rounds", "4"]) == 1
+    printed = capsys.readouterr().out
+    assert "captures: 0, replays: 0, plain steps: {'warming': 20}" in printed
+    assert "BROKEN: only 0 of 10 calls that could be replays were" in printed
+
+
 def test_quickstart_names_each_broken_promise() -> None:
     quickstart = load("quickstart.py")
-    assert quickstart.broken_promises([], 6, 0.0) == ["nothing was compiled"]
-    (difference, _) = quickstart.broken_promises([], 6, float("nan"))
+    missed = "only 0 of 10 calls that could be replays were"
+    assert quickstart.broken_promises([], 6, 0.0, 10) == [missed, "nothing was compiled"]
+    (_, difference, _) = quickstart.broken_promises([], 6, float("nan"), 0)
     assert difference.startswith("embeddings differ from eager by nan")
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -124,9 +139,10 @@ def test_quickstart_names_each_broken_promise() -> None:
         return y * 2
 
     graphs = compiled_graphs(forward)
-    broken = quickstart.broken_promises(graphs, 6, 0.0)
-    assert broken[0] == "graph 0 has 0 attention boundaries for 6 layers"
-    assert broken[1].startswith("graph 0 ended by a graph break: ")
+    broken = quickstart.broken_promises(graphs, 6, 0.0, 10)
+    assert broken[0] == missed
+    assert broken[1] == "graph 0 has 0 attention boundaries for 6 layers"
+    assert broken[2].startswith("graph 0 ended by a graph break: ")
 
 
 def test_quickstart_finds_the_most_similar_pair() -> None:
@@ -156,6 +172,7 @@ def test_llama_decodes_the_same_tokens() -> None:
     assert "graph breaks: 0" in rows
     assert "graphs: 2" in rows
     assert "steps through compiled graphs: [1, 63]" in rows
+    assert "captures: 1, replays: 61, plain steps: {'warming': 2}" in rows
     (tokens,) = (row for row in rows if row.startswith("tokens: 128, "))
     assert int(tokens.split()[2]) > 32  # a cache that lost its past would hardly vary so much
 
@@ -201,6 +218,18 @@ def test_llama_fails_when_steps_miss_the_graphs(
     printed = capsys.readouterr().out
     assert "tokens identical: yes" in printed
     assert "BROKEN: 4 steps made 0 calls of compiled graphs" in printed
+
+
+def test_llama_fails_when_steps_are_not_replayed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CGCOMPILE_CUDAGRAPH_MODE", "NONE")
+    llama = load("llama_decode.py")
+    assert llama.main([*SMALL, "--tokens", "12"]) == 1
+    printed = capsys.readouterr().out
+    assert "tokens identical: yes" in printed
+    assert "captures: 0, replays: 0, plain steps: {'mode_none': 12}" in printed
+    assert "BROKEN: only 0 of 12 steps were replays" in printed
 
 
 def test_llama_names_each_broken_promise() -> None:

@@ -12,14 +12,17 @@ any code of the host in between. What holds on CUDA holds here:
 
 Two things that run at replay are not ATen ops: a piece that Inductor compiled is one recorded call,
 and a C++ kernel of a custom op is one. Of an op whose kernel is written in Python, the ops in its
-body are recorded. The gap: ``Tensor.tolist()`` and ``Tensor.numpy()`` do not pass the dispatcher,
-so they are not refused; what they return inside of a capture is the recording run's.
+body are recorded. ``Tensor.tolist()`` and ``Tensor.numpy()`` do not pass the dispatcher: a profile
+function of Python sees them. The gap: where another profiler is active, it stays, and they return
+what the recording run computed.
 """
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -126,6 +129,30 @@ class HostGraph:
                 step.run()
 
 
+class _HostReads:
+    """Refuses reads that the dispatcher does not see, in this thread, between two switches."""
+
+    _NAMES = ("tolist", "numpy")
+
+    def __init__(self) -> None:
+        self._on = False
+
+    def switch_on(self) -> None:
+        self._on = sys.getprofile() is None
+        if self._on:
+            sys.setprofile(self._see)
+
+    def switch_off(self) -> None:
+        if self._on:
+            sys.setprofile(None)
+
+    def _see(self, frame: FrameType, event: str, function: Any) -> None:
+        if event != "c_call" or getattr(function, "__name__", "") not in self._NAMES:
+            return
+        if isinstance(getattr(function, "__self__", None), torch.Tensor):
+            raise CaptureError.refused(f"Tensor.{function.__name__}()")
+
+
 class _Recorder(compat.DispatchMode):
     """Sees each op of one capture, and undoes what the recording run did outside of the graph."""
 
@@ -136,13 +163,16 @@ class _Recorder(compat.DispatchMode):
         self._constants = constants
         self._made: set[int] = set()  # addresses of storages that this capture allocated
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._host_reads = _HostReads()
 
     def start(self) -> None:
         self._random = torch.get_rng_state()
         self._pool.begin()
         self.switch_on()
+        self._host_reads.switch_on()
 
     def stop(self) -> None:
+        self._host_reads.switch_off()
         self.switch_off()
         torch.set_rng_state(self._random)
         with torch.inference_mode(False), torch.no_grad(), compat.without_modes():
