@@ -142,12 +142,14 @@ class CompiledGraph:
             return _GRADIENTS, None
         if self._never is not None:
             return self._never, None
-        if any_capture():
+        if self._pool is not None and self._pool.device.is_capturing():
             return Why(Reason.INSIDE_CAPTURE, "called inside of a capture"), None
         mode = self._auto.mode if context is None else self._mode_for(context)
         if isinstance(mode, Why):
             return mode, None
-        key = self._auto.key(inputs) if context is None else (mode, context.batch_descriptor)
+        key = (
+            self._auto.key(inputs) if context is None else (mode is FULL, context.batch_descriptor)
+        )
         with self._lock:
             self._owner = threading.get_ident()
             try:

@@ -225,18 +225,19 @@ class set_forward_context(override_forward_context):
         slot_mapping: Any = None,
         **additional: Any,
     ) -> None:
-        super().__init__(
-            ForwardContext(
-                attn_metadata,
-                cudagraph_runtime_mode=cudagraph_runtime_mode,
-                batch_descriptor=batch_descriptor,
-                num_tokens=num_tokens,
-                num_unpadded_tokens=num_unpadded_tokens,
-                num_tokens_across_dp=num_tokens_across_dp,
-                slot_mapping=slot_mapping,
-                **additional,
-            )
+        if torch.compiler.is_compiling():
+            raise ForwardContextError.traced(type(self).__name__ + "()")
+        self._context = ForwardContext(
+            attn_metadata,
+            cudagraph_runtime_mode=cudagraph_runtime_mode,
+            batch_descriptor=batch_descriptor,
+            num_tokens=num_tokens,
+            num_unpadded_tokens=num_unpadded_tokens,
+            num_tokens_across_dp=num_tokens_across_dp,
+            slot_mapping=slot_mapping,
+            **additional,
         )
+        self._tokens = []
 
 
 def is_forward_context_available() -> bool:

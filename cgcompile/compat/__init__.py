@@ -8,9 +8,11 @@ that torch does not document. Callers write ``compat.name``, whatever file here 
 from cgcompile.compat.capture import (
     DispatchMode,
     StorageLife,
+    alias,
     autocast_off,
     compiled_region,
     cuda_is_capturing,
+    cuda_stream_is_capturing,
     identities,
     is_plain_tensor,
     python_kernel,

@@ -17,16 +17,26 @@ def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
     Equal address, shape, strides, dtype, and conjugate and negative bits; never an inference
     tensor, never requires grad. About 3 us. Reading it after the memory is gone is undefined.
     """
+    storage = tensor.untyped_storage()
+    raw = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    return _over(raw, tensor)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """As :func:`weak_tensor`, but keeping the memory alive."""
+    return _over(tensor.untyped_storage(), tensor)
+
+
+def _over(storage: torch.UntypedStorage, layout: torch.Tensor) -> torch.Tensor:
+    """A tensor of the layout of another, outside of inference mode and of autograd."""
     with torch.inference_mode(False), torch.no_grad():
-        storage = tensor.untyped_storage()
-        raw = torch._C._construct_storage_from_data_pointer(
-            storage.data_ptr(), tensor.device, storage.nbytes()
-        )
-        found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        found.set_(raw, tensor.storage_offset(), tensor.size(), tensor.stride())
-        if tensor.is_conj():
+        found = torch.empty(0, dtype=layout.dtype, device=layout.device)
+        found.set_(storage, layout.storage_offset(), layout.size(), layout.stride())
+        if layout.is_conj():
             found = torch._conj(found)
-        return torch._neg_view(found) if tensor.is_neg() else found
+        return torch._neg_view(found) if layout.is_neg() else found
 
 
 def tensor_at(address: int, nbytes: int) -> torch.Tensor:
@@ -89,6 +99,12 @@ def raw_stream(device_index: int) -> int:
 def cuda_is_capturing() -> bool:
     """Whether the current CUDA stream of this thread is being captured; builds without CUDA: no."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+# Whether the current CUDA stream of this thread is being captured. For an initialised device only.
+cuda_stream_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 
 
 def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:

@@ -5,6 +5,7 @@ synchronises and empties the allocator's cache at every entry, does not restore 
 failure, and hides the first error behind the one of ``capture_end``.
 """
 
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -110,7 +111,7 @@ class CudaDevice:
         return torch.cuda.stream(stream)
 
     def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return compat.cuda_stream_is_capturing()
 
     def stream_key(self) -> int:
         return compat.raw_stream(self._index)
@@ -123,6 +124,15 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def recover(self) -> None:
+        """Capture something that works.
+
+        A capture that broke leaves the random generator in the belief that it goes on, so that
+        every random op after it raises; the end of a good capture sets it right.
+        """
+        with contextlib.suppress(RuntimeError):
+            CudaPool(self.device)
 
     def owns(self, pool: CudaPool, tensor: torch.Tensor) -> bool:
         return pool.holds(tensor.untyped_storage().data_ptr())

@@ -72,6 +72,9 @@ class CaptureDevice(Protocol):
     def synchronize(self) -> None:
         """Wait on the host until the device is idle."""
 
+    def recover(self) -> None:
+        """After a failed capture: bring back to order what the device left; never raises."""
+
     def owns(self, pool: Any, tensor: torch.Tensor) -> bool:
         """Whether the memory of ``tensor`` belongs to ``pool``."""
 

@@ -6,7 +6,7 @@ error that names the argument; nothing is replayed then.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,29 +17,34 @@ _BY_VALUE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None)
 _BY_VALUE += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype)
+class _Layout(NamedTuple):
+    """Everything about a tensor that a graph repeats, but for its address."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    conjugate: bool
+    negative: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Layout":
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+    def __str__(self) -> str:
+        view = " conjugate" * self.conjugate + " negative" * self.negative
+        strides = f"strides {tuple(self.stride)}"
+        return f"a{view} tensor {tuple(self.shape)} with {strides} of {self.dtype}"
 
 
 def same_layout(leaf: Any, other: torch.Tensor) -> bool:
-    """Whether ``leaf`` is a tensor of the shape, strides and dtype of ``other``."""
-    return (
-        isinstance(leaf, torch.Tensor)
-        and leaf.shape == other.shape
-        and leaf.stride() == other.stride()
-        and leaf.dtype == other.dtype
-    )
-
-
-def _layout_text(layout: tuple[Any, ...]) -> str:
-    shape, stride, dtype = layout
-    return f"a tensor {tuple(shape)} with strides {tuple(stride)} of {dtype}"
+    """Whether ``leaf`` is a tensor of the shape, strides, dtype and bits of ``other``."""
+    return isinstance(leaf, torch.Tensor) and _Layout.of(leaf) == _Layout.of(other)
 
 
 def layout_text(leaf: Any) -> str:
     """A value as messages show it: the layout of a tensor, a plain value, or a kind of object."""
     if isinstance(leaf, torch.Tensor):
-        return _layout_text(_layout(leaf))
+        return str(_Layout.of(leaf))
     return repr(leaf) if isinstance(leaf, _BY_VALUE) else f"a {type(leaf).__name__} object"
 
 
@@ -47,7 +52,11 @@ def same_value(now: Any, before: Any) -> bool:
     """Whether two host values are interchangeable: equal plain values, or the same object."""
     if now is before:
         return True
-    return type(now) is type(before) and isinstance(now, _BY_VALUE) and bool(now == before)
+    if type(now) is not type(before) or not isinstance(now, _BY_VALUE):
+        return False
+    if isinstance(now, (float, complex)):
+        return repr(now) == repr(before)  # tells -0.0 from 0.0, and takes a NaN for a NaN
+    return bool(now == before)
 
 
 class ArgumentGuard:
@@ -70,7 +79,7 @@ class ArgumentGuard:
                 tensor = isinstance(leaf, torch.Tensor)
                 self._paths.append(top + path)
                 self._is_tensor.append(tensor)
-                self._known.append((leaf.data_ptr(), *_layout(leaf)) if tensor else leaf)
+                self._known.append((leaf.data_ptr(), _Layout.of(leaf)) if tensor else leaf)
         self._spec = None if self._flat else compat.tree_spec((list(args), dict(kwargs)))
 
     def check(
@@ -109,7 +118,7 @@ class ArgumentGuard:
                     str(batch),
                     self._paths[position],
                     layout_text(leaf),
-                    _layout_text(known[1:]),
+                    str(known[1]),
                 )
             else:
                 self._check_tensor(leaf, known, self._paths[position], what, batch)
@@ -117,10 +126,10 @@ class ArgumentGuard:
     def _check_tensor(
         self, leaf: torch.Tensor, known: tuple[Any, ...], path: str, what: str, batch: object
     ) -> None:
-        address, shape, stride, dtype = known
-        if leaf.shape != shape or leaf.stride() != stride or leaf.dtype != dtype:
+        address, layout = known
+        if _Layout.of(leaf) != layout:
             raise HostValueChangedError.changed(
-                what, str(batch), path, layout_text(leaf), _layout_text(known[1:])
+                what, str(batch), path, layout_text(leaf), str(known[1])
             )
         if leaf.data_ptr() != address:
             raise AddressChangedError.moved(what, str(batch), path, leaf.data_ptr(), address)

@@ -17,6 +17,7 @@ function of Python sees them. The gap: where another profiler is active, it stay
 what the recording run computed.
 """
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -38,6 +39,10 @@ _ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_perm
 _ALLOCATIONS |= {aten.new_empty, aten.new_empty_strided}
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
 _MASKS = (torch.bool, torch.uint8)
+_WRITE_UNDECLARED = {
+    aten.native_batch_norm,
+    aten._batch_norm_impl_index,
+}  # their running statistics
 
 
 @dataclass
@@ -102,11 +107,15 @@ class HostGraph:
         recorder, self._recorder = self._recorder, None
         _active.graph = None
         recorder.stop()
+        if recorder.refused is not None:  # the program went on; CUDA would not have
+            self.reset()
+            raise recorder.refused
         self._recorded = True
 
     def abandon(self) -> None:
         if self._recorder is not None:
-            self.end()
+            with contextlib.suppress(CaptureError):
+                self.end()
         self.reset()
 
     def reset(self) -> None:
@@ -134,7 +143,8 @@ class _HostReads:
 
     _NAMES = ("tolist", "numpy")
 
-    def __init__(self) -> None:
+    def __init__(self, refuse: Callable[[str], None]) -> None:
+        self._refuse = refuse
         self._on = False
 
     def switch_on(self) -> None:
@@ -150,7 +160,7 @@ class _HostReads:
         if event != "c_call" or getattr(function, "__name__", "") not in self._NAMES:
             return
         if isinstance(getattr(function, "__self__", None), torch.Tensor):
-            raise CaptureError.refused(f"Tensor.{function.__name__}()")
+            self._refuse(f"Tensor.{function.__name__}()")
 
 
 class _Recorder(compat.DispatchMode):
@@ -163,7 +173,8 @@ class _Recorder(compat.DispatchMode):
         self._constants = constants
         self._made: set[int] = set()  # addresses of storages that this capture allocated
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._host_reads = _HostReads()
+        self._host_reads = _HostReads(self._refuse)
+        self.refused: CaptureError | None = None  # a capture that met one of these is lost
 
     def start(self) -> None:
         self._random = torch.get_rng_state()
@@ -189,7 +200,7 @@ class _Recorder(compat.DispatchMode):
         if kernel is not None:
             with self:  # the ops in its body are recorded, not the call
                 return kernel(*args, **kwargs)
-        _refuse_host_reads(func, args)
+        self._refuse_host_reads(func, args, kwargs)
         return self._op(func, args, kwargs)
 
     # -------------------------------------------------------------- one call
@@ -210,7 +221,7 @@ class _Recorder(compat.DispatchMode):
         addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
         made = func(*args, **kwargs)
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
-            raise CaptureError.refused(f"{func} (it replaces the memory of its argument)")
+            self._refuse(f"{func} (it replaces the memory of its argument)")
         if packet is aten.lift_fresh:
             self._constants += _tensors(made)
             return made
@@ -272,7 +283,23 @@ class _Recorder(compat.DispatchMode):
 
         return compat.tree_map(move, made), results
 
-    # -------------------------------------------------------------- what a capture must not change
+    # -------------------------------------------------------------- what a capture must not do
+
+    def _refuse(self, what: str) -> None:
+        self.refused = CaptureError.refused(what)
+        raise self.refused
+
+    def _refuse_host_reads(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        packet = getattr(func, "overloadpacket", None)
+        if packet in _INDEXING:
+            masked = any(index.dtype in _MASKS for index in _tensors(args[1]))
+            fills = packet in (aten.index_put, aten.index_put_) and args[2].numel() == 1
+            if masked and not fills:
+                self._refuse(f"{func} with a mask")
+        elif packet is aten.repeat_interleave and kwargs.get("output_size") is not None:
+            return
+        elif compat.reads_on_host(func):
+            self._refuse(str(func))
 
     def _remember(self, tensor: torch.Tensor) -> None:
         """Keep the bytes of memory that this capture did not make, before it is written."""
@@ -284,19 +311,10 @@ class _Recorder(compat.DispatchMode):
                 self._before[address] = (memory, memory.clone())
 
 
-def _refuse_host_reads(func: Any, args: tuple[Any, ...]) -> None:
-    packet = getattr(func, "overloadpacket", None)
-    if packet in _INDEXING:
-        masked = any(index.dtype in _MASKS for index in _tensors(args[1]))
-        fills = packet in (aten.index_put, aten.index_put_) and args[2].numel() == 1
-        if masked and not fills:
-            raise CaptureError.refused(f"{func} with a mask")
-    elif compat.reads_on_host(func):
-        raise CaptureError.refused(str(func))
-
-
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
+    if getattr(func, "overloadpacket", None) in _WRITE_UNDECLARED:
+        return _tensors((args, kwargs))
     for op in compat.op_overloads(func):
         for position, name in compat.written_arguments(op):
             given = args[position] if position < len(args) else kwargs.get(name)
@@ -351,6 +369,9 @@ class HostDevice:
         return None
 
     def synchronize(self) -> None:
+        return None
+
+    def recover(self) -> None:
         return None
 
     def owns(self, pool: HostPool, tensor: torch.Tensor) -> bool:

@@ -67,6 +67,7 @@ class GraphPool:
         """
         self._parked.append(broken)
         self._memory = None
+        self.device.recover()
 
     def release(self) -> None:
         """Drop all graphs of all users, and the memory. Capturing again is allowed."""

@@ -178,7 +178,7 @@ class CUDAGraphWrapper:
                 return self._plain(Reason.NO_DEVICE, f"tensors are on {device}", args, kwargs)
             self._pool = GraphPool(found)
             self._pool.add_user(self)
-        if not _gradients_due(False, args, kwargs):
+        if not _gradients_due(_holds_parameters_with_grad(self.runnable), args, kwargs):
             captured = self.capture(descriptor, args, kwargs)
             if captured is not None:
                 return captured.result
@@ -228,8 +228,9 @@ class CUDAGraphWrapper:
         assert self._pool is not None
         if not isinstance(leaf, torch.Tensor) or not leaf.untyped_storage().nbytes():
             return leaf
-        owned = self._pool.owns(leaf)
-        return compat.weak_tensor(leaf) if owned and self.options.weak_ref_output else leaf
+        if not self._pool.owns(leaf):
+            return leaf
+        return compat.weak_tensor(leaf) if self.options.weak_ref_output else compat.alias(leaf)
 
     def _replay(self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entry.guard.check(args, kwargs, self.name, entry.batch_descriptor)
@@ -351,5 +352,9 @@ def _gradients_due(needed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _holds_parameters_with_grad(runnable: Any) -> bool:
-    module = isinstance(runnable, torch.nn.Module)
-    return module and any(each.requires_grad for each in runnable.parameters())
+    while isinstance(runnable, CUDAGraphWrapper):
+        runnable = runnable.runnable
+    module = getattr(runnable, "__self__", runnable)  # of a bound method such as module.forward
+    if not isinstance(module, torch.nn.Module):
+        return False
+    return any(each.requires_grad for each in module.parameters())

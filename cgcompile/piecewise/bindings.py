@@ -101,6 +101,8 @@ class Bindings:
         self._known: dict[Hashable, Binding] = {}
         self._watches: dict[Hashable, list[weakref.ref[Any]]] = {}
         self._dead: list[Binding] = []
+        self._last: Hashable = None
+        self._last_binding: Binding | None = None
 
     def __iter__(self) -> Any:
         return iter(tuple(self._known.values()))
@@ -111,7 +113,9 @@ class Bindings:
         key: Hashable = b"".join([every[start:end] for start, end in self._runs])
         if by_address and self._written:
             key = (key, *(inputs[position].data_ptr() for position in self._written))
-        return key, self._known.get(key)
+        if key != self._last:  # comparing is much cheaper than hashing some kilobytes
+            self._last, self._last_binding = key, self._known.get(key)
+        return key, self._last_binding
 
     def add(self, key: Hashable, inputs: tuple[Any, ...]) -> Binding:
         """A new binding for a key that is not known; the oldest one without graphs may go."""
@@ -120,6 +124,7 @@ class Bindings:
             self._forget(idle[0])
         objects = self._statics(inputs)
         self._known[key] = Binding(self._program, self._whole, objects)
+        self._last = None
         myself = weakref.ref(self)
 
         def died(_: Any) -> None:
@@ -140,12 +145,14 @@ class Bindings:
 
     def clear(self) -> None:
         """Forget all bindings."""
+        self._last, self._last_binding = None, None
         self._known.clear()
         self._watches.clear()
         self._dead.clear()
 
     def _forget(self, key: Hashable) -> None:
         """Take a binding out. It may run inside of a collection: graphs are freed later."""
+        self._last, self._last_binding = None, None
         binding = self._known.pop(key, None)
         if binding is not None:
             self._dead.append(binding)

@@ -1,0 +1,51 @@
+"""What the tests of graphs share: each runs on the host recorder and on CUDA, by one fixture."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cgcompile import CompilationConfig, CUDAGraphMode
+from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the tensors of a test are: ``cpu`` is recorded by the host recorder."""
+    return request.param
+
+
+@pytest.fixture
+def new_pool(device: str) -> Callable[[], GraphPool]:
+    def make() -> GraphPool:
+        found = capture_device(torch.device(device), "host")
+        assert found is not None
+        return GraphPool(found)
+
+    return make
+
+
+@pytest.fixture
+def pool(new_pool: Callable[[], GraphPool]) -> GraphPool:
+    return new_pool()
+
+
+@pytest.fixture
+def wrap() -> Callable[..., CUDAGraphWrapper]:
+    """Makes a wrapper that captures on either device."""
+
+    def make(
+        runnable: Callable[..., Any],
+        mode: CUDAGraphMode = CUDAGraphMode.FULL,
+        options: Any = None,
+        *,
+        strict: bool = False,
+        **more: Any,
+    ) -> CUDAGraphWrapper:
+        config = CompilationConfig(capture_device="host", strict=strict)
+        return CUDAGraphWrapper(runnable, config, mode, options, **more)
+
+    return make

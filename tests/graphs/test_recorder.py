@@ -1,0 +1,822 @@
+"""What a recording holds and what it leaves alone: the same on the host recorder and on CUDA."""
+
+import contextlib
+import gc
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cgcompile.errors import CaptureError
+from cgcompile.graphs.capture import capture
+from cgcompile.graphs.host import HostDevice, HostGraph
+from cgcompile.graphs.pool import GraphPool
+
+SIZE = (4, 8)
+
+
+@pytest.fixture
+def host_pool() -> GraphPool:
+    """For what only the host recorder shows: numbers of its pool, names of recorded ops."""
+    return GraphPool(HostDevice())
+
+
+def rand(*size, device):
+    return torch.rand(size or SIZE, device=device)
+
+
+def same(found, expected):
+    """Bitwise on the CPU; a library of kernels may choose another one inside of a capture."""
+    if found.device.type == "cpu" or not found.is_floating_point():
+        return torch.equal(found, expected)
+    return torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+# ---------------------------------------------------------------- host code and effects
+
+
+def test_host_code_does_not_run_at_replay(device, pool) -> None:
+    runs, x = [], rand(device=device)
+
+    def function():
+        runs.append(1)
+        return x.sin()
+
+    graph, found = capture(function, pool, "counted")
+    for _ in range(3):
+        x.uniform_()
+        graph.replay()
+        assert torch.equal(found, x.sin())
+    assert len(runs) == 1
+
+
+def test_function_that_raises_later_still_replays(device, pool) -> None:
+    broken, x = [], rand(device=device)
+
+    def function():
+        if broken:
+            raise ValueError("broken since")
+        return x.sin()
+
+    graph, found = capture(function, pool, "broken")
+    broken.append(True)
+    with pytest.raises(ValueError, match="broken since"):
+        function()
+    for _ in range(2):
+        x.uniform_()
+        graph.replay()
+        assert torch.equal(found, x.sin())
+
+
+def test_host_values_are_those_of_the_capture(device, pool) -> None:
+    factor, x = [2], rand(device=device)
+    graph, found = capture(lambda: x * factor[0], pool, "scaled")
+    factor[0] = 5
+    x.uniform_()
+    graph.replay()
+    assert torch.equal(found, x * 2)
+
+
+def test_capture_itself_does_nothing(device, pool) -> None:
+    x, counter = rand(device=device), torch.zeros((), dtype=torch.int64, device=device)
+    cache, before = torch.zeros(4, 8, device=device), x.clone()
+
+    def function():
+        counter.add_(1)
+        cache[1:3].copy_(x[:2])
+        x.mul_(2).t()[0].add_(1)
+        return x.view(-1)
+
+    graph, found = capture(function, pool, "written")
+    assert counter.item() == 0
+    assert not cache.any()
+    assert torch.equal(x, before)
+    graph.replay()
+    expected = before * 2
+    expected[:, 0] += 1
+    assert counter.item() == 1
+    assert torch.equal(cache[1:3], before[:2])
+    assert torch.equal(x, expected)
+    assert torch.equal(found, expected.view(-1))
+
+
+def test_two_replays_execute_twice(device, pool) -> None:
+    counter, total = (torch.zeros(2, device=device) for _ in range(2))
+
+    def function():
+        counter.add_(1)
+        total.add_(counter)
+        return counter * 10
+
+    graph, found = capture(function, pool, "counted")
+    for count, wanted in ((1, 1), (2, 3), (3, 6)):
+        graph.replay()
+        assert counter.tolist() == [count] * 2
+        assert total.tolist() == [wanted] * 2
+        assert found.tolist() == [count * 10] * 2
+
+
+def test_addresses_stay(device, pool) -> None:
+    x = rand(device=device)
+    graph, found = capture(lambda: (x.sin(), x.cos()), pool, "waves")
+    addresses = [each.data_ptr() for each in found]
+    assert len({*addresses, x.data_ptr()}) == 3
+    for _ in range(3):
+        x.uniform_()
+        graph.replay()
+        assert torch.equal(found[0], x.sin())
+        assert torch.equal(found[1], x.cos())
+        assert [each.data_ptr() for each in found] == addresses
+
+
+def test_results_are_memory_of_the_pool(device, pool) -> None:
+    x = rand(device=device)
+    graph, (made, view, given) = capture(lambda: (x + 1, x[1:], x), pool, "mixed")
+    assert [pool.owns(each) for each in (made, view, given)] == [True, False, False]
+    graph.replay()
+    assert torch.equal(made, x + 1)
+    assert torch.equal(view, x[1:])
+    assert given is x
+
+
+def test_constants_made_by_the_function(device, pool) -> None:
+    x = rand(device=device)
+
+    def function():
+        ones = torch.ones(8, device=device)
+        ramp = torch.arange(8, device=device, dtype=torch.float32)
+        return x + ones * 2 + ramp + torch.full((8,), 0.5, device=device)
+
+    graph, found = capture(function, pool, "constants")
+    for _ in range(2):
+        x.uniform_()
+        graph.replay()
+        assert torch.equal(found, function())
+
+
+def test_empty_memory_that_is_filled(device, pool) -> None:
+    x = rand(device=device)
+
+    def function():
+        out = torch.empty(8, 8, device=device)
+        out[:4].copy_(x)
+        out[4:] = out[:4] * 2
+        return out
+
+    graph, found = capture(function, pool, "filled")
+    for _ in range(2):
+        x.uniform_()
+        graph.replay()
+        assert torch.equal(found, torch.cat([x, x * 2]))
+
+
+def test_graph_without_recording_says_so(device, pool) -> None:
+    graph = pool.device.new_graph()
+    with pytest.raises(CaptureError, match="holds no recording"):
+        graph.replay()
+    x = rand(device=device)
+    graph, found = capture(lambda: x + 1, pool, "small")
+    graph.replay()
+    assert torch.equal(found, x + 1)
+    graph.reset()
+    with pytest.raises(CaptureError, match="holds no recording"):
+        graph.replay()
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.rand_like(x) + x,
+        lambda x: F.dropout(x, 0.5, training=True),
+        lambda x: x + torch.randn(SIZE, device=x.device) * torch.rand(8, device=x.device),
+        lambda x: torch.empty_like(x).uniform_(1, 2) + x.bernoulli(),
+        lambda x: torch.randint(0, 1000, SIZE, device=x.device) + x,
+    ],
+)
+def test_random_ops_draw_at_each_replay_what_eager_draws(device, pool, draw) -> None:
+    x, previous = rand(device=device), None
+    draw(x)
+    graph, found = capture(lambda: draw(x), pool, "random")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected = [draw(x).clone() for _ in range(2)]
+        torch.manual_seed(seed)
+        for each in expected:
+            graph.replay()
+            assert torch.equal(found, each)
+            assert previous is None or not torch.equal(found, previous)
+            previous = found.clone()
+
+
+def test_capture_uses_no_random_numbers_up(device, pool) -> None:
+    torch.manual_seed(3)
+    expected = rand(device=device)
+    torch.manual_seed(3)
+    graph, found = capture(lambda: rand(device=device), pool, "random")
+    assert torch.equal(rand(device=device), expected)
+    graph.replay()
+    assert not torch.equal(found, expected)
+
+
+def test_capture_restores_the_random_state(host_pool) -> None:
+    before = torch.get_rng_state()
+    graph, found = capture(lambda: torch.rand(4), host_pool, "random")
+    assert torch.equal(torch.get_rng_state(), before)
+    graph.replay()
+    assert not torch.equal(torch.get_rng_state(), before)
+    assert not found.isnan().any()
+
+
+# ---------------------------------------------------------------- programs
+
+
+def _views(x):
+    y = x * 2
+    y.t()[2:5].view(3, 4)[1].mul_(-1)
+    y.unflatten(1, (2, 4)).transpose(0, 1)[0].add_(1)
+    return y
+
+
+def _view_of_input(x):
+    x[1:].t()[::2].add_(5)
+    return x.sum(0)
+
+
+def _out_variants(x, out):
+    torch.mul(x, 3, out=out)
+    torch.add(out, x, out=out[:, :])
+    return out.clone()
+
+
+def _index_copy(x, y, slots):
+    x.index_copy_(1, slots, y[:, :4])
+    return torch.zeros(8, 8, device=x.device).index_copy_(0, slots, y)
+
+
+def _scatter(x, where):
+    x.scatter_(1, where, x * 2)
+    return torch.zeros_like(x).scatter_add_(1, where, x)
+
+
+def _mask(x):
+    x[x > 0.5] = 0.0
+    return torch.where(x > 0.25, x, -x).masked_fill(x == 0, 7)
+
+
+def _split_and_join(x):
+    first, second = x.split(4, dim=1)
+    pieces = torch.chunk(first * 2, 2, dim=0)
+    return torch.cat([second, pieces[1].repeat(2, 1)], 1), torch.stack(pieces)
+
+
+def _normalised(x):
+    mean, variance = x.mean(1, keepdim=True), x.var(1, keepdim=True)
+    return F.layer_norm(x, (8,)), (x - mean) / (variance + 1).sqrt(), F.softmax(x, -1)
+
+
+def _attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _under_autocast(x, y):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        return (x @ y.t()).float()
+
+
+def _foreach(x, y):
+    torch._foreach_mul_([x, y], 2)
+    return torch._foreach_add([x, y], 1)
+
+
+def _slots(device):
+    return torch.randperm(8, device=device)[:4]
+
+
+def _rows(device):
+    return torch.stack([torch.randperm(8, device=device) for _ in range(4)])
+
+
+def _tokens(device):
+    return torch.randint(0, 16, (4, 3), device=device)
+
+
+def _heads(device):
+    return torch.randn(1, 2, 6, 8, device=device)
+
+
+def _plain(device):
+    return torch.rand(SIZE, device=device)
+
+
+def _whole(device):
+    return torch.randint(0, 100, SIZE, device=device)
+
+
+def _complex(device):
+    return torch.randn(SIZE, dtype=torch.complex64, device=device)
+
+
+PROGRAMS = {
+    "attention": (_attention, (_heads, _heads, _heads)),
+    "index_copy": (_index_copy, (_plain, _plain, _slots)),
+    "gather": (lambda x, w: x.gather(1, w), (_plain, _rows)),
+    "index": (lambda x, s: x[:, s] + x[1, s], (_plain, _slots)),
+    "index_put": (
+        lambda x, s: x.t().contiguous().index_put_((s,), x[0, :4, None]),
+        (_plain, _slots),
+    ),
+    "scatter": (_scatter, (_plain, _rows)),
+    "out": (_out_variants, (_plain, _plain)),
+    "views": (_views, (_plain,)),
+    "view_of_input": (_view_of_input, (_plain,)),
+    "mask": (_mask, (_plain,)),
+    "topk": (lambda x: x.topk(3, dim=1), (_plain,)),
+    "sort": (lambda x: x.sort(dim=1, descending=True), (_plain,)),
+    "max": (lambda x: (x.max(1), x.argmax(0), x.amin(1)), (_plain,)),
+    "cumsum": (lambda x: x.cumsum(1), (_whole,)),
+    "split": (_split_and_join, (_plain,)),
+    "unbind": (lambda x: [each * 2 for each in x.unbind(0)], (_plain,)),
+    "embedding": (lambda t, w: F.embedding(t, w), (_tokens, lambda d: torch.rand(16, 8, device=d))),
+    "conv2d": (
+        lambda x, w: F.conv2d(x, w, padding=1),
+        (lambda d: torch.rand(1, 3, 8, 8, device=d), lambda d: torch.rand(4, 3, 3, 3, device=d)),
+    ),
+    "matmul": (lambda x, y: (x @ y.t(), F.linear(x, y, y[:, 0])), (_plain, _plain)),
+    "expand": (lambda x: x[:1].expand(4, 8) + x.new_zeros(1).expand(4, 8), (_plain,)),
+    "as_strided": (lambda x: x.as_strided((5, 3), (3, 2), 1) * 2, (_plain,)),
+    "as_strided_write": (lambda x: x.as_strided((4,), (9,)).add_(3), (_plain,)),
+    "normalised": (_normalised, (_plain,)),
+    "complex": (lambda z: (z.conj() * z).real, (_complex,)),
+    "conjugate_output": (lambda z: ((z + 1).conj(), z.conj().imag), (_complex,)),
+    "roll": (lambda x: x.roll(1, 0).flip(1).tril(), (_plain,)),
+    "dtype": (lambda x: (x.to(torch.bfloat16), x > 0.5, x.view(torch.int32)), (_plain,)),
+    "swap": (lambda x, y: (x.copy_(y), y.zero_(), x + y), (_plain, _plain)),
+    "foreach": (_foreach, (_plain, _plain)),
+    "empty": (lambda x: (x[:0].sum(0), x[:0] * 2, x + 1), (_plain,)),
+    "autocast": (_under_autocast, (_plain, _plain)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_equals_eager(device, pool, name) -> None:
+    function, makers = PROGRAMS[name]
+
+    def make():
+        return [each(device) for each in makers]
+
+    function(*make())
+    buffers, previous = make(), None
+    before = [each.clone() for each in buffers]
+    graph, found = capture(lambda: function(*buffers), pool, name)
+    assert all(map(torch.equal, buffers, before))
+    for _ in range(3):
+        inputs = make()
+        for buffer, each in zip(buffers, inputs, strict=True):
+            buffer.copy_(each)
+        graph.replay()
+        expected = function(*inputs)
+        check_equal(found, expected)
+        check_equal(buffers, inputs)
+        now = [each.clone() for each in leaves(found)]
+        assert previous is None or not all(map(torch.equal, now, previous))
+        previous = now
+
+
+def leaves(tree):
+    return (
+        [tree]
+        if isinstance(tree, torch.Tensor)
+        else [leaf for each in tree for leaf in leaves(each)]
+    )
+
+
+def check_equal(found, expected):
+    pairs = list(zip(leaves(found), leaves(expected), strict=True))
+    assert pairs
+    for one, other in pairs:
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        assert same(one, other)
+
+
+def test_module_in_training_mode_updates_its_statistics(device, pool) -> None:
+    module, plain = (nn.BatchNorm1d(8, device=device).requires_grad_(False) for _ in range(2))
+    x = rand(device=device)
+    plain(x.clone())
+    plain.reset_running_stats()
+    graph, found = capture(lambda: module(x), pool, "norm")
+    assert module.num_batches_tracked.item() == 0
+    for count in (1, 2, 3):
+        x.uniform_()
+        graph.replay()
+        assert same(found, plain(x))
+        assert same(module.running_mean, plain.running_mean)
+        assert module.num_batches_tracked.item() == count
+
+
+# ---------------------------------------------------------------- custom ops
+
+
+library = torch.library.Library("recorder_tests", "DEF")
+library.define("scaled(Tensor x, float by) -> Tensor")
+library.define("put(Tensor(a!) cache, Tensor x) -> ()")
+bodies = {"scaled": 0, "put": 0}
+
+
+def _scaled(x, by):
+    bodies["scaled"] += 1
+    return (x * by).sin()
+
+
+def _put(cache, x):
+    bodies["put"] += 1
+    cache.copy_(x.flip(0))
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("scaled", _scaled, _key)
+    library.impl("put", _put, _key)
+
+
+@torch.library.custom_op("recorder_tests::decorated", mutates_args=("cache",))
+def decorated(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    bodies["decorated"] = bodies.get("decorated", 0) + 1
+    cache.add_(x)
+    return cache * 2
+
+
+def test_body_of_a_custom_op_does_not_run_at_replay(device, pool) -> None:
+    x, cache = rand(device=device), torch.zeros(SIZE, device=device)
+
+    def function():
+        torch.ops.recorder_tests.put(cache, x)
+        return torch.ops.recorder_tests.scaled(cache, 3.0)
+
+    graph, found = capture(function, pool, "custom")
+    assert not cache.any()
+    counts = dict(bodies)
+    for _ in range(3):
+        x.uniform_()
+        graph.replay()
+        assert torch.equal(cache, x.flip(0))
+        assert torch.equal(found, (x.flip(0) * 3.0).sin())
+    assert bodies == counts
+
+
+def test_body_of_a_decorated_custom_op_does_not_run_at_replay(device, pool) -> None:
+    x, cache = rand(device=device), torch.zeros(SIZE, device=device)
+    expected = torch.zeros(SIZE, device=device)
+    graph, found = capture(lambda: decorated(x, cache), pool, "custom")
+    assert not cache.any()
+    counts = dict(bodies)
+    for _ in range(3):
+        x.uniform_()
+        graph.replay()
+        expected += x
+        assert torch.equal(cache, expected)
+        assert torch.equal(found, expected * 2)
+    assert bodies == counts
+
+
+# ---------------------------------------------------------------- memory of the pool
+
+
+def test_graphs_of_one_pool_replay_in_any_order(device, pool) -> None:
+    x = rand(16, 64, device=device)
+    functions = [
+        lambda: (x.sin().cos() + 1).exp().sum(1),
+        lambda: x.cos().mul(2).t().contiguous().sqrt(),
+        lambda: (x @ x.t()).relu().cumsum(1).amax(1),
+    ]
+    for function in functions:
+        function()
+    captured = [capture(each, pool, "one of many") for each in functions]
+    previous = [None] * 3
+    for order in ((0, 1, 2), (2, 1, 0), (1, 1, 2), (0, 2, 0)):
+        for position in order:
+            x.uniform_()
+            graph, found = captured[position]
+            graph.replay()
+            assert same(found, functions[position]())
+            assert previous[position] is None or not torch.equal(found, previous[position])
+            previous[position] = found.clone()
+
+
+def test_result_that_lives_is_not_overwritten_by_other_graphs(device, pool) -> None:
+    x = rand(16, 64, device=device)
+    graph, found = capture(lambda: x.sin(), pool, "first")
+    graph.replay()
+    expected = x.sin()
+    for _ in range(4):
+        other, result = capture(lambda: (x + 1).exp().cos(), pool, "other")
+        x.uniform_()
+        other.replay()
+        assert torch.equal(result, (x + 1).exp().cos())
+        assert torch.equal(found, expected)
+        del result
+
+
+def test_result_of_one_graph_is_the_input_of_the_next(device, pool) -> None:
+    x = rand(device=device)
+    first, middle = capture(lambda: x.sin(), pool, "first")
+    second, found = capture(lambda: middle.mul_(2) + 1, pool, "second")
+    for _ in range(3):
+        x.uniform_()
+        first.replay()
+        second.replay()
+        assert torch.equal(found, x.sin() * 2 + 1)
+        assert torch.equal(middle, x.sin() * 2)
+
+
+# ---------------------------------------------------------------- the host may not look
+
+
+READS = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x.any()),
+    "int": lambda x: int(x[0, 0]),
+    "if": lambda x: x if x.sum() > 3 else -x,
+    "nonzero": lambda x: x.nonzero(),
+    "argwhere": lambda x: torch.where(x > 0.5),
+    "mask": lambda x: x[x > 0.5],
+    "masked_select": lambda x: x.masked_select(x > 0.5),
+    "repeat_interleave": lambda x: x.repeat_interleave((x[:, 0] * 4).long(), dim=0),
+    "unique": lambda x: x.unique(),
+    "equal": lambda x: torch.equal(x, x + 1),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.cpu().numpy(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_host_reads_are_refused(device, pool, name) -> None:
+    x, read = rand(device=device), READS[name]
+    kept, expected = capture(lambda: x.sin(), pool, "before")
+    with pytest.raises(RuntimeError, match="captur") as caught:
+        capture(lambda: read(x.sin()), pool, name)
+    if device == "cpu":
+        assert isinstance(caught.value, CaptureError)
+        assert "operation not permitted when stream is capturing" in str(caught.value)
+    assert not pool.device.is_capturing()
+    graph, found = capture(lambda: x.cos(), pool, "after")
+    x.uniform_()
+    kept.replay()
+    graph.replay()
+    assert torch.equal(expected, x.sin())
+    assert torch.equal(found, x.cos())
+    read(x)  # outside of a capture the host may
+
+
+def test_refused_read_that_is_swallowed_fails_the_capture(device, pool) -> None:
+    """CUDA ends a capture at the first call that it does not permit."""
+    x = rand(device=device)
+
+    def function():
+        y = x.sin()
+        with contextlib.suppress(RuntimeError):
+            y.sum().item()
+        return y + 1
+
+    with pytest.raises(RuntimeError, match="captur"):
+        capture(function, pool, "swallowed")
+    graph, found = capture(lambda: x.cos(), pool, "after")
+    graph.replay()
+    assert torch.equal(found, x.cos())
+
+
+def test_profiler_takes_the_place_of_what_refuses_tolist(host_pool) -> None:
+    """The one gap of the host recorder: the values of the recording run are seen."""
+    x, seen = torch.rand(SIZE), []
+
+    def function():
+        y = x * 2
+        seen.append(y.tolist())
+        return y
+
+    expected, profiler = function().tolist(), lambda *_: None
+    sys.setprofile(profiler)
+    try:
+        graph, found = capture(function, host_pool, "profiled")
+        assert sys.getprofile() is profiler
+    finally:
+        sys.setprofile(None)
+    assert seen == [expected] * 2
+    x.uniform_()
+    graph.replay()
+    assert torch.equal(found, x * 2)
+    assert len(seen) == 2
+
+
+def test_capture_leaves_no_profile_function(host_pool) -> None:
+    x = torch.rand(SIZE)
+    with pytest.raises(CaptureError, match=r"Tensor.tolist\(\)"):
+        capture(x.tolist, host_pool, "read")
+    assert sys.getprofile() is None
+    graph, found = capture(lambda: x + 1, host_pool, "after")
+    assert sys.getprofile() is None
+    graph.replay()
+    assert found.tolist() == (x + 1).tolist()
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        lambda x: x.repeat_interleave(
+            torch.ones(4, dtype=torch.int64, device=x.device), dim=0, output_size=4
+        ),
+        lambda x: torch.nonzero_static(x > 0.5, size=5),
+    ],
+)
+def test_results_of_known_size_are_no_host_reads(device, pool, known) -> None:
+    x = rand(device=device)
+    known(x)
+    graph, found = capture(lambda: known(x), pool, "known size")
+    for _ in range(2):
+        x.uniform_()
+        graph.replay()
+        assert torch.equal(found, known(x))
+
+
+# ---------------------------------------------------------------- the host recorder alone
+
+
+def test_recorded_ops(host_pool) -> None:
+    x, out = torch.rand(4, 8), torch.zeros(8)
+
+    def function():
+        y = (x.sin() + 1).view(-1)
+        torch.mul(y[:8], 2, out=out)
+        y.zero_()
+        torch.empty(3)
+        first, _ = y.view(4, 8).topk(2)
+        return first * torch.rand(2)
+
+    graph, _ = capture(function, host_pool, "small")
+    assert isinstance(graph, HostGraph)
+    assert graph.ops == (
+        "aten.sin.default",
+        "aten.add.Tensor",
+        "aten.mul.out",
+        "aten.zero_.default",
+        "aten.topk.default",
+        "aten.rand.default",
+        "aten.mul.Tensor",
+    )
+    graph.reset()
+    assert graph.ops == ()
+
+
+def test_body_of_a_python_op_is_recorded_not_the_call(host_pool) -> None:
+    x = torch.rand(4, 8)
+    graph, _ = capture(lambda: torch.ops.recorder_tests.scaled(x, 2.0), host_pool, "custom")
+    assert graph.ops == ("aten.mul.Tensor", "aten.sin.default")
+
+
+def test_nothing_is_computed_before_the_first_replay(host_pool) -> None:
+    x, mask = torch.rand(4, 8), torch.zeros(4, dtype=torch.bool)
+    graph, (real, whole, small, flag, imaginary) = capture(
+        lambda: (x + 1, (x * 0).long(), (x * 0).to(torch.int8), mask.clone(), x + 1j),
+        host_pool,
+        "m",
+    )
+    assert real.isnan().all()
+    assert (whole == 0x7F7F7F7F7F7F7F7F).all()
+    assert (small == 0x7F).all()
+    assert flag.all()
+    assert imaginary.isnan().all()
+    graph.replay()
+    assert torch.equal(real, x + 1)
+    assert torch.equal(imaginary, x + 1j)
+    assert not any(each.any() for each in (whole, small, flag))
+
+
+def test_memory_that_no_kernel_writes_shows(host_pool) -> None:
+    x = torch.rand(4)
+    graph, found = capture(lambda: torch.empty(4) + x, host_pool, "unwritten")
+    graph.replay()
+    assert found.isnan().all()
+    assert graph.ops == ("aten.add.Tensor",)
+
+
+def test_freed_input_is_noticed(host_pool) -> None:
+    inputs = [torch.rand(4, 8)]
+    graph, found = capture(lambda: inputs[0].sin() + 1, host_pool, "freed")
+    graph.replay()
+    assert torch.equal(found, inputs[0].sin() + 1)
+    inputs.clear()
+    gc.collect()
+    with pytest.raises(CaptureError, match=r"aten.sin.default reads an input \(4, 8\) .*freed"):
+        graph.replay()
+
+
+def test_input_whose_memory_was_replaced_is_noticed(host_pool) -> None:
+    module = nn.Linear(8, 8).requires_grad_(False)
+    x = torch.rand(4, 8)
+    graph, found = capture(lambda: module(x), host_pool, "replaced")
+    graph.replay()
+    assert torch.equal(found, module(x))
+    module.double()
+    with pytest.raises(CaptureError, match=r"torch.float32 that was freed"):
+        graph.replay()
+
+
+def test_memory_is_used_again_inside_of_a_capture(host_pool) -> None:
+    x = torch.rand(1024)
+
+    def chain(length):
+        y = x
+        for _ in range(length):
+            y = y.sin()
+        return y
+
+    graph, found = capture(lambda: chain(20), host_pool, "chain")
+    assert len(graph.ops) == 20
+    assert host_pool.memory.reserved == 2 * 4096
+    assert host_pool.memory.live == 4096
+    for _ in range(2):
+        x.uniform_()
+        graph.replay()
+        assert torch.equal(found, chain(20))
+
+
+def test_memory_is_used_again_by_later_captures(host_pool) -> None:
+    x = torch.rand(1024)
+    graph, found = capture(lambda: x.sin().cos(), host_pool, "first")
+    reserved = host_pool.memory.reserved
+    address = found.data_ptr()
+    del found
+    other, result = capture(lambda: x[:512].exp().cos(), host_pool, "second")
+    assert host_pool.memory.reserved == reserved == 2 * 4096
+    assert host_pool.memory.live == 4096
+    for _ in range(2):
+        x.uniform_()
+        other.replay()
+        assert torch.equal(result, x[:512].exp().cos())
+        kept = result.clone()
+        graph.replay()  # its memory was given away: it may overwrite the other's result
+        other.replay()
+        assert torch.equal(result, kept)
+    held, _ = capture(lambda: (x + 1, x + 2), host_pool, "third")
+    assert held.ops == ("aten.add.Tensor",) * 2
+    assert address % 64 == 0
+
+
+def test_memory_of_a_dropped_graph_stays_in_the_pool(host_pool) -> None:
+    x = torch.rand(1024)
+    reserved = set()
+    for _ in range(5):
+        graph, found = capture(lambda: x.sin() + 1, host_pool, "again")
+        graph.replay()
+        assert torch.equal(found, x.sin() + 1)
+        del graph, found
+        reserved.add(host_pool.memory.reserved)
+    assert reserved == {2 * 4096}
+    assert host_pool.memory.live == 0
+
+
+def test_resizing_an_argument_is_refused(host_pool) -> None:
+    x, out = torch.rand(4, 8), torch.empty(0)
+    with pytest.raises(CaptureError, match="replaces the memory of its argument"):
+        capture(lambda: torch.add(x, 1, out=out), host_pool, "resized")
+    graph, found = capture(lambda: x + 1, host_pool, "after")
+    graph.replay()
+    assert torch.equal(found, x + 1)
+
+
+def test_graph_records_once(device, pool) -> None:
+    x = rand(device=device)
+    graph, found = capture(lambda: x + 1, pool, "once")
+    with pool.device.on_stream(pool.stream), pytest.raises(CaptureError, match="Call reset"):
+        graph.begin(pool.memory)
+    assert not pool.device.is_capturing()
+    x.uniform_()
+    graph.replay()
+    assert torch.equal(found, x + 1)
+
+
+def test_replay_inside_of_a_capture_is_refused_by_the_host(host_pool) -> None:
+    x = torch.rand(4)
+    graph, found = capture(lambda: x + 1, host_pool, "inner")
+    with pytest.raises(CaptureError, match=r"replay\(\): a capture runs in this thread"):
+        capture(graph.replay, host_pool, "outer")
+    graph.replay()
+    assert torch.equal(found, x + 1)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_replay_ignores_the_modes_around_it(device, pool, mode) -> None:
+    module, x = nn.Linear(8, 8, device=device), rand(device=device)
+    module(x)
+    with torch.no_grad():
+        graph, found = capture(lambda: module(x), pool, "module")
+    for _ in range(2):
+        x.uniform_()
+        with mode(), torch.autocast(device, dtype=torch.bfloat16):
+            graph.replay()
+        assert found.dtype is torch.float32
+        assert not found.requires_grad
+        assert same(found, module(x).detach())

@@ -1,0 +1,870 @@
+"""CUDAGraphWrapper: when it runs, captures and replays, what it refuses, and what it passes on."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from cgcompile import BatchDescriptor, CompilationConfig, CUDAGraphMode, set_forward_context
+from cgcompile.errors import AddressChangedError, DispatchError, HostValueChangedError
+from cgcompile.graphs.capture import allow_capture
+from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+from cgcompile.reasons import Reason
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+
+
+def step(tokens, mode=FULL):
+    return set_forward_context(
+        cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(tokens)
+    )
+
+
+def wave(x):
+    return (x.sin() + x * 2).relu()
+
+
+def same(found, expected):
+    """Bitwise on the CPU; a library of kernels may choose another one inside of a capture."""
+    if found.device.type == "cpu":
+        return torch.equal(found, expected)
+    return torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def check(wrapper, plain, buffer, tokens=4, mode=FULL, calls=3):
+    """Compare calls with eager, on new numbers in the same buffer, and each with the one before."""
+    previous = None
+    for _ in range(calls):
+        buffer.copy_(torch.rand_like(buffer))
+        expected = plain(buffer.clone())
+        with step(tokens, mode):
+            found = wrapper(buffer)
+        assert same(found, expected)
+        assert previous is None or not torch.equal(found, previous)
+        previous = found.clone()
+
+
+def check_counters(wrapper, **expected):
+    """The numbers that are named, zero for those that are not, and their sum."""
+    counters = wrapper.counters
+    names = ("captures", "replays", "failures")
+    found = {name: getattr(counters, name) for name in names}
+    assert found == {name: expected.get(name, 0) for name in names}, counters
+    assert counters.plain == expected.get("plain", {}), counters
+    assert counters.calls == sum(found.values()) + counters.plain.total(), counters
+
+
+# ---------------------------------------------------------------- when nothing is captured
+
+
+def test_without_context_runs_plain(device, wrap) -> None:
+    wrapper = wrap(wave)
+    for _ in range(2):
+        x = torch.rand(4, 8, device=device)
+        assert torch.equal(wrapper(x), wave(x))
+    check_counters(wrapper, plain={Reason.NO_CONTEXT: 2})
+    assert not wrapper.concrete_cudagraph_entries
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "reason"),
+    [
+        (FULL, NONE, Reason.MODE_NONE),
+        (PIECEWISE, NONE, Reason.MODE_NONE),
+        (FULL, PIECEWISE, Reason.OTHER_MODE),
+        (PIECEWISE, FULL, Reason.OTHER_MODE),
+    ],
+)
+def test_another_mode_runs_plain(device, wrap, own, asked, reason) -> None:
+    wrapper, x = wrap(wave, own), torch.rand(4, 8, device=device)
+    check(wrapper, wave, x, mode=asked)
+    check_counters(wrapper, plain={reason: 3})
+    check(wrapper, wave, x, mode=own)
+    check_counters(wrapper, captures=1, replays=2, plain={reason: 3})
+
+
+def test_another_mode_is_no_error_when_strict(device, wrap) -> None:
+    wrapper, x = wrap(wave, strict=True), torch.rand(4, 8, device=device)
+    check(wrapper, wave, x, mode=PIECEWISE)
+    check_counters(wrapper, plain={Reason.OTHER_MODE: 3})
+
+
+def test_mode_without_descriptor_is_an_error(device, wrap) -> None:
+    wrapper, x = wrap(wave, name="block"), torch.rand(4, 8, device=device)
+    with (
+        set_forward_context(cudagraph_runtime_mode=FULL),
+        pytest.raises(DispatchError, match=r"block: .* mode FULL and has no batch descriptor"),
+    ):
+        wrapper(x)
+    check_counters(wrapper, failures=1)
+    with set_forward_context(cudagraph_runtime_mode=PIECEWISE):
+        assert torch.equal(wrapper(x), wave(x))
+    check_counters(wrapper, failures=1, plain={Reason.OTHER_MODE: 1})
+
+
+@pytest.mark.parametrize("mode", [NONE, CUDAGraphMode.FULL_AND_PIECEWISE, None])
+def test_wrapper_serves_one_mode_with_graphs(mode) -> None:
+    with pytest.raises(DispatchError, match=r"PIECEWISE or CUDAGraphMode.FULL"):
+        CUDAGraphWrapper(wave, runtime_mode=mode)
+    assert CUDAGraphWrapper(wave).runtime_mode is FULL
+
+
+def test_cpu_has_no_graphs_unless_asked_for() -> None:
+    x = torch.rand(4, 8)
+    wrapper = CUDAGraphWrapper(wave, CompilationConfig())
+    check(wrapper, wave, x)
+    check_counters(wrapper, plain={Reason.NO_DEVICE: 3})
+    strict = CUDAGraphWrapper(wave, CompilationConfig(strict=True), name="block")
+    with step(4), pytest.raises(DispatchError, match=r"block .* no_capture_device"):
+        strict(x)
+
+
+def test_other_thread_has_no_context(device, wrap) -> None:
+    wrapper, x, found = wrap(wave), torch.rand(4, 8, device=device), []
+    check(wrapper, wave, x)
+    with step(4):
+        thread = threading.Thread(target=lambda: found.append(wrapper(x + 1)))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], wave(x + 1))
+    check_counters(wrapper, captures=1, replays=2, plain={Reason.NO_CONTEXT: 1})
+
+
+def test_other_thread_replays_in_its_own_context(device, wrap) -> None:
+    wrapper, x, found = wrap(wave), torch.rand(4, 8, device=device), []
+    check(wrapper, wave, x)
+    x.uniform_()
+
+    def target():
+        with step(4):
+            found.append(wrapper(x).clone())
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], wave(x))
+    check_counters(wrapper, captures=1, replays=3)
+
+
+# ---------------------------------------------------------------- capture and replay
+
+
+@pytest.mark.parametrize("mode", [PIECEWISE, FULL])
+def test_capture_and_replay_equal_eager(device, wrap, mode) -> None:
+    wrapper = wrap(wave, mode)
+    check(wrapper, wave, torch.rand(4, 8, device=device), mode=mode, calls=5)
+    check_counters(wrapper, captures=1, replays=4)
+    assert set(wrapper.concrete_cudagraph_entries) == {BatchDescriptor(4)}
+
+
+def test_module_equals_eager_and_sees_new_weights(device, wrap) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)).to(device)
+    module.requires_grad_(False)
+    wrapper, x = wrap(module), torch.rand(4, 8, device=device)
+    check(wrapper, module, x)
+    module[2].weight.mul_(-3)
+    check(wrapper, module, x)
+    check_counters(wrapper, captures=1, replays=5)
+
+
+def test_replays_return_the_same_memory(device, wrap) -> None:
+    wrapper, x = wrap(wave), torch.rand(4, 8, device=device)
+    with step(4):
+        addresses = {wrapper(x).data_ptr() for _ in range(4)}
+    assert len(addresses) == 1
+    check_counters(wrapper, captures=1, replays=3)
+
+
+class Cached(nn.Module):
+    """Counts its executions and writes a cache in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(16, 8))
+
+    def forward(self, x, slots):
+        self.count += 1
+        self.cache.index_copy_(0, slots, x)
+        return self.cache.sum(0) + x
+
+
+def test_each_call_is_one_execution(device, wrap) -> None:
+    module, plain = Cached().to(device), Cached().to(device)
+    wrapper = wrap(module)
+    x, slots = torch.rand(2, 8, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    caches = []
+    for call in range(1, 6):
+        x.uniform_()
+        slots.copy_(torch.tensor([2 * call, 2 * call + 1]))
+        with step(2):
+            found = wrapper(x, slots)
+        assert torch.equal(found, plain(x, slots))
+        assert module.count.item() == plain.count.item() == call
+        assert torch.equal(module.cache, plain.cache)
+        assert (module.cache != 0).any(1).sum().item() == 2 * call
+        caches.append(module.cache.clone())
+    assert not torch.equal(caches[-1], caches[-2])
+    check_counters(wrapper, captures=1, replays=4)
+
+
+def test_sizes_are_captured_one_by_one(device, wrap) -> None:
+    wrapper = wrap(wave)
+    small, large = torch.rand(2, 8, device=device), torch.rand(6, 8, device=device)
+    check(wrapper, wave, small, tokens=2)
+    check(wrapper, wave, large, tokens=6)
+    check_counters(wrapper, captures=2, replays=4)
+    for _ in range(2):
+        check(wrapper, wave, small, tokens=2)
+        check(wrapper, wave, large, tokens=6)
+    check_counters(wrapper, captures=2, replays=16)
+    assert set(wrapper.concrete_cudagraph_entries) == {BatchDescriptor(2), BatchDescriptor(6)}
+
+
+def test_descriptors_of_one_size_are_different_keys(device, wrap) -> None:
+    wrapper, x = wrap(lambda x, k: x * k), torch.rand(4, 8, device=device)
+    for _ in range(3):
+        for k in (2, 3):
+            x.uniform_()
+            descriptor = BatchDescriptor(4, extra=(k,))
+            with set_forward_context(cudagraph_runtime_mode=FULL, batch_descriptor=descriptor):
+                assert torch.equal(wrapper(x, k), x * k)
+    check_counters(wrapper, captures=2, replays=4)
+
+
+def test_capture_forbidden(device, wrap) -> None:
+    wrapper = wrap(wave)
+    x, other = torch.rand(4, 8, device=device), torch.rand(6, 8, device=device)
+    check(wrapper, wave, x)
+    with allow_capture(False):
+        check(wrapper, wave, other, tokens=6)
+        check(wrapper, wave, x)
+    check_counters(wrapper, captures=1, replays=5, plain={Reason.CAPTURE_FORBIDDEN: 3})
+    assert "num_tokens=6" in wrapper.counters.details[Reason.CAPTURE_FORBIDDEN]
+    check(wrapper, wave, other, tokens=6)
+    check_counters(wrapper, captures=2, replays=7, plain={Reason.CAPTURE_FORBIDDEN: 3})
+
+
+def test_capture_forbidden_and_strict(device, wrap) -> None:
+    wrapper = wrap(wave, strict=True, name="block")
+    x, other = torch.rand(4, 8, device=device), torch.rand(6, 8, device=device)
+    check(wrapper, wave, x)
+    with allow_capture(False):
+        with step(6), pytest.raises(DispatchError, match=r"block .*capture_forbidden.*tokens=6"):
+            wrapper(other)
+        check(wrapper, wave, x)
+    check_counters(wrapper, captures=1, replays=5, failures=1)
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE, NONE])
+def test_full_outside_piecewise_inside(device, wrap, mode) -> None:
+    inner = wrap(wave, PIECEWISE)
+    outer = wrap(lambda x: inner(x) + 1, FULL)
+    check(outer, lambda x: wave(x) + 1, torch.rand(4, 8, device=device), mode=mode)
+    if mode is FULL:
+        check_counters(outer, captures=1, replays=2)
+        check_counters(inner, plain={Reason.OTHER_MODE: 1})
+    elif mode is PIECEWISE:
+        check_counters(outer, plain={Reason.OTHER_MODE: 3})
+    else:
+        check_counters(outer, plain={Reason.MODE_NONE: 3})
+        check_counters(inner, plain={Reason.MODE_NONE: 3})
+
+
+def test_nested_wrappers_keep_both_kinds_of_graphs(device, wrap) -> None:
+    inner = wrap(lambda x, out: torch.mul(x, 2, out=out), PIECEWISE)
+    x, out = torch.rand(4, 8, device=device), torch.empty(4, 8, device=device)
+    outer = wrap(lambda x: inner(x, out) + 1, FULL)
+    for _ in range(2):
+        for mode in (PIECEWISE, FULL):
+            check(outer, lambda x: x * 2 + 1, x, mode=mode)
+    check_counters(outer, captures=1, replays=5, plain={Reason.OTHER_MODE: 6})
+    check_counters(inner, captures=1, replays=5, plain={Reason.OTHER_MODE: 1})
+
+
+# ---------------------------------------------------------------- what must not change
+
+
+def optional(x, y, z):
+    given = x * 2
+    if y is not None:
+        given = given + y
+    return given if z is None else given - z
+
+
+def test_which_argument_is_none(device, wrap) -> None:
+    wrapper = wrap(optional)
+    x, y = torch.rand(4, 8, device=device), torch.rand(4, 8, device=device)
+    for _ in range(3):
+        x.uniform_()
+        with step(4):
+            assert torch.equal(wrapper(x, None, y), x * 2 - y)
+        with step(5):
+            assert torch.equal(wrapper(x, y, None), x * 2 + y)
+    check_counters(wrapper, captures=2, replays=4)
+    with step(4), pytest.raises(HostValueChangedError, match=r"input 1 is a tensor.* was None"):
+        wrapper(x, y, None)
+    with step(5), pytest.raises(HostValueChangedError, match=r"input 1 is None.* was a tensor"):
+        wrapper(x, None, y)
+    with step(4):
+        assert torch.equal(wrapper(x, None, y), x * 2 - y)
+    check_counters(wrapper, captures=2, replays=5, failures=2)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (2, 3),
+        (2, 2.0),
+        (1, True),
+        (0.5, 0.25),
+        (0.0, -0.0),
+        (complex(1, 0.0), complex(1, -0.0)),
+        ("a", "b"),
+        (None, 0),
+        (torch.float32, torch.float64),
+        (torch.Size([1]), torch.Size([2])),
+    ],
+)
+def test_changed_value_is_an_error(device, wrap, before, now) -> None:
+    wrapper, x = wrap(lambda x, value: wave(x), name="block"), torch.rand(4, 8, device=device)
+    with step(4):
+        wrapper(x, before)
+        with pytest.raises(
+            HostValueChangedError, match=r"block, num_tokens=4: input 1.* is .*, was"
+        ):
+            wrapper(x, now)
+        x.uniform_()
+        assert torch.equal(wrapper(x, before), wave(x))
+    check_counters(wrapper, captures=1, replays=1, failures=1)
+
+
+def test_changed_int_names_the_keyword_and_the_path(device, wrap) -> None:
+    wrapper, x = wrap(lambda x, *, sizes: x * sizes["k"][0]), torch.rand(4, 8, device=device)
+    with step(4):
+        wrapper(x, sizes={"k": (2, 0)})
+        with pytest.raises(HostValueChangedError, match=r"input 'sizes'\['k'\]\[0\] is 3, was 2"):
+            wrapper(x, sizes={"k": (3, 0)})
+        x.uniform_()
+        assert torch.equal(wrapper(x, sizes={"k": (2, 0)}), x * 2)
+    check_counters(wrapper, captures=1, replays=1, failures=1)
+
+
+def nested_sum(first, *, more=None, extra=None):
+    """Adds all tensors of an argument, however nested."""
+    if isinstance(first, torch.Tensor):
+        total = first
+    else:
+        values = first.values() if isinstance(first, dict) else first
+        total = sum(nested_sum(each) for each in values)
+    return total if more is None else total + nested_sum(more)
+
+
+@pytest.mark.parametrize(
+    ("place", "path"),
+    [
+        (lambda x, y: ((y,), {}), "input 0 is"),
+        (lambda x, y: ((x,), {"more": y}), "input 'more' is"),
+        (lambda x, y: (((x, y),), {}), r"input 0\[1\] is"),
+        (lambda x, y: (([x, (x, y)],), {}), r"input 0\[1\]\[1\] is"),
+        (lambda x, y: (({"a": x, "b": y},), {}), r"input 0\['b'\] is"),
+        (lambda x, y: ((x,), {"more": {"a": (x, y)}}), r"input 'more'\['a'\]\[1\] is"),
+    ],
+)
+def test_moved_tensor_is_an_error_that_names_it(device, wrap, place, path) -> None:
+    wrapper = wrap(nested_sum, name="block")
+    x, y, moved = (torch.rand(4, 8, device=device) for _ in range(3))
+    with step(4):
+        args, kwargs = place(x, y)
+        assert torch.equal(wrapper(*args, **kwargs), nested_sum(*args, **kwargs))
+        y.uniform_()
+        other, other_kwargs = place(x, moved)
+        with pytest.raises(AddressChangedError, match=f"block, num_tokens=4: {path} at 0x"):
+            wrapper(*other, **other_kwargs)
+        assert torch.equal(wrapper(*args, **kwargs), nested_sum(*args, **kwargs))
+    check_counters(wrapper, captures=1, replays=1, failures=1)
+
+
+def test_other_object_at_the_same_address(device, wrap) -> None:
+    wrapper, x = wrap(wave), torch.rand(4, 8, device=device)
+    with step(4):
+        wrapper(x)
+        for other in (x.detach(), x.view(4, 8), x[:]):
+            x.uniform_()
+            assert other is not x
+            assert torch.equal(wrapper(other), wave(x))
+    check_counters(wrapper, captures=1, replays=3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[:2],
+        lambda x: x.t(),
+        lambda x: x.view(1, 64),
+        lambda x: x.view(torch.int32),
+        lambda x: x.as_strided((8, 8), (0, 1)),
+        lambda x: 1,
+        lambda x: None,
+        lambda x: [x],
+    ],
+)
+def test_other_layout_at_the_same_address_is_an_error(device, wrap, change) -> None:
+    wrapper, x = wrap(wave), torch.rand(8, 8, device=device)
+    with step(8):
+        wrapper(x)
+        with pytest.raises(HostValueChangedError, match=r"input 0 is .*, was a tensor"):
+            wrapper(change(x))
+        x.uniform_()
+        assert torch.equal(wrapper(x), wave(x))
+    check_counters(wrapper, captures=1, replays=1, failures=1)
+
+
+def test_conjugate_view_is_another_layout(device, wrap) -> None:
+    """Address, shape, strides and dtype are equal; what the kernels read is not."""
+    wrapper = wrap(lambda z: z * 2)
+    z = torch.randn(4, 8, dtype=torch.complex64, device=device).mul_(2)
+    with step(4):
+        wrapper(z)
+        with pytest.raises(HostValueChangedError, match="input 0"):
+            wrapper(z.conj())
+        z.mul_(3)
+        assert torch.equal(wrapper(z), z * 2)
+    check_counters(wrapper, captures=1, replays=1, failures=1)
+
+
+def test_negative_view_is_another_layout(device, wrap) -> None:
+    wrapper = wrap(lambda x: x * 2)
+    z = torch.randn(4, 8, dtype=torch.complex64, device=device).mul_(2)
+    with step(4):
+        wrapper(z.imag)
+        with pytest.raises(HostValueChangedError, match="input 0"):
+            wrapper(z.conj().imag)
+        z.mul_(3)
+        assert torch.equal(wrapper(z.imag), z.imag * 2)
+    check_counters(wrapper, captures=1, replays=1, failures=1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, x: f(x, x),
+        lambda f, x: f(first=x),
+        lambda f, x: f(x, more=x),
+        lambda f, x: f((x,)),
+    ],
+)
+def test_other_arguments_are_an_error(device, wrap, call) -> None:
+    wrapper, x = wrap(lambda first, more=None: wave(first)), torch.rand(4, 8, device=device)
+    with step(4):
+        wrapper(x)
+        with pytest.raises(HostValueChangedError, match="when captured"):
+            call(wrapper, x)
+        x.uniform_()
+        assert torch.equal(wrapper(x), wave(x))
+    check_counters(wrapper, captures=1, replays=1, failures=1)
+
+
+def test_keywords_in_another_order_are_the_same_call(device, wrap) -> None:
+    wrapper = wrap(lambda *, a, b: a - b)
+    a, b = torch.rand(4, device=device), torch.rand(4, device=device)
+    with step(4):
+        wrapper(a=a, b=b)
+        a.uniform_()
+        assert torch.equal(wrapper(b=b, a=a), a - b)
+    check_counters(wrapper, captures=1, replays=1)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
+
+
+@pytest.mark.parametrize("weak", [True, False])
+@pytest.mark.parametrize("calling", MODES)
+@pytest.mark.parametrize("capturing", MODES)
+def test_grad_modes_of_capture_and_call(device, wrap, capturing, calling, weak) -> None:
+    module = nn.Linear(8, 8, device=device).requires_grad_(False)
+    wrapper = wrap(module, options=CUDAGraphOptions(weak_ref_output=weak))
+    x = torch.rand(4, 8, device=device)
+    module(x)
+    with capturing():
+        check(wrapper, module, x, calls=1)
+    with calling():
+        check(wrapper, module, x)
+        x.uniform_()
+        with step(4):
+            found = wrapper(x)
+        expected = module(x)
+        assert found.requires_grad is expected.requires_grad is False
+        found += 1  # eager's result may be written in this mode too
+        assert same(found, expected + 1)
+    check_counters(wrapper, captures=1, replays=4)
+
+
+def test_parameter_that_requires_grad_runs_plain(device, wrap) -> None:
+    module = nn.Linear(8, 8, device=device)
+    wrapper, x = wrap(module), torch.rand(4, 8, device=device)
+    module(x)
+    for _ in range(2):
+        x.uniform_()
+        with step(4):
+            found = wrapper(x)
+        assert found.requires_grad
+        assert same(found, module(x))
+    (gradient,) = torch.autograd.grad(found.sum(), [module.bias])
+    assert torch.equal(gradient, torch.full_like(gradient, 4))
+    check_counters(wrapper, plain={Reason.GRADIENTS: 2})
+    with torch.no_grad():
+        check(wrapper, module, x)
+    check_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 2})
+    with step(4):
+        assert wrapper(x).requires_grad
+    check_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 3})
+
+
+def test_call_with_gradients_executes_once(device, wrap) -> None:
+    weight = torch.rand(8, device=device, requires_grad=True)
+    count = torch.zeros((), device=device)
+
+    def function(x):
+        count.add_(1)
+        return x * weight
+
+    wrapper, x = wrap(function), torch.rand(4, 8, device=device)
+    with step(4):
+        assert wrapper(x).requires_grad
+    assert count.item() == 1
+    check_counters(wrapper, plain={Reason.GRADIENTS: 1})
+
+
+def test_input_that_requires_grad_runs_plain(device, wrap) -> None:
+    wrapper, x = wrap(wave), torch.rand(4, 8, device=device)
+    check(wrapper, wave, x)
+    tracked = x.detach().requires_grad_()
+    with step(4):
+        found = wrapper(tracked)
+    assert found.requires_grad
+    assert torch.equal(found, wave(x))
+    check_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 1})
+
+
+@pytest.mark.parametrize("kind", ["method", "wrapper"])
+def test_module_behind_another_callable_gives_gradients(device, wrap, kind) -> None:
+    """Captured without grad mode; a later call with it must not return detached results."""
+    module = nn.Linear(8, 8, device=device)
+    inner = module.forward if kind == "method" else wrap(module, PIECEWISE)
+    wrapper, x = wrap(inner), torch.rand(4, 8, device=device)
+    module(x)
+    with torch.no_grad():
+        check(wrapper, module, x)
+    check_counters(wrapper, captures=1, replays=2)
+    with step(4):
+        assert wrapper(x).requires_grad
+    check_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 1})
+
+
+# ---------------------------------------------------------------- outputs
+
+
+def test_structure_of_outputs(device, wrap) -> None:
+    def function(x):
+        return x * 2, {"sum": x.sum(0), "more": [x + 1, None, 7, "text"]}
+
+    wrapper, x, previous = wrap(function), torch.rand(4, 8, device=device), None
+    for _ in range(3):
+        x.uniform_()
+        with step(4):
+            double, named = wrapper(x)
+        assert torch.equal(double, x * 2)
+        assert set(named) == {"sum", "more"}
+        assert torch.equal(named["sum"], x.sum(0))
+        assert torch.equal(named["more"][0], x + 1)
+        assert named["more"][1:] == [None, 7, "text"]
+        assert previous is None or not torch.equal(double, previous)
+        previous = double.clone()
+    check_counters(wrapper, captures=1, replays=2)
+
+
+def test_output_is_a_view_of_an_input(device, wrap) -> None:
+    wrapper, x = wrap(lambda x: x.mul_(2)[1:, ::2]), torch.rand(4, 8, device=device)
+    for _ in range(3):
+        x.uniform_()
+        expected = x.clone() * 2
+        with step(4):
+            found = wrapper(x)
+        assert torch.equal(found, expected[1:, ::2])
+        assert found.data_ptr() == x[1:].data_ptr()
+        assert torch.equal(x, expected)
+    check_counters(wrapper, captures=1, replays=2)
+
+
+def test_output_is_the_input(device, wrap) -> None:
+    wrapper, x = wrap(lambda x: (x, x.add_(1))), torch.zeros(4, device=device)
+    for call in (1, 2, 3):
+        with step(4):
+            first, second = wrapper(x)
+        assert first.data_ptr() == second.data_ptr() == x.data_ptr()
+        assert first.tolist() == [call] * 4
+    check_counters(wrapper, captures=1, replays=2)
+
+
+class Shows(nn.Module):
+    """Returns its own parameter beside a result."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8), requires_grad=False)
+
+    def forward(self, x):
+        return self.weight, x * self.weight
+
+
+def test_output_is_a_parameter(device, wrap) -> None:
+    module = Shows().to(device)
+    wrapper, x = wrap(module), torch.rand(4, 8, device=device)
+    for _ in range(3):
+        module.weight.uniform_()
+        with step(4):
+            weight, found = wrapper(x)
+        assert weight.data_ptr() == module.weight.data_ptr()
+        assert torch.equal(weight, module.weight)
+        assert torch.equal(found, x * module.weight)
+    check_counters(wrapper, captures=1, replays=2)
+
+
+def test_outputs_that_share_memory(device, wrap) -> None:
+    def function(x):
+        y = x + 1
+        return y, y[1:], y.t()
+
+    wrapper, x = wrap(function), torch.rand(4, 8, device=device)
+    for _ in range(3):
+        x.uniform_()
+        with step(4):
+            whole, part, turned = wrapper(x)
+        assert torch.equal(whole, x + 1)
+        assert torch.equal(part, whole[1:])
+        assert torch.equal(turned, whole.t())
+        assert part.data_ptr() == whole[1:].data_ptr()
+        assert turned.data_ptr() == whole.data_ptr()
+    check_counters(wrapper, captures=1, replays=2)
+
+
+def test_empty_output(device, wrap) -> None:
+    wrapper, x = wrap(lambda x: (x[:0] * 2, x + 1)), torch.rand(4, 8, device=device)
+    for _ in range(3):
+        x.uniform_()
+        with step(4):
+            empty, found = wrapper(x)
+        assert empty.shape == (0, 8)
+        assert torch.equal(found, x + 1)
+    check_counters(wrapper, captures=1, replays=2)
+
+
+def test_outputs_with_memory_of_their_own_outlive_other_descriptors(device, wrap) -> None:
+    options = CUDAGraphOptions(weak_ref_output=False)
+    wrapper = wrap(wave, options=options)
+    small, large = torch.rand(4, 64, device=device), torch.rand(5, 64, device=device)
+    with step(4):
+        wrapper(small)
+        first = wrapper(small)
+    expected = wave(small)
+    for _ in range(2):
+        large.uniform_()
+        with step(5):
+            second = wrapper(large)
+        assert torch.equal(second, wave(large))
+        assert torch.equal(first, expected)
+    check_counters(wrapper, captures=2, replays=2)
+
+
+def test_weak_outputs_leave_their_memory_to_later_captures(wrap) -> None:
+    reserved = {}
+    for weak in (True, False):
+        wrapper = wrap(wave, options=CUDAGraphOptions(weak_ref_output=weak))
+        for tokens in (7, 6, 5):
+            check(wrapper, wave, torch.rand(tokens, 256), tokens)
+            reserved.setdefault(weak, []).append(wrapper.pool.memory.reserved)
+        check_counters(wrapper, captures=3, replays=6)
+    assert len(set(reserved[True])) == 1, reserved
+    assert sorted(set(reserved[False])) == reserved[False], reserved
+    assert reserved[True][-1] < reserved[False][-1]
+
+
+def test_result_that_is_held_keeps_its_memory(device, wrap) -> None:
+    """The result of a capturing call is not in the memory of later captures while it lives."""
+    wrapper = wrap(wave)
+    small, large = torch.rand(4, 64, device=device), torch.rand(5, 64, device=device)
+    with step(4):
+        held = wrapper(small)
+    check(wrapper, wave, large, tokens=5)
+    assert torch.equal(held, wave(small))
+    check_counters(wrapper, captures=2, replays=2)
+
+
+# ---------------------------------------------------------------- what it passes on
+
+
+def test_attributes_are_those_of_the_module(wrap) -> None:
+    module = nn.Linear(8, 4)
+    wrapper = wrap(wrap(module, PIECEWISE))
+    assert wrapper.in_features == 8
+    assert wrapper.weight is module.weight
+    assert list(wrapper.state_dict()) == ["weight", "bias"]
+    assert not hasattr(wrapper, "missing")
+
+
+def test_missing_attribute_names_both_types(wrap) -> None:
+    with pytest.raises(AttributeError, match=r"CUDAGraphWrapper nor the Linear .* 'missing'"):
+        _ = wrap(nn.Linear(8, 4)).missing
+
+
+def test_unwrap_through_wrappers(wrap) -> None:
+    module = nn.Linear(8, 4)
+    inner = wrap(module, PIECEWISE)
+    assert inner.unwrap() is module
+    assert wrap(inner).unwrap() is module
+    assert wrap(wave).unwrap() is wave
+
+
+def _pickled(wrapper):
+    return pickle.loads(pickle.dumps(wrapper))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, _pickled])
+def test_copies_have_no_graphs_and_work(device, wrap, copied) -> None:
+    module = nn.Linear(8, 8, device=device).requires_grad_(False)
+    options = CUDAGraphOptions(weak_ref_output=False)
+    wrapper = wrap(module, PIECEWISE, options, strict=True, name="block")
+    x = torch.rand(4, 8, device=device)
+    check(wrapper, module, x, mode=PIECEWISE)
+    other = copied(wrapper)
+    assert type(other) is CUDAGraphWrapper
+    assert (other.runtime_mode, other.options, other.name) == (PIECEWISE, options, "block")
+    assert other.config.strict
+    assert other.out_features == 8
+    assert not other.concrete_cudagraph_entries
+    check_counters(other)
+    assert (other.runnable is module) is (copied is copy.copy)
+    check(other, module, x, mode=PIECEWISE)
+    check_counters(other, captures=1, replays=2)
+    check(wrapper, module, x, mode=PIECEWISE)
+    check_counters(wrapper, captures=1, replays=5)
+
+
+def test_entries_are_read_only(device, wrap) -> None:
+    wrapper, x = wrap(wave), torch.rand(4, 8, device=device)
+    check(wrapper, wave, x)
+    entries = wrapper.concrete_cudagraph_entries
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        entries[BatchDescriptor(5)] = entries[BatchDescriptor(4)]
+    entry = entries[BatchDescriptor(4)]
+    with pytest.raises(AttributeError, match="cannot assign"):
+        entry.output = None
+    assert entry.batch_descriptor == BatchDescriptor(4)
+    x.uniform_()
+    entry.graph.replay()
+    assert torch.equal(entry.output, wave(x))
+
+
+# ---------------------------------------------------------------- dropping graphs
+
+
+def test_cleared_graphs_are_captured_again(device, wrap) -> None:
+    wrapper, x, moved = wrap(wave), *(torch.rand(4, 8, device=device) for _ in range(2))
+    check(wrapper, wave, x)
+    wrapper.clear_graphs()
+    assert not wrapper.concrete_cudagraph_entries
+    check(wrapper, wave, moved)
+    check_counters(wrapper, captures=2, replays=4)
+
+
+def test_one_descriptor_is_dropped(device, wrap) -> None:
+    wrapper = wrap(wave)
+    small, large = torch.rand(2, 8, device=device), torch.rand(6, 8, device=device)
+    check(wrapper, wave, small, tokens=2)
+    check(wrapper, wave, large, tokens=6)
+    wrapper.drop(BatchDescriptor(2))
+    wrapper.drop(BatchDescriptor(3))
+    assert set(wrapper.concrete_cudagraph_entries) == {BatchDescriptor(6)}
+    check(wrapper, wave, large, tokens=6)
+    check(wrapper, wave, small, tokens=2)
+    check_counters(wrapper, captures=3, replays=9)
+
+
+def test_clear_all_graphs_of_a_shared_pool(device, wrap, pool) -> None:
+    first, second, own = wrap(wave, pool=pool), wrap(torch.sin, pool=pool), wrap(torch.cos)
+    x = torch.rand(4, 8, device=device)
+    wrappers = ((first, wave), (second, torch.sin), (own, torch.cos))
+    for wrapper, plain in wrappers:
+        check(wrapper, plain, x)
+    memory = pool.memory
+    assert first.pool is second.pool is pool
+    first.clear_all_graphs()
+    assert [len(each.concrete_cudagraph_entries) for each, _ in wrappers] == [0, 0, 1]
+    assert pool.memory is not memory
+    for wrapper, plain in wrappers:
+        check(wrapper, plain, x)
+    check_counters(first, captures=2, replays=4)
+    check_counters(second, captures=2, replays=4)
+    check_counters(own, captures=1, replays=5)
+
+
+def test_wrappers_of_one_pool_do_not_disturb_each_other(device, wrap, pool) -> None:
+    x = torch.rand(4, 8, device=device)
+    plains = [torch.sin, torch.cos, wave, torch.exp]
+    wrappers = [wrap(plain, pool=pool) for plain in plains]
+    for _ in range(3):
+        x.uniform_()
+        for wrapper, plain in zip(wrappers, plains, strict=True):
+            with step(4):
+                assert torch.equal(wrapper(x), plain(x))
+    for wrapper in wrappers:
+        check_counters(wrapper, captures=1, replays=2)
+
+
+def test_clear_all_graphs_before_the_first_capture(device, wrap) -> None:
+    wrapper, x = wrap(wave), torch.rand(4, 8, device=device)
+    assert wrapper.pool is None
+    wrapper.clear_all_graphs()
+    check(wrapper, wave, x)
+    check_counters(wrapper, captures=1, replays=2)
+
+
+# ---------------------------------------------------------------- counters
+
+
+def test_counters_add_up_after_anything(device, wrap) -> None:
+    def function(x, fail=False):
+        if fail:
+            raise ValueError("asked for")
+        return wave(x)
+
+    wrapper, x = wrap(function), torch.rand(4, 8, device=device)
+    wrapper(x)
+    check(wrapper, wave, x, mode=NONE)
+    check(wrapper, wave, x, mode=PIECEWISE)
+    with step(3), pytest.raises(ValueError, match="asked for"):
+        wrapper(x, fail=True)
+    with pytest.raises(ValueError, match="asked for"):
+        wrapper(x, fail=True)
+    check(wrapper, wave, x)
+    with step(4), pytest.raises(AddressChangedError):
+        wrapper(x.clone())
+    with allow_capture(False), step(3):
+        wrapper(x)
+    check(wrapper, wave, x, calls=2)
+    plain = {
+        Reason.NO_CONTEXT: 1,
+        Reason.MODE_NONE: 3,
+        Reason.OTHER_MODE: 3,
+        Reason.CAPTURE_FORBIDDEN: 1,
+    }
+    check_counters(wrapper, captures=1, replays=4, failures=3, plain=plain)
+    assert wrapper.counters.calls == 16
+    assert repr(wrapper) == "CUDAGraphWrapper(function, FULL, 1 captured)"
