@@ -223,12 +223,12 @@ class CompilationConfig:
         "max_captured_shapes",
         64,
         parse_count(0),
-        "How many shapes one compiled graph captures without a forward context; more run plain.",
+        "How many shapes are captured without a forward context, per graph and set of weights.",
         piecewise_only=True,
     )
     max_bindings: int = setting(
         "max_bindings",
-        8,
+        128,
         parse_count(1),
         "For how many sets of weights and written inputs one compiled graph keeps CUDA graphs.",
         piecewise_only=True,

@@ -8,7 +8,7 @@ batch, for its own weights, and replays it; or it runs plain and says why.
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,11 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import CaptureError, DispatchError, GradientError
 from cgcompile.forward_context import (
     ForwardContext,
-    current_forward_context,
+    callers_context,
     override_forward_context,
 )
 from cgcompile.graphs.capture import capture_allowed, captured_elsewhere
-from cgcompile.graphs.device import any_capture, capture_device
+from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.auto import AutoDispatch
@@ -60,9 +60,8 @@ class CompiledGraph:
         self._config = config
         step = Step(split)
         self.source = step.source  # the generated Python that runs the pieces
-        self._run = _restoring_grad_mode(split, step.bind(runnables))
-        differentiable = step.bind([piece.module.forward for piece in split.pieces])
-        self._run_differentiable = _restoring_grad_mode(split, differentiable)
+        self._run = step.bind(runnables)
+        self._run_differentiable = step.bind([piece.module.forward for piece in split.pieces])
         constants = split.constants.values() if split.differentiable else ()
         self._constants = tuple(each for each in constants if isinstance(each, torch.Tensor))
         self._may_require_grad = tuple(
@@ -70,7 +69,8 @@ class CompiledGraph:
             for position, each in enumerate(split.inputs)
             if split.differentiable and isinstance(each.meta, torch.Tensor)
         )
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of buffers, bindings and graphs
+        self._counting = threading.Lock()  # of the counters; nothing is called while it is held
         self._owner = 0
         self._closed = False
         self._prepare(step, runnables)
@@ -89,12 +89,8 @@ class CompiledGraph:
         self._pool = None if device is None else GraphPool(device)
         if self._pool is None:
             return
-        program = Program(split, step, runnables, self._pool, config)
-        self._program = program
-        roles = self._roles[FULL]
-        self._bindings = Bindings(
-            program, self._run, roles.static, roles.written, config.max_bindings
-        )
+        self._program = Program(split, step, runnables, self._pool, config)
+        self._bindings = Bindings(self._program, self._run, self._roles[FULL].static)
         captured = any(piece.capture for piece in split.pieces)
         self._has_pieces = captured and PIECEWISE in self._served
 
@@ -120,15 +116,13 @@ class CompiledGraph:
             CaptureError: called from inside one of its own captured steps.
             BaseException: what the step raised, unchanged.
         """
-        context = current_forward_context()
-        if self._owner == threading.get_ident() and not any_capture():
-            raise CaptureError.reentered()
         try:
+            context = callers_context()
             why, result = self._with_graphs(context, inputs)
             if why is not None:
                 result = self._plain(why, context, inputs)
         except BaseException:
-            with self._lock:
+            with self._counting:
                 self.counters.calls += 1
                 self.counters.failures += 1
             raise
@@ -137,54 +131,60 @@ class CompiledGraph:
     def _with_graphs(
         self, context: ForwardContext | None, inputs: tuple[Any, ...]
     ) -> tuple[Why | None, Any]:
-        """(None, result) of a step that graphs ran; else (why not, None)."""
+        """(None, result) of a step that ran; else (why no graph can run it, None)."""
         if torch.is_grad_enabled() and self._needs_grad(inputs):
             return _GRADIENTS, None
         if self._never is not None:
             return self._never, None
-        if self._pool is not None and self._pool.device.is_capturing():
+        if self._program.pool.device.is_capturing():
             return Why(Reason.INSIDE_CAPTURE, "called inside of a capture"), None
+        if self._owner == threading.get_ident():
+            raise CaptureError.reentered()
         mode = self._auto.mode if context is None else self._mode_for(context)
         if isinstance(mode, Why):
             return mode, None
-        key = (
-            self._auto.key(inputs) if context is None else (mode is FULL, context.batch_descriptor)
-        )
         with self._lock:
             self._owner = threading.get_ident()
             try:
-                return self._replay_or_capture(key, mode, context, inputs)
+                return self._replay_or_capture(mode, context, inputs)
             finally:
                 self._owner = 0
 
     def _replay_or_capture(
-        self,
-        key: Hashable,
-        mode: CUDAGraphMode,
-        context: ForwardContext | None,
-        inputs: tuple[Any, ...],
+        self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
     ) -> tuple[Why | None, Any]:
-        name, binding = self._bindings.find(inputs, by_address=context is None)
+        if context is None:
+            key, written = self._auto.key(inputs), self._auto.written
+        else:
+            key, written = (mode is FULL, context.batch_descriptor), ()
+        name, binding = self._bindings.find(inputs, written)
         found = None if binding is None else binding.recordings.get(key)
-        if isinstance(found, Recording):
+        if isinstance(found, Recording) and not found.void:
             if context is not None:
                 found.check(inputs)
             overlap = found.overlap(inputs)
             if overlap is not None:
                 return overlap, None
             result = found.replay(inputs)
-            self.counters.calls += 1
-            self.counters.replays += 1
+            with self._counting:
+                self.counters.calls += 1
+                self.counters.replays += 1
             return None, result
-        if found is not None:
+        if isinstance(found, Why):
             return found, None
         if binding is None:
             binding = self._bindings.add(name, inputs)
+        elif found is not None:
+            del binding.recordings[key]  # its graphs have been cleared
         given = None if context is None else context.batch_descriptor
         descriptor = self._auto.descriptor(inputs) if given is None else given
         batch = Batch(mode, descriptor, own_context=context is None)
         why = self._why_not_now(binding, key, batch, inputs)
-        return (why, None) if why is not None else self._capture(binding, key, batch, inputs)
+        if why is not None:
+            return why, None
+        if not binding.captured:
+            self._bindings.hold(binding, inputs, written)
+        return self._capture(binding, key, batch, inputs)
 
     def _capture(
         self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
@@ -198,12 +198,13 @@ class CompiledGraph:
         outcome = record(self._program, binding.wrappers, binding.full, recording, inputs)
         if outcome.recording is not None:
             binding.recordings[key] = outcome.recording
-            self.counters.calls += 1
-            self.counters.captures += 1
+            with self._counting:
+                self.counters.calls += 1
+                self.counters.captures += 1
             return None, outcome.result
         assert outcome.why is not None
         if outcome.why.reason is Reason.CAPTURE_FAILED:
-            if batch.mode is FULL and not self._config.strict and self._has_pieces:
+            if batch.mode is FULL and self._has_pieces:
                 return self._capture_pieces(outcome.why, binding, key, batch, inputs)
             binding.recordings[key] = outcome.why
         if not outcome.ran:
@@ -220,7 +221,7 @@ class CompiledGraph:
         inputs: tuple[Any, ...],
     ) -> tuple[Why | None, Any]:
         """After a FULL capture that failed before anything ran: the same step, piece by piece."""
-        self._degraded(why)
+        self._count_degraded(why)
         if batch.own_context:
             self._auto.use(PIECEWISE)
             key = self._auto.key(inputs)
@@ -245,8 +246,7 @@ class CompiledGraph:
             why = Why(Reason.ATTENTION_SUPPORT, detail)
             if self._config.strict or PIECEWISE not in self._served:
                 return why
-            with self._lock:
-                self._degraded(why)
+            self._count_degraded(why)
             return PIECEWISE
         return mode
 
@@ -261,17 +261,28 @@ class CompiledGraph:
             why = self._auto.why_not(binding, inputs)
             if why is not None:
                 return why
-        if not binding.captured and self._bindings.full():
-            most = self._config.max_bindings
+        most = self._config.max_bindings
+        if not binding.captured and self._bindings.captured >= most:
             detail = f"{most} sets of weights or written inputs have graphs (max_bindings)"
             return Why(Reason.TOO_MANY_BINDINGS, detail)
         warmed = binding.count_warming(key)
         if warmed < self._config.num_warmups:
             detail = f"call {warmed + 1} of {self._config.num_warmups} before a capture"
-            return Why(Reason.WARMING, detail)
+            warming = Why(Reason.WARMING, detail)
+            return self._why_still_warming(binding, warming) if batch.own_context else warming
         if captured_elsewhere():
             return Why(Reason.CAPTURE_BUSY, "another thread is capturing")
         return None
+
+    def _why_still_warming(self, binding: Binding, warming: Why) -> Why:
+        """``warming``, or why it does not end: what must stay is another at every call."""
+        if self._bindings.idle > _MOVING:
+            detail = (
+                f"{self._bindings.idle} sets of weights or written inputs were seen once: an input "
+                "that the model writes, or a tensor of a module, is a new one at every call"
+            )
+            return Why(Reason.TOO_MANY_BINDINGS, detail)
+        return self._auto.why_still_warming(binding, warming)
 
     def _needs_grad(self, inputs: tuple[Any, ...]) -> bool:
         return any(inputs[position].requires_grad for position in self._may_require_grad) or any(
@@ -287,25 +298,27 @@ class CompiledGraph:
             raise DispatchError.strict("the compiled step", why.reason.value, why.detail)
         run = self._run_differentiable if why.reason is Reason.GRADIENTS else self._run
         if context is None and why.reason is not Reason.INSIDE_CAPTURE:
-            with override_forward_context(ForwardContext()):
+            with override_forward_context(ForwardContext.synthetic(NONE, None)):
                 result = run(*inputs)
             self._auto.growth.remember(result)
         else:
             result = run(*inputs)
-        with self._lock:
-            self._count_plain(why)
+        self._count_plain(why)
         return result
 
     def _count_plain(self, why: Why) -> None:
-        self.counters.calls += 1
-        self.counters.plain[why.reason] += 1
-        if self.counters.details.get(why.reason) != why.detail:
+        with self._counting:
+            self.counters.calls += 1
+            self.counters.plain[why.reason] += 1
+            new = self.counters.details.get(why.reason) != why.detail
             self.counters.details[why.reason] = why.detail
+        if new:
             log.info("a step runs without graphs: %s", why)
 
-    def _degraded(self, why: Why) -> None:
-        self.counters.degraded[why.reason] += 1
-        self.counters.details[why.reason] = why.detail
+    def _count_degraded(self, why: Why) -> None:
+        with self._counting:
+            self.counters.degraded[why.reason] += 1
+            self.counters.details[why.reason] = why.detail
 
     # -------------------------------------------------------------- what a user may ask
 
@@ -333,19 +346,5 @@ class CompiledGraph:
                 self._pool.release()
 
 
+_MOVING = 64  # bindings that were seen and never captured, before that is called a reason
 _GRADIENTS = Why(Reason.GRADIENTS, "grad mode is on, and an input or a constant requires grad")
-
-
-def _restoring_grad_mode(split: SplitGraph, call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, and grad mode as it was also where an op raises between two switches."""
-    if not split.sets_grad_mode:
-        return call
-
-    def restoring(*inputs: Any) -> Any:
-        before = torch.is_grad_enabled()
-        try:
-            return call(*inputs)
-        finally:
-            torch.set_grad_enabled(before)
-
-    return restoring

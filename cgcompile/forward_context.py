@@ -116,6 +116,7 @@ class ForwardContext:
         "attn_metadata",
         "batch_descriptor",
         "cudagraph_runtime_mode",
+        "is_synthetic",
         "num_tokens",
         "num_tokens_across_dp",
         "num_unpadded_tokens",
@@ -144,6 +145,17 @@ class ForwardContext:
         self.num_tokens_across_dp = num_tokens_across_dp
         self.slot_mapping = slot_mapping
         self.additional = additional
+        self.is_synthetic = False
+
+    @classmethod
+    def synthetic(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor | None) -> "ForwardContext":
+        """The context of a step for which the caller has set none.
+
+        Opaque ops see it; a compiled model or a wrapper that they call has none of its own.
+        """
+        context = cls(cudagraph_runtime_mode=mode, batch_descriptor=descriptor)
+        context.is_synthetic = True
+        return context
 
 
 # (context, who set it). The owner matters: a task or thread that copied this context on creation
@@ -166,6 +178,12 @@ def current_forward_context() -> ForwardContext | None:
     if entry is None or entry[1] != _owner():
         return None
     return entry[0]
+
+
+def callers_context() -> ForwardContext | None:
+    """The forward context that a caller has set; None if there is none, or one of our own."""
+    context = current_forward_context()
+    return None if context is None or context.is_synthetic else context
 
 
 class override_forward_context:

@@ -80,7 +80,8 @@ class Counters:
         replays: calls that replayed graphs.
         failures: calls that raised.
         plain: calls that ran without graphs, by the reason they had.
-        degraded: calls that were captured or replayed in a lesser mode than was asked for.
+        degraded: how often a lesser mode was taken than was asked for: at each call of a batch that
+            a FULL graph may not serve, and once where the capture of a FULL graph was refused.
         details: the last thing known about each reason, in words.
     """
 

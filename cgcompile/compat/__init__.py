@@ -15,13 +15,15 @@ from cgcompile.compat.capture import (
     cuda_stream_is_capturing,
     identities,
     is_plain_tensor,
+    physical,
     python_kernel,
     raw_stream,
     reads_on_host,
     replay_of,
+    same_addresses,
     stop_allocating_to,
-    tensor_at,
     weak_tensor,
+    with_bits,
     without_modes,
 )
 from cgcompile.compat.compilers import (

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -34,15 +34,21 @@ def _over(storage: torch.UntypedStorage, layout: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         found = torch.empty(0, dtype=layout.dtype, device=layout.device)
         found.set_(storage, layout.storage_offset(), layout.size(), layout.stride())
-        if layout.is_conj():
-            found = torch._conj(found)
-        return torch._neg_view(found) if layout.is_neg() else found
+        return with_bits(found, layout.is_conj(), layout.is_neg())
 
 
-def tensor_at(address: int, nbytes: int) -> torch.Tensor:
-    """Bytes of the CPU's memory as a tensor that does not own them."""
-    raw = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes)
-    return torch.empty(0, dtype=torch.uint8).set_(raw, 0, (nbytes,), (1,))
+def physical(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers as they lie in memory: the tensor without its conjugate and negative bits."""
+    if tensor.is_conj():
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def with_bits(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
+    """A view of a physical tensor with these bits set."""
+    if conjugate:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if negative else tensor
 
 
 class StorageLife:
@@ -78,6 +84,20 @@ def identities(objects: tuple[Any, ...]) -> bytes:
     return ctypes.string_at(id(objects) + _ITEMS_OF_TUPLE, len(objects) * _POINTER)
 
 
+def same_addresses(tensors: list[Any], places: list[int], addresses: list[int]) -> bool:
+    """Whether the tensors at these places of a list still begin at these addresses.
+
+    CUDA builds have it in C++.
+    """
+    in_cpp = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if in_cpp is not None:
+        return bool(in_cpp(tensors, addresses, places))
+    return all(
+        tensors[place].data_ptr() == address
+        for place, address in zip(places, addresses, strict=True)
+    )
+
+
 # ---------------------------------------------------------------- CUDA graphs
 
 
@@ -108,13 +128,15 @@ cuda_stream_is_capturing: Callable[[], bool] = getattr(
 
 
 def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:
-    """Undo what a capture that broke left in the allocator: it still routes to the pool."""
-    stop = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    if stop is not None:
-        try:
-            stop(device_index, pool)
-        except RuntimeError:  # the capture had told the allocator itself
-            return
+    """Undo what a capture that broke left in the allocator.
+
+    It still routes to the pool, and counts the capture as a user of it. Tried on 2.11.
+    """
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        call = getattr(torch._C, name, None)
+        if call is not None:
+            with suppress(RuntimeError):  # the capture may have told the allocator itself
+                call(device_index, pool)
 
 
 # ---------------------------------------------------------------- dispatch modes

@@ -119,17 +119,11 @@ def capture(
     with _turn.taken(what):
         if collect:
             gc.collect()
-        memory = pool.memory
         graph = pool.device.new_graph()
         with _without_garbage_collection(), pool.device.on_stream(pool.stream):
-            graph.begin(memory)
+            graph.begin(pool.memory)
             try:
                 result = function()
-            except BaseException:
-                graph.abandon()
-                pool.retire(graph)
-                raise
-            try:
                 graph.end()
             except BaseException:
                 graph.abandon()

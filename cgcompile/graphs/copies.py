@@ -6,9 +6,11 @@ that it spans.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from cgcompile import compat
 
 
 def span(tensor: torch.Tensor) -> int:
@@ -22,7 +24,7 @@ def span(tensor: torch.Tensor) -> int:
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The memory that a tensor reaches over, as one dimension."""
-    return tensor.as_strided((span(tensor),), (1,))
+    return compat.physical(tensor).as_strided((span(tensor),), (1,))
 
 
 class OwnedCopy:
@@ -37,12 +39,15 @@ class OwnedCopy:
     def __init__(self, template: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
             memory = torch.empty(span(template), dtype=template.dtype, device=template.device)
-            self.tensor = memory.as_strided(template.size(), template.stride())
+            strided = memory.as_strided(template.size(), template.stride())
+            self.tensor = compat.with_bits(strided, template.is_conj(), template.is_neg())
             self._flat = memory
-        self._contiguous = template.is_contiguous()
+        self._contiguous = template.is_contiguous() and not _has_bits(template)
 
     def fill(self, source: torch.Tensor) -> None:
         """Copy ``source``, on the current stream. The caller vouches for its layout."""
+        if source.requires_grad:
+            source = source.detach()
         if self._contiguous:
             self.tensor.copy_(source, non_blocking=True)
         else:
@@ -64,16 +69,16 @@ class FreshCopies:
             groups.setdefault((address or alone, tensor.dtype), []).append(position)
         self._count = len(tensors)
         self._single: list[tuple[int, torch.Tensor]] = []
-        self._shared: list[tuple[torch.Tensor, list[tuple[int, torch.Tensor, Any]]]] = []
+        self._shared: list[tuple[torch.Tensor, list[_Part]]] = []
         for members in groups.values():
             given = [tensors[position] for position in members]
-            if len(given) == 1 and given[0].is_contiguous():
+            if len(given) == 1 and given[0].is_contiguous() and not _has_bits(given[0]):
                 self._single.append((members[0], given[0]))
                 continue
             first = min(tensor.storage_offset() for tensor in given)
             last = max(tensor.storage_offset() + span(tensor) for tensor in given)
-            base = given[0].as_strided((last - first,), (1,), first)
-            parts = [(p, tensors[p], tensors[p].storage_offset() - first) for p in members]
+            base = compat.physical(given[0]).as_strided((last - first,), (1,), first)
+            parts = [_Part.of(position, tensors[position], first) for position in members]
             self._shared.append((base, parts))
 
     def make(self) -> list[torch.Tensor]:
@@ -83,6 +88,28 @@ class FreshCopies:
             found[position] = tensor.clone()
         for base, parts in self._shared:
             copy = base.clone()
-            for position, tensor, offset in parts:
-                found[position] = copy.as_strided(tensor.size(), tensor.stride(), offset)
+            for part in parts:
+                view = copy.as_strided(part.size, part.stride, part.offset)
+                found[part.position] = compat.with_bits(view, part.conjugate, part.negative)
         return found
+
+
+class _Part(NamedTuple):
+    """Where a tensor lies in the memory that several share."""
+
+    position: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+    conjugate: bool
+    negative: bool
+
+    @classmethod
+    def of(cls, position: int, tensor: torch.Tensor, first: Any) -> "_Part":
+        offset = tensor.storage_offset() - first
+        bits = (tensor.is_conj(), tensor.is_neg())
+        return cls(position, tensor.size(), tensor.stride(), offset, *bits)
+
+
+def _has_bits(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()

@@ -42,7 +42,7 @@ class CudaPool:
     def holds(self, address: int) -> bool:
         """Whether an address lies in memory of the pool. Asks the allocator when in doubt."""
         if not self._in_known_segment(address):
-            found = torch.cuda.memory_snapshot(self.id)
+            found = torch.cuda.memory_snapshot(self.id, include_traces=False)
             self._segments = [(each["address"], each["total_size"]) for each in found]
         return self._in_known_segment(address)
 
@@ -62,9 +62,13 @@ class CudaGraph:
     def begin(self, pool: CudaPool) -> None:
         if self._pool is not None:
             raise CaptureError.twice("CudaGraph")
-        # "global" mode would let unsafe calls of other threads fail this capture.
-        self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         self._pool = pool
+        try:
+            # "global" mode would let unsafe calls of other threads fail this capture.
+            self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+        except BaseException:
+            self.abandon()
+            raise
 
     def end(self) -> None:
         self._graph.capture_end()
@@ -92,6 +96,8 @@ class CudaDevice:
     """
 
     name = "cuda"
+    tensor_type = "cuda"
+    notices_freed = False
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -41,9 +41,14 @@ class CaptureDevice(Protocol):
 
     Attributes:
         name: ``"cuda"`` or ``"host"``.
+        tensor_type: the ``torch.device`` type of the tensors that it captures.
+        notices_freed: whether a replay refuses memory that was freed since the capture, even where
+            something else lies there by now.
     """
 
     name: str
+    tensor_type: str
+    notices_freed: bool
 
     def new_pool(self) -> Any:
         """Memory for graphs that never run at the same time; it lives while it is referenced."""

@@ -59,6 +59,12 @@ def same_value(now: Any, before: Any) -> bool:
     return bool(now == before)
 
 
+def _autocast(tensor_type: str) -> torch.dtype | None:
+    """The dtype to which ops are cast now, or None."""
+    on = torch.is_autocast_enabled(tensor_type)
+    return torch.get_autocast_dtype(tensor_type) if on else None
+
+
 class ArgumentGuard:
     """The arguments of one captured call.
 
@@ -66,8 +72,13 @@ class ArgumentGuard:
     be the same object again.
     """
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], tensor_type: str = "cpu"
+    ) -> None:
         self._count = len(args)
+        self._tensor_type = tensor_type
+        self._autocast = _autocast(tensor_type)
+        self._reads_scalars = False
         self._names = tuple(kwargs)
         self._flat = not any(compat.is_container(each) for each in (*args, *kwargs.values()))
         tops = [f"input {i}" for i in range(len(args))] + [f"input {name!r}" for name in kwargs]
@@ -76,6 +87,8 @@ class ArgumentGuard:
         self._is_tensor: list[bool] = []
         for top, tree in zip(tops, (*args, *kwargs.values()), strict=True):
             for path, leaf in compat.tree_paths(tree):
+                self._reads_scalars |= self._is_scalar(leaf)
+                leaf = leaf.item() if self._is_scalar(leaf) else leaf
                 tensor = isinstance(leaf, torch.Tensor)
                 self._paths.append(top + path)
                 self._is_tensor.append(tensor)
@@ -91,6 +104,9 @@ class ArgumentGuard:
             AddressChangedError: a tensor lies elsewhere.
             HostValueChangedError: another value, layout or structure.
         """
+        if _autocast(self._tensor_type) != self._autocast:
+            now, before = _autocast(self._tensor_type), self._autocast
+            raise HostValueChangedError.changed(what, str(batch), "autocast", now, before)
         if len(args) != self._count or (kwargs and set(kwargs) != set(self._names)):
             self._structure(args, kwargs, what, batch)
         if not kwargs and self._names:
@@ -103,6 +119,8 @@ class ArgumentGuard:
             if compat.tree_spec((list(args), ordered)) != self._spec:
                 self._structure(args, kwargs, what, batch)
             leaves = compat.tree_leaves(leaves)
+        if self._reads_scalars:
+            leaves = [leaf.item() if self._is_scalar(leaf) else leaf for leaf in leaves]
         for position, leaf in enumerate(leaves):
             known = self._known[position]
             if not self._is_tensor[position]:
@@ -122,6 +140,12 @@ class ArgumentGuard:
                 )
             else:
                 self._check_tensor(leaf, known, self._paths[position], what, batch)
+
+    def _is_scalar(self, leaf: Any) -> bool:
+        """Whether a leaf is a 0-dim CPU tensor among tensors of another device."""
+        if self._tensor_type == "cpu" or not isinstance(leaf, torch.Tensor):
+            return False
+        return leaf.dim() == 0 and leaf.device.type == "cpu"
 
     def _check_tensor(
         self, leaf: torch.Tensor, known: tuple[Any, ...], path: str, what: str, batch: object

@@ -291,6 +291,8 @@ class _Recorder(compat.DispatchMode):
 
     def _refuse_host_reads(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         packet = getattr(func, "overloadpacket", None)
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            self._refuse(f"{func} with a random generator that is not registered")
         if packet in _INDEXING:
             masked = any(index.dtype in _MASKS for index in _tensors(args[1]))
             fills = packet in (aten.index_put, aten.index_put_) and args[2].numel() == 1
@@ -339,6 +341,8 @@ class HostDevice:
     """See :class:`~cgcompile.graphs.device.CaptureDevice`. A CPU has one stream: the program."""
 
     name = "host"
+    tensor_type = "cpu"
+    notices_freed = True
 
     def new_pool(self) -> HostPool:
         return HostPool()

@@ -5,6 +5,8 @@ filled with poison, when it is handed out and when the capture ends, so that rea
 replay has written shows.
 """
 
+import ctypes
+
 import torch
 
 from cgcompile import compat
@@ -16,12 +18,19 @@ class _Block:
     """Bytes, and who lives in them now."""
 
     def __init__(self, nbytes: int) -> None:
-        with torch.inference_mode(False):
-            self.memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+        self._buffer = (ctypes.c_char * (nbytes + _ALIGNMENT))()
+        self._start = -ctypes.addressof(self._buffer) % _ALIGNMENT
         self.nbytes = nbytes
-        self.address = -(-self.memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        self.address = ctypes.addressof(self._buffer) + self._start
         self.life: compat.StorageLife | None = None
         self.dtype = torch.uint8
+
+    def bytes(self, nbytes: int) -> torch.Tensor:
+        """The first bytes as a tensor of a storage of its own, which keeps the memory."""
+        with torch.inference_mode(False):
+            return torch.frombuffer(
+                self._buffer, dtype=torch.uint8, count=nbytes, offset=self._start
+            )
 
     @property
     def free(self) -> bool:
@@ -29,13 +38,12 @@ class _Block:
 
     def poison(self) -> None:
         """NaN for floating numbers, a huge number for integers, True for bools."""
-        start = self.address - self.memory.data_ptr()
         value = 0x7F
         if self.dtype.is_floating_point or self.dtype.is_complex:
             value = 0xFF
         elif self.dtype is torch.bool:
             value = 1
-        self.memory[start : start + self.nbytes].fill_(value)
+        ctypes.memset(self.address, value, self.nbytes)
 
 
 class HostPool:
@@ -81,6 +89,6 @@ class HostPool:
         block.dtype = dtype
         block.poison()
         self._handed_out.add(block)
-        tensor = compat.tensor_at(block.address, nbytes)
+        tensor = block.bytes(nbytes)
         block.life = compat.StorageLife(tensor)
         return tensor.untyped_storage()

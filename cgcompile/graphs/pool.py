@@ -24,11 +24,13 @@ class GraphPool:
 
     Attributes:
         device: what records.
+        generation: grows when graphs are dropped; what was built on those of before is void.
         stream: what captures run on; replays run on the caller's stream.
     """
 
     def __init__(self, device: CaptureDevice) -> None:
         self.device = device
+        self.generation = 0
         self.stream = device.new_stream()
         self._memory: Any = None
         self._stream_key: int | None = None
@@ -71,7 +73,9 @@ class GraphPool:
 
     def release(self) -> None:
         """Drop all graphs of all users, and the memory. Capturing again is allowed."""
+        self.device.synchronize()  # a replay may still run, on whatever stream
         for user in list(self._users):
             user.clear_graphs()
+        self.generation += 1
         self._parked.clear()
         self._memory = None

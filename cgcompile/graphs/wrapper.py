@@ -19,7 +19,7 @@ import torch
 from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError, missing_attribute
-from cgcompile.forward_context import BatchDescriptor, ForwardContext, current_forward_context
+from cgcompile.forward_context import BatchDescriptor, ForwardContext, callers_context
 from cgcompile.graphs.capture import capture, capture_allowed
 from cgcompile.graphs.device import DeviceGraph, any_capture, capture_device
 from cgcompile.graphs.guards import ArgumentGuard
@@ -111,6 +111,7 @@ class CUDAGraphWrapper:
         self.counters = Counters()
         self.name: str = name or getattr(runnable, "__name__", None) or type(runnable).__name__
         self._entries: dict[BatchDescriptor, CUDAGraphEntry] = {}
+        self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
         self._lock = threading.RLock()
         self._pool = pool
         if pool is not None:
@@ -136,7 +137,7 @@ class CUDAGraphWrapper:
         with self._lock:
             self.counters.calls += 1
         try:
-            return self._dispatch(current_forward_context(), args, kwargs)
+            return self._dispatch(callers_context(), args, kwargs)
         except BaseException:
             with self._lock:
                 self.counters.failures += 1
@@ -171,30 +172,39 @@ class CUDAGraphWrapper:
         if not capture_allowed():
             detail = f"no graph for {descriptor}, and allow_capture(False) is set"
             return self._plain(Reason.CAPTURE_FORBIDDEN, detail, args, kwargs)
+        devices = self._tensor_devices(args, kwargs)
+        if len(devices) > 1:
+            detail = f"tensors are on {', '.join(map(str, devices))}; a graph holds one device"
+            return self._plain(Reason.OTHER_DEVICE, detail, args, kwargs)
         if self._pool is None:
-            device = self._tensor_device(args, kwargs)
-            found = capture_device(device, self.config.capture_device)
+            found = capture_device(devices[0], self.config.capture_device)
             if found is None:
-                return self._plain(Reason.NO_DEVICE, f"tensors are on {device}", args, kwargs)
+                return self._plain(Reason.NO_DEVICE, f"tensors are on {devices[0]}", args, kwargs)
             self._pool = GraphPool(found)
             self._pool.add_user(self)
-        if not _gradients_due(_holds_parameters_with_grad(self.runnable), args, kwargs):
-            captured = self.capture(descriptor, args, kwargs)
+        needs_grad = _holds_parameters_with_grad(self.runnable) or descriptor in self._grads
+        if not _gradients_due(needs_grad, args, kwargs):
+            captured = self.record(descriptor, args, kwargs)
             if captured is not None:
-                return captured.result
+                result = captured.run()
+                self.keep(captured.entry)
+                self.counters.captures += 1
+                return result
+            self._grads.add(descriptor)
         return self._plain(Reason.GRADIENTS, _GRADIENTS, args, kwargs)
 
-    def capture(
+    def record(
         self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> "Captured | None":
-        """Capture ``runnable`` for a descriptor, and replay it once: one execution.
+        """Capture ``runnable`` for a descriptor, without executing anything.
 
         Returns:
-            What the call returns; None if an output requires grad, and then nothing has run.
+            What has been captured, to be run once and then kept with :meth:`keep`; None if an
+            output requires grad.
 
         Raises:
-            CaptureError: another capture runs.
-            BaseException: what ``runnable`` raised, unchanged; no graph is kept then.
+            CaptureBusyError: another capture runs.
+            BaseException: what ``runnable`` raised, unchanged.
         """
         pool = self._pool
         assert pool is not None, "a wrapper captures into a pool"
@@ -210,18 +220,19 @@ class CUDAGraphWrapper:
         if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in _tensors(result)):
             graph.reset()
             return None
-        pool.follow_stream()
-        graph.replay()
         entry = CUDAGraphEntry(
             descriptor,
             graph,
             compat.tree_map(self._kept, result),
-            ArgumentGuard(args, kwargs),
+            ArgumentGuard(args, kwargs, pool.device.tensor_type),
             _holds_parameters_with_grad(self.runnable),
         )
-        self._entries[descriptor] = entry
-        self.counters.captures += 1
-        return Captured(entry, result)
+        return Captured(self, entry, result)
+
+    def keep(self, entry: CUDAGraphEntry) -> None:
+        """Let later calls of the entry's descriptor replay it."""
+        with self._lock:
+            self._entries[entry.batch_descriptor] = entry
 
     def _kept(self, leaf: Any) -> Any:
         """How an entry keeps an output: weakly where the pool owns the memory, if so asked."""
@@ -251,13 +262,13 @@ class CUDAGraphWrapper:
             self.counters.details[reason] = detail
         return result
 
-    def _tensor_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    def _tensor_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.device]:
         """Where the tensors of the call and of the module are; the CPU only if all are there."""
         found = _tensors((args, kwargs))
         if isinstance(self.runnable, torch.nn.Module):
             found += [*self.runnable.parameters(), *self.runnable.buffers()]
-        devices = [tensor.device for tensor in found]
-        return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+        devices = dict.fromkeys(tensor.device for tensor in found)
+        return [each for each in devices if each.type != "cpu"] or [torch.device("cpu")]
 
     # -------------------------------------------------------------- what a user may ask
 
@@ -280,6 +291,8 @@ class CUDAGraphWrapper:
         """Drop the graphs of this wrapper. The next call of a descriptor captures again."""
         with self._lock:
             self._entries.clear()
+            if self._pool is not None:
+                self._pool.generation += 1
 
     def drop(self, descriptor: BatchDescriptor) -> None:
         """Drop the graph of one descriptor, if there is one: its step was not finished."""
@@ -293,9 +306,11 @@ class CUDAGraphWrapper:
             self._pool.release()
 
     def __getattr__(self, name: str) -> Any:
-        # Through __dict__, because a copy has no runnable for a moment.
-        if "runnable" not in self.__dict__:
-            raise AttributeError(missing_attribute(type(self).__name__, "nothing yet", name))
+        # Through __dict__, because a copy has no runnable for a moment. How to copy and pickle a
+        # module is its own affair.
+        if "runnable" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
+            kind = type(self.__dict__.get("runnable")).__name__
+            raise AttributeError(missing_attribute(type(self).__name__, kind, name))
         runnable = self.__dict__["runnable"]
         try:
             return getattr(runnable, name)
@@ -327,15 +342,29 @@ class CUDAGraphWrapper:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A capture that has just been made.
+    """A capture that has just been made; nothing has been executed yet.
 
     Attributes:
+        wrapper: whose it is.
         entry: what later calls replay.
-        result: what this call returns: tensors that keep their memory while they live.
+        result: what the captured call returned: tensors that hold nothing yet.
     """
 
+    wrapper: CUDAGraphWrapper
     entry: CUDAGraphEntry
     result: Any
+
+    def run(self) -> Any:
+        """Execute what was captured, on the current stream.
+
+        Returns:
+            The result, computed: tensors that keep their memory while they live.
+        """
+        pool = self.wrapper.pool
+        assert pool is not None
+        pool.follow_stream()
+        self.entry.graph.replay()
+        return self.result
 
 
 _GRADIENTS = "grad mode is on, and an input, a parameter or an output requires grad"

@@ -27,6 +27,7 @@ class AutoDispatch:
 
     Attributes:
         mode: the runtime mode of all its steps; NONE if the settings leave none.
+        written: positions of the inputs that are bound by address.
         growth: watches for results that come back larger.
     """
 
@@ -39,12 +40,13 @@ class AutoDispatch:
         self.use(_mode(split, wanted))
 
     def use(self, mode: CUDAGraphMode) -> None:
-        """Take ``mode`` from now on; shapes that are recorded stay so."""
+        """Take ``mode`` from now on."""
         self.mode = mode
         none = mode is CUDAGraphMode.NONE
         roles = Roles.of(self._split, CUDAGraphMode.FULL if none else mode)
         self._numbers = picker(roles.numbers)
         self._scalars = roles.scalars
+        self.written = roles.written
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable:
         """What tells the steps of one set of weights apart: the numbers that graphs read."""
@@ -62,6 +64,16 @@ class AutoDispatch:
             shape = inputs[self._read[0]].shape
             rows = shape[0] if shape else 0
         return BatchDescriptor(num_tokens=max(rows, 0), extra=("auto", self.key(inputs)))
+
+    def why_still_warming(self, binding: Binding, warming: Why) -> Why:
+        """What to say of a first call of a shape: ``warming``, or that shapes never come again."""
+        once = len(binding.seen) - binding.captured
+        if once <= 2 * self._config.max_captured_shapes:
+            return warming
+        detail = (
+            f"{once} shapes were seen once: a number changes at every call, or sizes never repeat"
+        )
+        return Why(Reason.TOO_MANY_SHAPES, detail)
 
     def why_not(self, binding: Binding, inputs: tuple[Any, ...]) -> Why | None:
         """Why a shape that is not recorded will not be; None if it may be."""

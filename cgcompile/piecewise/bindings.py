@@ -9,7 +9,8 @@ an argument). A binding goes when one of its objects dies.
 
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from cgcompile.piecewise.recording import Program, Recording
 from cgcompile.reasons import Why
 
 _SEEN = 4096  # shapes whose warm-up is remembered, per binding
+_IDLE = 1024  # bindings without graphs that are remembered; they hold next to nothing
 
 # Garbage is collected by whoever captures many graphs; a piece is one of dozens of a step.
 _OPTIONS = CUDAGraphOptions(debug_log_enable=False, gc_disable=True)
@@ -30,33 +32,60 @@ class Binding:
     """One set of weights, and what was recorded for it.
 
     Attributes:
-        wrappers: of the captured pieces, by index; their entries are what recordings replay.
-        full: the wrapper of the whole step.
         recordings: recorded steps by key; or why a step cannot be recorded.
         seen: how many warming calls each key has had.
     """
 
-    def __init__(self, program: Program, whole: Callable[..., Any], objects: Sequence[Any]) -> None:
-        config = program.config
-        self.wrappers = {
-            piece.index: CUDAGraphWrapper(
-                program.runnables[piece.index],
-                config,
-                CUDAGraphMode.PIECEWISE,
-                _OPTIONS,
-                pool=program.pool,
-                name=piece.name,
-            )
-            for piece in program.split.pieces
-            if piece.capture
-        }
-        self.full = CUDAGraphWrapper(
-            whole, config, CUDAGraphMode.FULL, _OPTIONS, pool=program.pool, name="step"
-        )
+    def __init__(self, program: Program, whole: Callable[..., Any]) -> None:
+        self._program = program
+        self._whole = whole
         self.recordings: dict[Hashable, Recording | Why] = {}
         self.seen: dict[Hashable, int] = {}
-        # Graphs read this memory: a weight that moves must leave it readable, if stale.
-        self._storages = [t.untyped_storage() for t in objects if isinstance(t, torch.Tensor)]
+        self._held: list[torch.UntypedStorage] = []
+        self._places: list[int] = []
+        self._addresses: list[int] = []
+        self._written: list[compat.StorageLife] = []
+
+    def hold(self, inputs: Sequence[Any], static: Sequence[int], written: Sequence[int]) -> None:
+        """Graphs are about to be captured for the weights and written inputs at these positions.
+
+        Graphs read that memory, so the weights' is held. A written input may go, and its graphs
+        with it.
+        """
+        self._places = [place for place in static if isinstance(inputs[place], torch.Tensor)]
+        self._addresses = [inputs[place].data_ptr() for place in self._places]
+        self._held = [inputs[place].untyped_storage() for place in self._places]
+        self._written = [compat.StorageLife(inputs[place]) for place in written]
+
+    def moved(self, inputs: tuple[Any, ...]) -> bool:
+        """Whether a weight was given other memory since, as ``weight.data = ...`` does."""
+        return not compat.same_addresses(list(inputs), self._places, self._addresses)
+
+    @property
+    def outlived(self) -> bool:
+        """Whether memory of a written input that graphs were captured for has been freed."""
+        return any(life.ended for life in self._written)
+
+    @cached_property
+    def wrappers(self) -> dict[int, CUDAGraphWrapper]:
+        """Of the captured pieces, by index; their entries are what recordings replay."""
+        split, runnables = self._program.split, self._program.runnables
+        return {
+            piece.index: self._wrapper(runnables[piece.index], CUDAGraphMode.PIECEWISE, piece.name)
+            for piece in split.pieces
+            if piece.capture
+        }
+
+    @cached_property
+    def full(self) -> CUDAGraphWrapper:
+        """The wrapper of the whole step."""
+        return self._wrapper(self._whole, CUDAGraphMode.FULL, "step")
+
+    def _wrapper(
+        self, runnable: Callable[..., Any], mode: CUDAGraphMode, name: str
+    ) -> CUDAGraphWrapper:
+        config, pool = self._program.config, self._program.pool
+        return CUDAGraphWrapper(runnable, config, mode, _OPTIONS, pool=pool, name=name)
 
     @property
     def captured(self) -> int:
@@ -79,51 +108,55 @@ class Bindings:
         program: what is recorded.
         whole: runs the whole step.
         static: positions of parameters, buffers and module attributes.
-        written: positions of the other inputs that the step writes.
-        most: how many bindings may have graphs.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        whole: Callable[..., Any],
-        static: Sequence[int],
-        written: Sequence[int],
-        most: int,
-    ) -> None:
+    def __init__(self, program: Program, whole: Callable[..., Any], static: Sequence[int]) -> None:
         self._program = program
         self._whole = whole
+        self._static = tuple(static)
         self._statics = picker(static)
         size = len(compat.identities((None,)))
         self._runs = [(start * size, end * size) for start, end in _runs(static)]
-        self._written = tuple(written)
-        self._most = most
         self._known: dict[Hashable, Binding] = {}
         self._watches: dict[Hashable, list[weakref.ref[Any]]] = {}
         self._dead: list[Binding] = []
         self._last: Hashable = None
         self._last_binding: Binding | None = None
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Binding]:
         return iter(tuple(self._known.values()))
 
-    def find(self, inputs: tuple[Any, ...], by_address: bool) -> tuple[Hashable, Binding | None]:
-        """(key, binding) of a call; ``by_address`` where written inputs are not checked later."""
+    def find(
+        self, inputs: tuple[Any, ...], written: Sequence[int]
+    ) -> tuple[Hashable, Binding | None]:
+        """(key, binding) of a call.
+
+        Args:
+            inputs: what the call was given.
+            written: positions of written inputs that are bound by address, because no forward
+                context stands for them.
+        """
         every = compat.identities(inputs)
         key: Hashable = b"".join([every[start:end] for start, end in self._runs])
-        if by_address and self._written:
-            key = (key, *(inputs[position].data_ptr() for position in self._written))
+        if written:
+            key = (key, *(inputs[position].data_ptr() for position in written))
         if key != self._last:  # comparing is much cheaper than hashing some kilobytes
             self._last, self._last_binding = key, self._known.get(key)
-        return key, self._last_binding
+        binding = self._last_binding
+        if binding is None or not binding.recordings:
+            return key, binding
+        strict = bool(written) and self._program.pool.device.notices_freed
+        if binding.moved(inputs) or (strict and binding.outlived):
+            self._forget(key)
+            binding = None
+        return key, binding
 
     def add(self, key: Hashable, inputs: tuple[Any, ...]) -> Binding:
         """A new binding for a key that is not known; the oldest one without graphs may go."""
-        idle = [known for known, binding in self._known.items() if not binding.captured]
-        if len(idle) >= self._most:
-            self._forget(idle[0])
-        objects = self._statics(inputs)
-        self._known[key] = Binding(self._program, self._whole, objects)
+        self.reap()
+        if self.idle >= _IDLE:
+            self._forget(next(k for k, each in self._known.items() if not each.captured))
+        binding = self._known[key] = Binding(self._program, self._whole)
         self._last = None
         myself = weakref.ref(self)
 
@@ -132,16 +165,32 @@ class Bindings:
             if bindings is not None:
                 bindings._forget(key)
 
-        self._watches[key] = [weakref.ref(each, died) for each in objects]
-        return self._known[key]
+        self._watches[key] = [weakref.ref(each, died) for each in self._statics(inputs)]
+        return binding
 
-    def full(self) -> bool:
-        """Whether as many bindings have graphs as may."""
-        return sum(binding.captured > 0 for binding in self._known.values()) >= self._most
+    def hold(self, binding: Binding, inputs: tuple[Any, ...], written: Sequence[int]) -> None:
+        """The first graph of a binding is about to be captured."""
+        binding.hold(inputs, self._static, written)
+
+    @property
+    def idle(self) -> int:
+        """How many bindings have no graphs."""
+        return sum(not binding.captured for binding in self._known.values())
+
+    @property
+    def captured(self) -> int:
+        """How many bindings have graphs; those of freed memory are dropped first."""
+        for key, binding in list(self._known.items()):
+            if binding.outlived:
+                self._forget(key)
+        self.reap()
+        return sum(binding.captured > 0 for binding in self._known.values())
 
     def reap(self) -> None:
-        """Free the graphs of bindings whose weights died. Call it where no capture runs."""
-        self._dead.clear()
+        """Free the graphs of bindings that are gone. Call it where no capture runs."""
+        if self._dead:
+            self._program.pool.device.synchronize()  # a replay may still run, on whatever stream
+            self._dead.clear()
 
     def clear(self) -> None:
         """Forget all bindings."""
@@ -154,7 +203,7 @@ class Bindings:
         """Take a binding out. It may run inside of a collection: graphs are freed later."""
         self._last, self._last_binding = None, None
         binding = self._known.pop(key, None)
-        if binding is not None:
+        if binding is not None and binding.recordings:
             self._dead.append(binding)
         self._watches.pop(key, None)
 

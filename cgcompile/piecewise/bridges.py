@@ -1,63 +1,181 @@
-"""How a result of an eager piece reaches the captured piece that reads it.
+"""How results of an eager piece reach the captured pieces that read them.
 
-A graph reads the address it saw. A fresh tensor is copied into a buffer of ours, the bridge; a
-tensor that lies in memory at a fixed address is checked to be there again; a value that is no
-tensor must be the same again. Each is called with the result and returns what the graph reads.
+A graph reads the address it saw. A fresh tensor is copied into a buffer of ours, the bridge;
+several that share memory cross together, so that they still share it; a tensor in memory at a fixed
+address is checked to be there again; a value that is no tensor must be the same again. A *crossing*
+is called with the list of results and puts in place what the graphs read.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 
 from cgcompile.errors import AddressChangedError, HostValueChangedError
-from cgcompile.graphs.copies import OwnedCopy
+from cgcompile.graphs.copies import OwnedCopy, span
 from cgcompile.graphs.guards import layout_text, same_layout, same_value
 
-Where = tuple[str, str, str]  # piece, batch, value: for messages
-Crossing = Callable[[Any], Any]
+Crossing = Callable[[list[Any]], None]
 
 
-class Bridge:
-    """Copies a fresh result of an eager piece to where the graph after it reads."""
+class Place(NamedTuple):
+    """One result of an eager piece, for messages."""
 
-    def __init__(self, where: Where, made: torch.Tensor) -> None:
-        self._where = where
-        self.buffer = OwnedCopy(made)
+    piece: str
+    batch: str
+    item: int
+    name: str
 
-    def __call__(self, made: Any) -> torch.Tensor:
-        if not same_layout(made, self.buffer.tensor):
-            before = layout_text(self.buffer.tensor)
-            raise HostValueChangedError.changed(*self._where, layout_text(made), before)
-        self.buffer.fill(made)
-        return self.buffer.tensor
+    def changed(self, now: Any, before: Any) -> HostValueChangedError:
+        return HostValueChangedError.changed(
+            self.piece, self.batch, f"result {self.item} {self.name!r}", now, before
+        )
+
+    def moved(self, now: int, before: int) -> AddressChangedError:
+        path = f"result {self.item} {self.name!r}"
+        return AddressChangedError.moved(self.piece, self.batch, path, now, before)
 
 
-class SameAddress:
-    """A result of an eager piece that lies in memory at a fixed address, such as an argument's."""
+def crossings(
+    places: Sequence[Place], made: Sequence[Any], read: Set[str], fixed: set[int]
+) -> tuple[list[Crossing], set[str]]:
+    """What brings the results of a piece across, and the names of those that a buffer replaces.
 
-    def __init__(self, where: Where, made: torch.Tensor) -> None:
-        self._where = where
+    Args:
+        places: of all results.
+        made: the results of the recorded step.
+        read: names of the results that are read at a fixed address.
+        fixed: where memory at fixed addresses begins; bridges are added.
+    """
+    found: list[Crossing] = []
+    replaced: set[str] = set()
+    fresh: dict[int, list[Place]] = {}
+    for place in places:
+        value = made[place.item]
+        if not isinstance(value, torch.Tensor):
+            if place.name in read:
+                found.append(_SameValue(place, value))
+        elif address(value) in fixed:
+            if place.name in read:
+                found.append(_SameAddress(place, value))
+        else:
+            fresh.setdefault(address(value) or -1 - place.item, []).append(place)
+    for members in fresh.values():
+        if not any(place.name in read for place in members):
+            continue
+        bridge = (
+            _Bridge(members[0], made[members[0].item])
+            if len(members) == 1
+            else _SharedBridge(members, made)
+        )
+        found.append(bridge)
+        fixed.add(bridge.address)
+        replaced |= {place.name for place in members}
+    return found, replaced
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the storage of a tensor begins; 0 if it has no memory."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() if storage.nbytes() else 0
+
+
+class _Bridge:
+    """Copies a fresh result to where the graphs after it read."""
+
+    def __init__(self, place: Place, made: torch.Tensor) -> None:
+        self._place = place
+        self._buffer = OwnedCopy(made)
+        self.address = address(self._buffer.tensor)
+
+    def __call__(self, made: list[Any]) -> None:
+        value, buffer = made[self._place.item], self._buffer
+        if not same_layout(value, buffer.tensor):
+            raise self._place.changed(layout_text(value), layout_text(buffer.tensor))
+        buffer.fill(value)
+        made[self._place.item] = buffer.tensor
+
+
+class _SharedBridge:
+    """Copies the stretch of memory that several fresh results share."""
+
+    _ALIGNMENT = 16  # a multiple of the size of every dtype
+
+    def __init__(self, places: Sequence[Place], made: Sequence[Any]) -> None:
+        self._places = places
+        given = [made[place.item] for place in places]
+        first, last = self._stretch(given)
+        self._starts = _offsets(given, first)
+        with torch.inference_mode(False), torch.no_grad():
+            device = given[0].device
+            self._memory = torch.empty(last - first, dtype=torch.uint8, device=device)
+            storage = self._memory.untyped_storage()
+            self._views = [
+                torch.empty(0, dtype=value.dtype, device=device).set_(
+                    storage, offset // value.element_size(), value.size(), value.stride()
+                )
+                for value, offset in zip(given, self._starts, strict=True)
+            ]
+        self.address = address(self._memory)
+
+    def _stretch(self, given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        """First and last byte that these tensors reach, counted from where their storage begins."""
+        starts = [t.storage_offset() * t.element_size() for t in given]
+        ends = [s + span(t) * t.element_size() for s, t in zip(starts, given, strict=True)]
+        return min(starts) // self._ALIGNMENT * self._ALIGNMENT, max(ends)
+
+    def __call__(self, made: list[Any]) -> None:
+        given = [made[place.item] for place in self._places]
+        for place, value, view in zip(self._places, given, self._views, strict=True):
+            if not same_layout(value, view):
+                raise place.changed(layout_text(value), layout_text(view))
+        first, last = self._stretch(given)
+        one_memory = len({address(value) for value in given}) == 1
+        if not one_memory or _offsets(given, first) != self._starts:
+            raise self._places[0].changed("memory shared in another way", "not")
+        source = torch.empty(0, dtype=torch.uint8, device=self._memory.device)
+        source.set_(given[0].untyped_storage(), first, (last - first,), (1,))
+        self._memory.copy_(source, non_blocking=True)
+        for place, view in zip(self._places, self._views, strict=True):
+            made[place.item] = view
+
+
+def _offsets(given: Sequence[torch.Tensor], first: int) -> list[Any]:
+    """Where each tensor begins, in bytes after ``first``."""
+    return [value.storage_offset() * value.element_size() - first for value in given]
+
+
+class _SameAddress:
+    """A result that lies in memory at a fixed address, such as an argument's."""
+
+    def __init__(self, place: Place, made: torch.Tensor) -> None:
+        self._place = place
         self._address = made.data_ptr()
-        self._layout = made.to("meta")
+        self._layout = torch.empty_strided(
+            made.size(), made.stride(), dtype=made.dtype, device="meta"
+        )
+        self._bits = (made.is_conj(), made.is_neg())
 
-    def __call__(self, made: Any) -> Any:
-        if not same_layout(made, self._layout):
-            before = layout_text(self._layout)
-            raise HostValueChangedError.changed(*self._where, layout_text(made), before)
-        if made.data_ptr() != self._address:
-            raise AddressChangedError.moved(*self._where, made.data_ptr(), self._address)
-        return made
+    def __call__(self, made: list[Any]) -> None:
+        value = made[self._place.item]
+        if not isinstance(value, torch.Tensor):
+            raise self._place.changed(layout_text(value), layout_text(self._layout))
+        if value.data_ptr() != self._address:
+            raise self._place.moved(value.data_ptr(), self._address)
+        own = self._layout
+        same = (value.shape, value.stride(), value.dtype) == (own.shape, own.stride(), own.dtype)
+        if not same or (value.is_conj(), value.is_neg()) != self._bits:
+            raise self._place.changed(layout_text(value), layout_text(own))
 
 
-class SameValue:
-    """A result of an eager piece that is no tensor: the graph after it has recorded it."""
+class _SameValue:
+    """A result that is no tensor: the graph after it has recorded it."""
 
-    def __init__(self, where: Where, made: Any) -> None:
-        self._where = where
+    def __init__(self, place: Place, made: Any) -> None:
+        self._place = place
         self._made = made
 
-    def __call__(self, made: Any) -> Any:
-        if not same_value(made, self._made):
-            raise HostValueChangedError.changed(*self._where, repr(made), repr(self._made))
-        return made
+    def __call__(self, made: list[Any]) -> None:
+        value = made[self._place.item]
+        if not same_value(value, self._made):
+            raise self._place.changed(repr(value), repr(self._made))

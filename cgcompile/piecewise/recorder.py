@@ -10,16 +10,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from cgcompile.config import CUDAGraphMode
-from cgcompile.errors import CaptureBusyError
-from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.errors import CaptureBusyError, DispatchError
+from cgcompile.graphs.wrapper import Captured, CUDAGraphWrapper
 from cgcompile.passes.nodes import tensors
 from cgcompile.passes.pieces import Piece
-from cgcompile.piecewise.bridges import Bridge, Crossing, SameAddress, SameValue
+from cgcompile.piecewise.bridges import Crossing, Place, address, crossings
 from cgcompile.piecewise.compilers import Runnable
-from cgcompile.piecewise.recording import Program, Recording, address
+from cgcompile.piecewise.recording import Program, Recording
+from cgcompile.piecewise.returns import returned_names
 from cgcompile.reasons import Reason, Why
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ def record(
         BaseException: what the step raised when it ran plain, unchanged; nothing is kept then.
     """
     if recording.batch.mode is CUDAGraphMode.FULL:
-        return _record_full(full, recording, inputs)
+        return _record_full(program, full, recording, inputs)
     recorder = _Recorder(program, wrappers, recording)
     try:
         result = recorder.run()
@@ -71,40 +70,48 @@ def record(
     if recorder.why is not None:
         recorder.drop()
         return Outcome(None, recorder.why, True, result)
-    recording.finish(recorder.replay(), result, recorder.fixed)
+    recording.finish(recorder.replay(), result, recorder.fixed, recorder.originals)
     return Outcome(recording, None, True, recording.result(result, inputs))
 
 
-def _record_full(full: CUDAGraphWrapper, recording: Recording, inputs: Sequence[Any]) -> Outcome:
-    captured = None
+def _record_full(
+    program: Program, full: CUDAGraphWrapper, recording: Recording, inputs: Sequence[Any]
+) -> Outcome:
+    def capture(*given: Any) -> Captured | None:
+        return full.record(recording.batch.descriptor, given, {})
 
-    def capture(*given: Any) -> Any:
-        return full.capture(recording.batch.descriptor, given, {})
-
+    captured: Captured | None = None
     try:
         captured = recording.in_context(capture)(recording.given)
     except Exception as error:
-        return Outcome(None, _why(error, "the step", ""), False, None)
+        return Outcome(None, _why(program, error, "the step", ""), False, None)
     if captured is None:
         return Outcome(None, Why(Reason.GRADIENTS, "a result requires grad"), False, None)
+    result = captured.run()
+    full.keep(captured.entry)
     replay, output = captured.entry.graph.replay, captured.entry.output
 
     def run(given: Sequence[Any]) -> Any:
         replay()
         return output
 
-    fixed = {address(leaf) for leaf in tensors((captured.result, recording.given))} - {0}
-    recording.finish(run, captured.result, fixed)
-    return Outcome(recording, None, True, recording.result(captured.result, inputs))
+    fixed = {address(leaf) for leaf in tensors((result, recording.given))} - {0}
+    recording.finish(run, result, fixed, {})
+    return Outcome(recording, None, True, recording.result(result, inputs))
 
 
-def _why(error: Exception, what: str, where: str) -> Why:
+def _why(program: Program, error: Exception, what: str, where: str) -> Why:
+    """Why a capture failed; with ``strict`` that is raised, and the failure is its cause."""
     first = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, CaptureBusyError):
-        return Why(Reason.CAPTURE_BUSY, first)
+        why = Why(Reason.CAPTURE_BUSY, first)
+    else:
+        why = Why(Reason.CAPTURE_FAILED, f"{what}{where}: {type(error).__name__}: {first}")
+    if program.config.strict:
+        raise DispatchError.strict("the compiled step", why.reason.value, why.detail) from error
     log.warning("%s%s cannot be captured: %s: %s", what, where, type(error).__name__, first)
     log.debug("the capture of %s failed", what, exc_info=error)
-    return Why(Reason.CAPTURE_FAILED, f"{what}{where}: {type(error).__name__}: {first}")
+    return why
 
 
 class _Recorder:
@@ -112,30 +119,32 @@ class _Recorder:
 
     Attributes:
         why: why the step is not recorded after all, or None.
-        fixed: addresses of the memory that later steps find at the same place.
+        fixed: where the memory begins that later steps find at the same place.
+        originals: of results that bridges replace and the caller gets: what the eager piece made
+            in the present step, by name.
     """
 
     def __init__(
         self, program: Program, wrappers: Mapping[int, CUDAGraphWrapper], recording: Recording
     ) -> None:
         self.why: Why | None = None
+        self.originals: dict[str, Any] = {}
         self._program = program
         self._wrappers = wrappers
         self._recording = recording
         self._replays: list[Runnable] = list(program.runnables)
-        self._read: set[str] = set()
-        for piece in program.split.pieces:
-            self._read |= set(piece.inputs) if piece.capture else set()
-        live = {each.name for each in program.split.inputs} - self._read
+        pieces = program.split.pieces
+        self._read = {name for piece in pieces if piece.capture for name in piece.inputs}
+        self._returned = set(returned_names(program.split))
         lasting = [
             given
             for given, each in zip(recording.given, program.split.inputs, strict=True)
-            if each.name not in live or each.static or each.written
+            if each.name in self._read or each.static
         ]
-        self.fixed = {
-            address(t) for t in tensors((lasting, list(program.split.constants.values())))
-        }
-        self.fixed -= {0}
+        constants = list(program.split.constants.values())
+        self.fixed = {address(tensor) for tensor in tensors((lasting, constants))} - {0}
+        if not recording.batch.own_context:
+            self._read |= self._returned  # the next graph may read it where it lies
 
     def run(self) -> Any:
         pieces = self._program.split.pieces
@@ -157,53 +166,48 @@ class _Recorder:
         plain = self._program.runnables[piece.index]
 
         def run(*given: Any) -> Sequence[Any]:
-            if self.why is None:
-                captured = self._capture(piece, given)
-                if captured is not None:
-                    return captured
-            return plain(*given)
+            captured = self._capture(piece, given) if self.why is None else None
+            if captured is None:
+                return plain(*given)
+            made: Sequence[Any] = captured.run()
+            self._wrappers[piece.index].keep(captured.entry)
+            return made
 
         return run
 
-    def _capture(self, piece: Piece, given: tuple[Any, ...]) -> Sequence[Any] | None:
+    def _capture(self, piece: Piece, given: tuple[Any, ...]) -> Captured | None:
         wrapper = self._wrappers[piece.index]
         try:
-            captured = wrapper.capture(self._recording.batch.descriptor, given, {})
+            captured = wrapper.record(self._recording.batch.descriptor, given, {})
         except Exception as error:
-            self.why = _why(error, piece.name, f" ({piece.where})")
+            self.why = _why(self._program, error, piece.name, f" ({piece.where})")
             return None
         if captured is None:
             self.why = Why(Reason.GRADIENTS, f"a result of {piece.name} requires grad")
             return None
         self.fixed |= {address(leaf) for leaf in tensors(captured.result)} - {0}
         self._replays[piece.index] = _replayed(captured.entry.graph.replay, captured.entry.output)
-        made: Sequence[Any] = captured.result
-        return made
+        return captured
 
     def _eager(self, piece: Piece) -> Runnable:
         plain = self._program.runnables[piece.index]
-        crossing = [(k, name) for k, name in enumerate(piece.outputs) if name in self._read]
+        where = f"{piece.name} ({piece.where})", str(self._recording.batch.descriptor)
+        places = [Place(*where, k, name) for k, name in enumerate(piece.outputs)]
+        if self._read.isdisjoint(piece.outputs):
+            return plain
 
         def run(*given: Any) -> Sequence[Any]:
             made = list(plain(*given))
-            if crossing and self.why is None:
-                bridges = [(k, self._bridge(piece, name, made[k])) for k, name in crossing]
-                self._replays[piece.index] = _bridged(plain, bridges)
-                for k, bridge in bridges:
-                    made[k] = bridge(made[k])
+            if self.why is None:
+                across, replaced = crossings(places, made, self._read, self.fixed)
+                ours = self._recording.batch.own_context
+                kept = [p for p in places if ours and p.name in replaced & self._returned]
+                bridged = _bridged(plain, across, kept, self.originals)
+                self._replays[piece.index] = bridged
+                _cross(made, across, kept, self.originals)
             return made
 
         return run
-
-    def _bridge(self, piece: Piece, name: str, made: Any) -> Crossing:
-        where = (f"{piece.name} ({piece.where})", str(self._recording.batch.descriptor), name)
-        if not isinstance(made, torch.Tensor):
-            return SameValue(where, made)
-        if address(made) in self.fixed:
-            return SameAddress(where, made)
-        bridge = Bridge(where, made)
-        self.fixed.add(address(bridge.buffer.tensor))
-        return bridge
 
 
 def _replayed(replay: Callable[[], None], output: Sequence[Any]) -> Runnable:
@@ -214,11 +218,27 @@ def _replayed(replay: Callable[[], None], output: Sequence[Any]) -> Runnable:
     return run
 
 
-def _bridged(plain: Runnable, bridges: Sequence[tuple[int, Crossing]]) -> Runnable:
+def _bridged(
+    plain: Runnable,
+    across: Sequence[Crossing],
+    kept: Sequence[Place],
+    originals: dict[str, Any],
+) -> Runnable:
     def run(*given: Any) -> Sequence[Any]:
         made = list(plain(*given))
-        for k, bridge in bridges:
-            made[k] = bridge(made[k])
+        _cross(made, across, kept, originals)
         return made
 
     return run
+
+
+def _cross(
+    made: list[Any],
+    across: Sequence[Crossing],
+    kept: Sequence[Place],
+    originals: dict[str, Any],
+) -> None:
+    for place in kept:
+        originals[place.name] = made[place.item]
+    for crossing in across:
+        crossing(made)

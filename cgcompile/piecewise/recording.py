@@ -21,8 +21,9 @@ from cgcompile.forward_context import (
 from cgcompile.graphs.copies import OwnedCopy
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.passes.split import SplitGraph
+from cgcompile.piecewise.bridges import address
 from cgcompile.piecewise.compilers import Runnable
-from cgcompile.piecewise.returns import Returns
+from cgcompile.piecewise.returns import Returns, returned_names
 from cgcompile.piecewise.roles import Roles
 from cgcompile.piecewise.stitch import Step
 from cgcompile.reasons import Reason, Why
@@ -74,14 +75,14 @@ class Recording:
 
     Attributes:
         batch: what it is for.
-        given: ``inputs`` with buffers in place of what is copied; the memory that graphs read.
+        given: until it is finished, ``inputs`` with buffers in place of what is copied.
     """
 
     def __init__(self, program: Program, roles: Roles, batch: Batch, inputs: Sequence[Any]) -> None:
         self.batch = batch
         self._program = program
         self._context = override_forward_context(
-            ForwardContext(cudagraph_runtime_mode=batch.mode, batch_descriptor=batch.descriptor)
+            ForwardContext.synthetic(batch.mode, batch.descriptor)
         )
         self._copied: list[tuple[int, OwnedCopy]] = []
         self._addresses: list[tuple[int, int]] = []
@@ -92,10 +93,12 @@ class Recording:
         else:  # without a context of the caller's own, these are part of the key
             addressed = (*roles.read, *roles.written)
             self._addresses = [(p, inputs[p].data_ptr()) for p in addressed]
+            self._held = [inputs[p].untyped_storage() for p in addressed]
             self._values = [(p, number(inputs[p])) for p in (*roles.numbers, *roles.scalars)]
         self.given = self._filled(inputs)
         self._replay: Callable[[Sequence[Any]], Any]
         self._returns: Returns
+        self._generation = program.pool.generation
 
     def _filled(self, inputs: Sequence[Any]) -> list[Any]:
         given = list(inputs)
@@ -111,10 +114,10 @@ class Recording:
             AddressChangedError: a tensor that the graphs read lies elsewhere.
             HostValueChangedError: a number that the graphs hold is another one.
         """
-        for position, address in self._addresses:
-            if inputs[position].data_ptr() != address:
+        for position, before in self._addresses:
+            if inputs[position].data_ptr() != before:
                 raise AddressChangedError.moved(
-                    *self._where(position), inputs[position].data_ptr(), address
+                    *self._where(position), inputs[position].data_ptr(), before
                 )
         for position, value in self._values:
             if number(inputs[position]) != value:
@@ -158,31 +161,43 @@ class Recording:
 
         return run
 
-    def finish(self, replay: Callable[[Sequence[Any]], Any], result: Any, fixed: Set[int]) -> None:
+    def finish(
+        self,
+        replay: Callable[[Sequence[Any]], Any],
+        result: Any,
+        fixed: Set[int],
+        originals: dict[str, Any],
+    ) -> None:
         """The step is recorded: keep how it is replayed and what it returns.
 
         Args:
             replay: runs the step on inputs as ``given`` has them.
             result: what the recorded step returned.
-            fixed: addresses of the memory that graphs, bridges and copied inputs lie in.
+            fixed: where the memory begins that graphs, bridges and copied inputs lie in.
+            originals: where a step puts what bridges replace and the caller gets, by name.
         """
         items = {
             item: compat.weak_tensor(leaf)
             for item, leaf in enumerate(compat.tree_leaves(result))
             if isinstance(leaf, torch.Tensor) and address(leaf) in fixed
         }
+        for item, name in enumerate(returned_names(self._program.split)):
+            if name in originals:
+                items.pop(item, None)
         self._replay = replay
-        self._returns = Returns(result, items, self.given, copied=self.batch.own_context)
+        copied = self.batch.own_context
+        self._returns = Returns(self._program.split, result, items, self.given, originals, copied)
+        self._generation = self._program.pool.generation
+        self.given = []  # what dies must be able to die
+
+    @property
+    def void(self) -> bool:
+        """Whether graphs that it replays have been cleared."""
+        return self._generation != self._program.pool.generation
 
     def result(self, result: Any, inputs: Sequence[Any]) -> Any:
         """What the capturing call gives to its caller."""
         return self._returns.make(result, inputs)
-
-
-def address(tensor: torch.Tensor) -> int:
-    """Where the storage of a tensor begins; 0 if it has no memory."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr() if storage.nbytes() else 0
 
 
 def number(value: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.graphs.copies import FreshCopies
+from cgcompile.passes.split import SplitGraph
 
 
 class _View(NamedTuple):
@@ -23,26 +24,35 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
     offset: int  # from the input's own offset, in elements of the item
     dtype: torch.dtype
+    conjugate: bool
+    negative: bool
 
 
 class Returns:
     """Makes the result of each replay of one recording.
 
     Args:
+        split: the split graph.
         result: what the recorded step returned.
         items: a lasting tensor for each tensor of the result that graphs or bridges made, by its
             place among the leaves; a leaf that is not here is handed on as it comes.
         inputs: what the recorded step was given, buffers in place of copied inputs.
+        originals: where a step puts what bridges replace and the caller gets, by name.
         copied: whether what lies at fixed addresses is copied for the caller.
     """
 
     def __init__(
         self,
+        split: SplitGraph,
         result: Any,
         items: Mapping[int, torch.Tensor],
         inputs: Sequence[Any],
+        originals: dict[str, Any],
         copied: bool,
     ) -> None:
+        names = enumerate(returned_names(split))
+        self._originals = originals
+        self._kept = [(item, name) for item, name in names if name in originals]
         places: dict[int, int] = {}
         for position, each in enumerate(inputs):
             if isinstance(each, torch.Tensor) and each.untyped_storage().nbytes():
@@ -57,7 +67,7 @@ class Returns:
             else:
                 self._views.append(_view(item, tensor, found, inputs[found]))
         self._is_flat = isinstance(result, tuple) and not any(map(compat.is_container, result))
-        self._as_it_is = not self._views and not (copied and self._fixed)
+        self._as_it_is = not (self._views or self._kept or (copied and self._fixed))
         self._copies = FreshCopies([tensor for _, tensor in self._fixed]) if copied else None
 
     def make(self, result: Any, inputs: Sequence[Any]) -> Any:
@@ -74,22 +84,35 @@ class Returns:
             copies = self._copies.make()
             for (item, _), copy in zip(self._fixed, copies, strict=True):
                 leaves[item] = copy
+        for item, name in self._kept:
+            leaves[item] = self._originals[name]
+        self._originals.clear()
         for view in self._views:
             leaves[view.item] = _rebuilt(view, inputs[view.position])
         return tuple(leaves) if self._is_flat else compat.tree_unflatten(leaves, self._spec)
+
+
+def returned_names(split: SplitGraph) -> list[str]:
+    """The name of each leaf of the result; empty for one that is no value of the graph."""
+    return [getattr(leaf, "name", "") for leaf in compat.tree_leaves(split.result)]
 
 
 def _view(item: int, tensor: torch.Tensor, position: int, source: torch.Tensor) -> _View:
     start = tensor.storage_offset() * tensor.element_size()
     own = source.storage_offset() * source.element_size()
     offset = (start - own) // tensor.element_size()
-    return _View(item, position, tensor.size(), tensor.stride(), offset, tensor.dtype)
+    bits = (tensor.is_conj(), tensor.is_neg())
+    return _View(item, position, tensor.size(), tensor.stride(), offset, tensor.dtype, *bits)
 
 
 def _rebuilt(view: _View, source: torch.Tensor) -> torch.Tensor:
     """The same place in the memory of this call's input."""
+    source = compat.physical(source.detach() if source.requires_grad else source)
     if view.dtype is source.dtype:
-        return source.as_strided(view.size, view.stride, source.storage_offset() + view.offset)
-    made = torch.empty(0, dtype=view.dtype, device=source.device)
-    start = source.storage_offset() * source.element_size() // made.element_size()
-    return made.set_(source.untyped_storage(), start + view.offset, view.size, view.stride)
+        offset = source.storage_offset() + view.offset
+        made = source.as_strided(view.size, view.stride, offset)
+    else:
+        made = torch.empty(0, dtype=view.dtype, device=source.device)
+        start = source.storage_offset() * source.element_size() // made.element_size()
+        made.set_(source.untyped_storage(), start + view.offset, view.size, view.stride)
+    return compat.with_bits(made, view.conjugate, view.negative)

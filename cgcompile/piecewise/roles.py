@@ -9,7 +9,7 @@ input                               read by a graph segment   read by eager piec
 parameter, buffer, constant         static: same object       static
 number, 0-dim CPU tensor            key: by value             live: this call's
 tensor that is only read            read: see below           live
-tensor that is written, or shares   written: bound by its     written
+tensor that is written, or shares   written: bound by its     live
 memory with one that is             address
 =================================== ========================= ===================================
 
@@ -40,7 +40,8 @@ class Roles:
         numbers: whole numbers that a graph segment reads.
         scalars: 0-dim CPU tensors that a graph segment reads on another device.
         read: tensors that graph segments only read.
-        written: tensors that some piece writes, or that share memory with one.
+        written: tensors that a graph segment reads or writes and that some piece writes, or that
+            share memory with one.
     """
 
     static: tuple[int, ...]
@@ -71,10 +72,10 @@ def _role(value: Value, seen: bool, device: torch.device) -> str | None:
         return "numbers" if seen else None
     if value.static:
         return "static"
-    if value.written:
-        return "written"
     if not seen:
         return None
+    if value.written:
+        return "written"
     on_the_host = value.meta.device.type == "cpu" and device.type != "cpu"
     return "scalars" if on_the_host and value.meta.dim() == 0 else "read"
 
@@ -92,7 +93,16 @@ def unsupported_input(split: SplitGraph) -> str | None:
 
 
 def full_support(split: SplitGraph) -> AttentionCGSupport:
-    """How far the whole step can go into a FULL graph: as far as its least able piece."""
+    """How far the whole step can go into a FULL graph: as far as its least able piece.
+
+    Not at all if a piece reads memory of the CPU, such as sequence lengths, in a graph of another
+    device: what the host reads there would be repeated.
+    """
+    if split.device.type != "cpu":
+        for piece in split.pieces:
+            for found in tensors([split.values[name].meta for name in piece.inputs]):
+                if found.device.type == "cpu" and found.dim():
+                    return AttentionCGSupport.NEVER
     return min((piece.support for piece in split.pieces), default=AttentionCGSupport.ALWAYS)
 
 

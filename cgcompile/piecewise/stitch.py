@@ -17,6 +17,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from cgcompile.passes.pieces import Piece, Ref
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.compilers import Runnable
@@ -52,7 +54,20 @@ class Step:
             namespace["returned_sizes"] = self._split.numbers.module.forward
         exec(self._code, namespace)
         step: Callable[..., Any] = namespace["step"]
-        return step
+        return _restoring_grad_mode(step) if self._split.sets_grad_mode else step
+
+
+def _restoring_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step``, and grad mode as it was also where an op raises between two switches."""
+
+    def restoring(*inputs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        try:
+            return step(*inputs)
+        finally:
+            torch.set_grad_enabled(before)
+
+    return restoring
 
 
 def step_source(split: SplitGraph) -> str:
