@@ -182,7 +182,10 @@ def current_forward_context() -> ForwardContext | None:
 
 def callers_context() -> ForwardContext | None:
     """The forward context that a caller has set; None if there is none, or one of our own."""
-    context = current_forward_context()
+    entry = _current.get()
+    if entry is None or entry[1] != _owner():
+        return None
+    context = entry[0]
     return None if context is None or context.is_synthetic else context
 
 

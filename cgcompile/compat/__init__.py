@@ -7,6 +7,7 @@ that torch does not document. Callers write ``compat.name``, whatever file here 
 
 from cgcompile.compat.capture import (
     DispatchMode,
+    SameObjects,
     StorageLife,
     alias,
     autocast_off,
@@ -17,10 +18,9 @@ from cgcompile.compat.capture import (
     is_plain_tensor,
     physical,
     python_kernel,
-    raw_stream,
+    raw_stream_of,
     reads_on_host,
     replay_of,
-    same_addresses,
     stop_allocating_to,
     weak_tensor,
     with_bits,

@@ -1,6 +1,7 @@
 """CUDA graphs, streams, raw memory and dispatch modes. See ``cgcompile/compat/__init__.py``."""
 
 import ctypes
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -75,6 +76,44 @@ _ITEMS_OF_TUPLE = tuple.__basicsize__  # CPython: where the items begin, from th
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
+class SameObjects:
+    """Tells whether some places of a tuple still hold the objects that they held.
+
+    Meaningful while those objects live. Long stretches are compared as memory, see
+    :func:`identities`.
+
+    Args:
+        objects: the tuple.
+        stretches: (first place, place after the last) of what is compared.
+    """
+
+    _SHORT = 4
+
+    def __init__(self, objects: tuple[Any, ...], stretches: list[tuple[int, int]]) -> None:
+        every = identities(objects)
+        self._single = [
+            (place, id(objects[place]))
+            for first, last in stretches
+            if last - first <= self._SHORT
+            for place in range(first, last)
+        ]
+        self._long = [
+            (_ITEMS_OF_TUPLE + first * _POINTER, every[first * _POINTER : last * _POINTER])
+            for first, last in stretches
+            if last - first > self._SHORT
+        ]
+
+    def hold(self, objects: tuple[Any, ...]) -> bool:
+        """Whether a tuple of equal length holds the same objects in these places."""
+        for place, was in self._single:
+            if id(objects[place]) != was:
+                return False
+        for start, known in self._long:
+            if ctypes.string_at(id(objects) + start, len(known)) != known:
+                return False
+        return True
+
+
 def identities(objects: tuple[Any, ...]) -> bytes:
     """The addresses of the objects in a tuple, as bytes: equal for the same objects in order.
 
@@ -82,20 +121,6 @@ def identities(objects: tuple[Any, ...]) -> bytes:
     takes 0.5 us for 300 objects; ``id`` of each would take 13.
     """
     return ctypes.string_at(id(objects) + _ITEMS_OF_TUPLE, len(objects) * _POINTER)
-
-
-def same_addresses(tensors: list[Any], places: list[int], addresses: list[int]) -> bool:
-    """Whether the tensors at these places of a list still begin at these addresses.
-
-    CUDA builds have it in C++.
-    """
-    in_cpp = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    if in_cpp is not None:
-        return bool(in_cpp(tensors, addresses, places))
-    return all(
-        tensors[place].data_ptr() == address
-        for place, address in zip(places, addresses, strict=True)
-    )
 
 
 # ---------------------------------------------------------------- CUDA graphs
@@ -111,9 +136,9 @@ def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     return bound
 
 
-def raw_stream(device_index: int) -> int:
-    """The handle of the current stream of a device; equal numbers mean the same stream."""
-    return int(torch._C._cuda_getCurrentRawStream(device_index))
+def raw_stream_of(device_index: int) -> Callable[[], int]:
+    """What tells the handle of the current stream of a device; equal numbers, same stream."""
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device_index)
 
 
 def cuda_is_capturing() -> bool:

@@ -102,7 +102,9 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self._index = index
+        # On the way of every replay, so torch's C functions as they are.
+        self.is_capturing: Callable[[], bool] = compat.cuda_stream_is_capturing
+        self.stream_key: Callable[[], int] = compat.raw_stream_of(index)
 
     def new_pool(self) -> CudaPool:
         return CudaPool(self.device)
@@ -115,12 +117,6 @@ class CudaDevice:
 
     def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
-
-    def is_capturing(self) -> bool:
-        return compat.cuda_stream_is_capturing()
-
-    def stream_key(self) -> int:
-        return compat.raw_stream(self._index)
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)

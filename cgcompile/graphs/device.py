@@ -62,11 +62,13 @@ class CaptureDevice(Protocol):
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Make ``stream`` current, and the former one again after, whatever happens."""
 
-    def is_capturing(self) -> bool:
-        """Whether the current stream of this thread is being captured, by whomever."""
+    @property
+    def is_capturing(self) -> Callable[[], bool]:
+        """Tells whether the current stream of this thread is being captured, by whomever."""
 
-    def stream_key(self) -> int:
-        """Equal for equal current streams."""
+    @property
+    def stream_key(self) -> Callable[[], int]:
+        """Tells a number, equal for equal current streams."""
 
     def current_stream(self) -> Any:
         """The current stream, to wait for later."""

@@ -7,6 +7,7 @@ addresses of the inputs that the step writes, which cannot be copied (a key-valu
 an argument). A binding goes when one of its objects dies.
 """
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -17,6 +18,8 @@ import torch
 
 from cgcompile import compat
 from cgcompile.config import CUDAGraphMode
+from cgcompile.forward_context import ForwardContext
+from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.piecewise.recording import Program, Recording
 from cgcompile.reasons import Why
@@ -34,6 +37,7 @@ class Binding:
     Attributes:
         recordings: recorded steps by key; or why a step cannot be recorded.
         seen: how many warming calls each key has had.
+        gone: whether one of its objects has died, or its memory.
     """
 
     def __init__(self, program: Program, whole: Callable[..., Any]) -> None:
@@ -42,8 +46,8 @@ class Binding:
         self.recordings: dict[Hashable, Recording | Why] = {}
         self.seen: dict[Hashable, int] = {}
         self._held: list[torch.UntypedStorage] = []
-        self._places: list[int] = []
-        self._addresses: list[int] = []
+        self._addresses: Iterator[tuple[int, int]] = itertools.repeat((0, 0))
+        self.gone = False
         self._written: list[compat.StorageLife] = []
 
     def hold(self, inputs: Sequence[Any], static: Sequence[int], written: Sequence[int]) -> None:
@@ -52,14 +56,24 @@ class Binding:
         Graphs read that memory, so the weights' is held. A written input may go, and its graphs
         with it.
         """
-        self._places = [place for place in static if isinstance(inputs[place], torch.Tensor)]
-        self._addresses = [inputs[place].data_ptr() for place in self._places]
-        self._held = [inputs[place].untyped_storage() for place in self._places]
+        places = [place for place in static if isinstance(inputs[place], torch.Tensor)]
+        self._held = [inputs[place].untyped_storage() for place in places]
+        known = [(place, inputs[place].data_ptr()) for place in places]
+        self._addresses = itertools.cycle(known or [(0, 0)])
         self._written = [compat.StorageLife(inputs[place]) for place in written]
 
     def moved(self, inputs: tuple[Any, ...]) -> bool:
-        """Whether a weight was given other memory since, as ``weight.data = ...`` does."""
-        return not compat.same_addresses(list(inputs), self._places, self._addresses)
+        """Whether a weight was found to have other memory, as after ``weight.data = ...``.
+
+        Looking at all of hundreds takes longer than a replay (23 us for 321, in C++), so each call
+        looks at the next one. ``module.to()`` moves all, which the next call notices; a single
+        weight that was moved by hand is noticed within as many calls as there are weights.
+        """
+        place, address = next(self._addresses)
+        if address and inputs[place].data_ptr() != address:
+            self._addresses = itertools.repeat((place, address))  # and so it stays
+            return True
+        return False
 
     @property
     def outlived(self) -> bool:
@@ -116,10 +130,12 @@ class Bindings:
         self._static = tuple(static)
         self._statics = picker(static)
         size = len(compat.identities((None,)))
-        self._runs = [(start * size, end * size) for start, end in _runs(static)]
+        self._stretches = _stretches(static)
+        self._runs = [(first * size, last * size) for first, last in self._stretches]
         self._known: dict[Hashable, Binding] = {}
         self._watches: dict[Hashable, list[weakref.ref[Any]]] = {}
         self._dead: list[Binding] = []
+        self._lost = 0
         self._last: Hashable = None
         self._last_binding: Binding | None = None
 
@@ -151,11 +167,16 @@ class Bindings:
             binding = None
         return key, binding
 
+    def same(self, inputs: tuple[Any, ...]) -> compat.SameObjects:
+        """What tells of a later call whether its weights are those of this one."""
+        return compat.SameObjects(inputs, self._stretches)
+
     def add(self, key: Hashable, inputs: tuple[Any, ...]) -> Binding:
         """A new binding for a key that is not known; the oldest one without graphs may go."""
         self.reap()
-        if self.idle >= _IDLE:
-            self._forget(next(k for k, each in self._known.items() if not each.captured))
+        idle = [known for known, binding in self._known.items() if not binding.captured]
+        if len(idle) >= _IDLE:
+            self._forget(idle[0])
         binding = self._known[key] = Binding(self._program, self._whole)
         self._last = None
         myself = weakref.ref(self)
@@ -171,11 +192,12 @@ class Bindings:
     def hold(self, binding: Binding, inputs: tuple[Any, ...], written: Sequence[int]) -> None:
         """The first graph of a binding is about to be captured."""
         binding.hold(inputs, self._static, written)
+        self._lost = 0
 
     @property
     def idle(self) -> int:
-        """How many bindings have no graphs."""
-        return sum(not binding.captured for binding in self._known.values())
+        """How many bindings without graphs have been seen, those since gone included."""
+        return self._lost + sum(not binding.captured for binding in self._known.values())
 
     @property
     def captured(self) -> int:
@@ -195,6 +217,8 @@ class Bindings:
     def clear(self) -> None:
         """Forget all bindings."""
         self._last, self._last_binding = None, None
+        for binding in self._known.values():
+            binding.gone = True
         self._known.clear()
         self._watches.clear()
         self._dead.clear()
@@ -203,12 +227,58 @@ class Bindings:
         """Take a binding out. It may run inside of a collection: graphs are freed later."""
         self._last, self._last_binding = None, None
         binding = self._known.pop(key, None)
+        if binding is not None:
+            binding.gone = True
         if binding is not None and binding.recordings:
             self._dead.append(binding)
+        elif binding is not None:
+            self._lost += 1
         self._watches.pop(key, None)
 
 
-def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+class Again:
+    """A recorded step of a caller's context, to be recognised when it comes again."""
+
+    __slots__ = (
+        "_binding",
+        "_capturing",
+        "_descriptor",
+        "_generation",
+        "_mode",
+        "_pool",
+        "_same",
+        "recording",
+    )
+
+    def __init__(
+        self,
+        recording: Recording,
+        binding: Binding,
+        same: compat.SameObjects,
+        pool: GraphPool,
+    ) -> None:
+        self.recording = recording
+        self._binding = weakref.ref(binding)
+        self._mode = recording.batch.mode
+        self._descriptor = recording.batch.descriptor
+        self._same = same.hold
+        self._pool = pool
+        self._generation = pool.generation
+        self._capturing = pool.device.is_capturing
+
+    def serves(self, context: ForwardContext, inputs: tuple[Any, ...]) -> bool:
+        """Whether this call is that step again, for the same weights, and nothing is in the way."""
+        if context.cudagraph_runtime_mode is not self._mode or torch.is_grad_enabled():
+            return False
+        if context.batch_descriptor != self._descriptor or self._capturing():
+            return False
+        binding = self._binding()
+        if binding is None or binding.gone or self._pool.generation != self._generation:
+            return False
+        return self._same(inputs) and not binding.moved(inputs)
+
+
+def _stretches(positions: Sequence[int]) -> list[tuple[int, int]]:
     """Ascending positions as stretches: ``(0, 2, 3)`` is ``[(0, 1), (2, 4)]``."""
     found: list[tuple[int, int]] = []
     for position in positions:

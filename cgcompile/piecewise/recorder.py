@@ -96,7 +96,7 @@ def _record_full(
         return output
 
     fixed = {address(leaf) for leaf in tensors((result, recording.given))} - {0}
-    recording.finish(run, result, fixed, {})
+    recording.finish(run, output, fixed, {}, replay)
     return Outcome(recording, None, True, recording.result(result, inputs))
 
 

@@ -76,6 +76,7 @@ class Recording:
     Attributes:
         batch: what it is for.
         given: until it is finished, ``inputs`` with buffers in place of what is copied.
+        direct: replays and returns, where a step is one graph and nothing else; else None.
     """
 
     def __init__(self, program: Program, roles: Roles, batch: Batch, inputs: Sequence[Any]) -> None:
@@ -96,6 +97,7 @@ class Recording:
             self._held = [inputs[p].untyped_storage() for p in addressed]
             self._values = [(p, number(inputs[p])) for p in (*roles.numbers, *roles.scalars)]
         self.given = self._filled(inputs)
+        self.direct: Callable[[], Any] | None = None
         self._replay: Callable[[Sequence[Any]], Any]
         self._returns: Returns
         self._generation = program.pool.generation
@@ -147,8 +149,8 @@ class Recording:
             What the graph returns: the caller's own, or without copies views of pool memory.
         """
         self._program.pool.follow_stream()
-        given = self._filled(inputs) if self._copied else inputs
-        return self._returns.make(self._replay(given), inputs)
+        result = self._replay(self._filled(inputs) if self._copied else inputs)
+        return result if self._as_it_is else self._returns.make(result, inputs)
 
     def in_context(self, step: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
         """``step`` on a list of inputs, in the forward context of this batch."""
@@ -167,6 +169,7 @@ class Recording:
         result: Any,
         fixed: Set[int],
         originals: dict[str, Any],
+        graph: Callable[[], None] | None = None,
     ) -> None:
         """The step is recorded: keep how it is replayed and what it returns.
 
@@ -175,6 +178,7 @@ class Recording:
             result: what the recorded step returned.
             fixed: where the memory begins that graphs, bridges and copied inputs lie in.
             originals: where a step puts what bridges replace and the caller gets, by name.
+            graph: replays all of the step, if it is one graph; ``result`` is what it fills then.
         """
         items = {
             item: compat.weak_tensor(leaf)
@@ -187,6 +191,9 @@ class Recording:
         self._replay = replay
         copied = self.batch.own_context
         self._returns = Returns(self._program.split, result, items, self.given, originals, copied)
+        self._as_it_is = self._returns.as_it_is
+        if graph is not None and self._as_it_is and not self._copied:
+            self.direct = _replay_in_order(self._program.pool, graph, result)
         self._generation = self._program.pool.generation
         self.given = []  # what dies must be able to die
 
@@ -198,6 +205,18 @@ class Recording:
     def result(self, result: Any, inputs: Sequence[Any]) -> Any:
         """What the capturing call gives to its caller."""
         return self._returns.make(result, inputs)
+
+
+def _replay_in_order(pool: GraphPool, graph: Callable[[], None], result: Any) -> Callable[[], Any]:
+    """A step that is one graph: replayed on the current stream, after what other streams run."""
+    follow = pool.follow_stream
+
+    def run() -> Any:
+        follow()
+        graph()
+        return result
+
+    return run
 
 
 def number(value: Any) -> Any:

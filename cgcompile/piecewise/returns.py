@@ -39,6 +39,9 @@ class Returns:
         inputs: what the recorded step was given, buffers in place of copied inputs.
         originals: where a step puts what bridges replace and the caller gets, by name.
         copied: whether what lies at fixed addresses is copied for the caller.
+
+    Attributes:
+        as_it_is: whether what a step returns needs nothing done to it.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Returns:
             else:
                 self._views.append(_view(item, tensor, found, inputs[found]))
         self._is_flat = isinstance(result, tuple) and not any(map(compat.is_container, result))
-        self._as_it_is = not (self._views or self._kept or (copied and self._fixed))
+        self.as_it_is = not (self._views or self._kept or (copied and self._fixed))
         self._copies = FreshCopies([tensor for _, tensor in self._fixed]) if copied else None
 
     def make(self, result: Any, inputs: Sequence[Any]) -> Any:
@@ -77,7 +80,7 @@ class Returns:
             result: what the step returned.
             inputs: what this call was given.
         """
-        if self._as_it_is:
+        if self.as_it_is:
             return result
         leaves = list(result) if self._is_flat else compat.tree_leaves(result)
         if self._copies is not None:

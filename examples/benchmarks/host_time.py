@@ -3,15 +3,17 @@
 Run it on a machine with a CUDA device::
 
     python examples/benchmarks/host_time.py
-    python examples/benchmarks/host_time.py --layers 8 --hidden 256 --steps 500
+    python examples/benchmarks/host_time.py --layers 8 --hidden 256 --burst 1
 
 A decoder is split at an attention op that does nothing, so that what is left is the host's work.
 The floor calls ``graph.replay()`` of the very same graphs, and the op through the dispatcher, in a
-loop without any bookkeeping. Each row is interleaved with it, step by step; a step is timed alone,
-the device idle before it; medians are compared. Rows:
+loop without any bookkeeping. Each row is interleaved with it, in bursts of steps that do not wait
+for the device, which is idle before each burst; medians of the time of a step are compared. Rows:
 
-* ``compiled graph``: what ``torch.compile`` calls, forward context included, Dynamo's guards not;
-* ``compiled model``: the whole call, guards and parameter look-up of Dynamo included.
+* ``compiled graph``: what ``torch.compile`` calls, in a forward context that is made once for the
+  batch and entered for each step; Dynamo's guards not included;
+* ``with a new context``: the same, the forward context made for each step;
+* ``compiled model``: the whole call, with guards and parameter look-up of Dynamo.
 
 Exits with 1 where a ratio of a compiled graph is above ``--limit``.
 """
@@ -92,18 +94,24 @@ def attention(full: bool) -> cgcompile.SplittingOp:
     return cgcompile.SplittingOp("cgbench::attend", support=support)
 
 
+def public_replay(graph: Any) -> Callable[[], None]:
+    """``torch.cuda.CUDAGraph.replay``, as anybody would call it."""
+    replay: Callable[[], None] = getattr(graph, "_graph", graph).replay
+    return replay
+
+
 def floor_of(graph: CompiledGraph, descriptor: BatchDescriptor, mode: CUDAGraphMode) -> Any:
     """The bare loop: the same graphs, and the op called through the dispatcher."""
     (binding,) = graph.bindings
     if mode is CUDAGraphMode.FULL:
-        return binding.full.concrete_cudagraph_entries[descriptor].graph.replay
+        return public_replay(binding.full.concrete_cudagraph_entries[descriptor].graph)
     calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     values: dict[str, Any] = {}
     for piece in graph.split.pieces:
         if piece.capture:
             entry = binding.wrappers[piece.index].concrete_cudagraph_entries[descriptor]
             values.update(zip(piece.outputs, entry.output, strict=True))
-            calls.append((entry.graph.replay, ()))
+            calls.append((public_replay(entry.graph), ()))
         else:
             given = tuple(values[name] for name in piece.inputs if name in values)
             calls.append((torch.ops.cgbench.attend.default, given))
@@ -115,16 +123,17 @@ def floor_of(graph: CompiledGraph, descriptor: BatchDescriptor, mode: CUDAGraphM
     return run
 
 
-def timed(rows: dict[str, Callable[[], Any]], steps: int, device: str) -> dict[str, float]:
-    """Median seconds of one call of each row, interleaved."""
+def timed(rows: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of one call of each row, bursts interleaved."""
     found: dict[str, list[float]] = {name: [] for name in rows}
-    for _ in range(steps):
+    for _ in range(args.bursts):
         for name, call in rows.items():
-            if device == "cuda":
+            if args.device == "cuda":
                 torch.cuda.synchronize()
             start = time.perf_counter()
-            call()
-            found[name].append(time.perf_counter() - start)
+            for _ in range(args.burst):
+                call()
+            found[name].append((time.perf_counter() - start) / args.burst)
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -149,7 +158,13 @@ def measure(args: argparse.Namespace, mode: CUDAGraphMode) -> dict[str, float]:
         (graph,) = backend.graphs
         inputs = spy.inputs
 
+        context = set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=descriptor)
+
         def step() -> None:
+            with context:
+                graph(*inputs)
+
+        def anew() -> None:
             with set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=descriptor):
                 graph(*inputs)
 
@@ -160,15 +175,16 @@ def measure(args: argparse.Namespace, mode: CUDAGraphMode) -> dict[str, float]:
         captured = sum(piece.capture for piece in graph.split.pieces)
         print(f"{mode.name}: {captured} captured pieces, {len(inputs)} inputs")
         ratios = {}
-        for name, call in (("compiled graph", step), ("compiled model", whole)):
+        calls = {"compiled graph": step, "with a new context": anew, "compiled model": whole}
+        for name, call in calls.items():
             rows = {"bare loop": floor_of(graph, descriptor, mode), name: call}
-            timed(rows, 10, args.device)
+            timed(rows, args)
             before = graph.counters.replays
-            found = timed(rows, args.steps, args.device)
-            assert graph.counters.replays - before == args.steps, graph.counters
+            found = timed(rows, args)
+            assert graph.counters.replays - before == args.bursts * args.burst, graph.counters
             ratios[name] = found[name] / found["bare loop"]
             for row, seconds in found.items():
-                print(f"  {row:15} {seconds * 1e6:8.1f} us", end="")
+                print(f"  {row:18} {seconds * 1e6:8.1f} us", end="")
             print(f"  ratio {ratios[name]:5.2f}")
     return ratios
 
@@ -181,7 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--bursts", type=int, default=100)
+    parser.add_argument("--burst", type=int, default=10, help="steps of a burst; 1: each alone")
     parser.add_argument("--limit", type=float, nargs=2, default=(2.0, 3.0), metavar=("PW", "FULL"))
     args = parser.parse_args(argv)
     define_attention()
