@@ -123,7 +123,13 @@ class CompiledGraph:
             context = callers_context()
             again = self._again
             if again is not None and context is not None and again.serves(context, inputs):
-                return self._replay_again(again, inputs)
+                if self._owner == threading.get_ident():
+                    raise CaptureError.reentered()
+                with self._lock:
+                    if self._again is again:
+                        result = self._replay_again(again, inputs)
+                        self._replayed_again += 1
+                        return result
             why, result = self._with_graphs(context, inputs)
             if why is not None:
                 result = self._plain(why, context, inputs)
@@ -136,23 +142,14 @@ class CompiledGraph:
 
     def _replay_again(self, again: Again, inputs: tuple[Any, ...]) -> Any:
         """The shortest way: the batch that a caller's context asked for last time."""
-        if self._owner == threading.get_ident():
-            raise CaptureError.reentered()
-        recording = again.recording
-        with self._lock:
-            if self._again is again:
-                recording.check(inputs)
-                if recording.direct is not None:  # runs no code but the graph's
-                    result = recording.direct()
-                else:
-                    self._owner = threading.get_ident()
-                    try:
-                        result = recording.replay(inputs)
-                    finally:
-                        self._owner = 0
-                self._replayed_again += 1
-                return result
-        return self(*inputs)  # another thread went first
+        again.recording.check(inputs)
+        if again.direct is not None:
+            return again.direct()
+        self._owner = threading.get_ident()
+        try:
+            return again.recording.replay(inputs)
+        finally:
+            self._owner = 0
 
     @property
     def counters(self) -> Counters:

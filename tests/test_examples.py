@@ -252,6 +252,23 @@ def test_llama_names_each_broken_promise() -> None:
     assert broken[-1] == "6 graphs, more than 4"
 
 
+# ---------------------------------------------------------------- benchmarks
+
+
+@pytest.mark.parametrize(("limit", "code"), [("100", 0), ("0", 1)])
+def test_host_time_measures_replays(limit: str, code: int) -> None:
+    small = ["--device", "cpu", "--compiler", "eager", "--layers", "2", "--hidden", "16"]
+    small += ["--bursts", "2", "--burst", "2", "--limit", limit, limit]
+    done = run("benchmarks/host_time.py", *small)
+    assert done.returncode == code, done.stdout + done.stderr
+    rows = done.stdout.splitlines()
+    assert "PIECEWISE: 3 captured pieces, 22 inputs" in rows
+    assert "FULL: 3 captured pieces, 22 inputs" in rows
+    ratios = [float(row.split("ratio")[1]) for row in rows if "ratio" in row]
+    assert len(ratios) == 6
+    assert min(ratios) > 0
+
+
 def compiled_graphs(function: Any) -> tuple[Any, ...]:
     """The graphs of a function after one call; they stay while the function lives."""
     import cgcompile

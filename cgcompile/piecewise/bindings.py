@@ -237,7 +237,12 @@ class Bindings:
 
 
 class Again:
-    """A recorded step of a caller's context, to be recognised when it comes again."""
+    """A recorded step of a caller's context, to be recognised when it comes again.
+
+    Attributes:
+        recording: the step.
+        direct: as of the recording.
+    """
 
     __slots__ = (
         "_binding",
@@ -247,6 +252,7 @@ class Again:
         "_mode",
         "_pool",
         "_same",
+        "direct",
         "recording",
     )
 
@@ -258,6 +264,7 @@ class Again:
         pool: GraphPool,
     ) -> None:
         self.recording = recording
+        self.direct = recording.direct
         self._binding = weakref.ref(binding)
         self._mode = recording.batch.mode
         self._descriptor = recording.batch.descriptor
