@@ -108,7 +108,8 @@ class CompiledGraph:
         Returns:
             What the graph returns. Without a forward context the caller owns it. Under one, what
             graphs made are views of their memory, valid until the next call of this compiled
-            graph. A capturing call is one execution of the step. Nothing synchronises.
+            graph, and the same tensor objects each time: do not change their shape in place. A
+            capturing call is one execution of the step. Nothing synchronises.
 
         Raises:
             GradientError: gradients are asked for, and the model recomputes activations.
@@ -154,8 +155,9 @@ class CompiledGraph:
     @property
     def counters(self) -> Counters:
         """What the calls did so far; ``print(graph.counters)`` shows it."""
-        again = self._replayed_again
-        return self._counters + Counters(calls=again, replays=again)
+        with self._counting:
+            again = self._replayed_again
+            return self._counters + Counters(calls=again, replays=again)
 
     def _with_graphs(
         self, context: ForwardContext | None, inputs: tuple[Any, ...]
@@ -186,6 +188,8 @@ class CompiledGraph:
             key, written = self._auto.key(inputs), self._auto.written
         else:
             key, written = (mode is FULL, context.batch_descriptor), ()
+        if self._again is not None and self._again.gone:
+            self._again = None
         name, binding = self._bindings.find(inputs, written)
         found = None if binding is None else binding.recordings.get(key)
         if binding is not None and isinstance(found, Recording) and not found.void:
@@ -255,7 +259,10 @@ class CompiledGraph:
         """After a FULL capture that failed before anything ran: the same step, piece by piece."""
         self._count_degraded(why)
         if batch.own_context:
+            written = self._auto.written
             self._auto.use(PIECEWISE)
+            if self._auto.written != written:
+                return why, None  # another binding; its first call is still to come
             key = self._auto.key(inputs)
         return self._capture(binding, key, replace(batch, mode=PIECEWISE), inputs)
 
@@ -308,9 +315,10 @@ class CompiledGraph:
 
     def _why_still_warming(self, binding: Binding, warming: Why) -> Why:
         """``warming``, or why it does not end: what must stay is another at every call."""
-        if self._bindings.idle > _MOVING:
+        idle = self._bindings.idle
+        if idle > max(_MOVING, self._config.max_bindings):
             detail = (
-                f"{self._bindings.idle} sets of weights or written inputs were seen once: an input "
+                f"{idle} sets of weights or written inputs were seen once: an input "
                 "that the model writes, or a tensor of a module, is a new one at every call"
             )
             return Why(Reason.TOO_MANY_BINDINGS, detail)

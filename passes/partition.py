@@ -151,7 +151,7 @@ class _Cutter:
             value(node),
             dotted_source(node) if is_input else None,
             is_input and compat.is_static_input(node),
-            is_input and not self._written.isdisjoint(storages(value(node))),
+            not self._written.isdisjoint(storages(value(node))),
         )
 
     def _constants(self) -> dict[str, Any]:

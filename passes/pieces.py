@@ -18,8 +18,8 @@ class Value:
         meta: the fake tensor, symbolic number or constant that was traced.
         source: where the caller has it, such as ``model.layers.0.weight``; None for results.
         static: the caller promises a fixed address: a parameter, a buffer or a module attribute.
-        written: some node writes the memory that it lies in, as far as the graph tells; when in
-            doubt, yes.
+        written: some node writes the memory that it lies in, before or after, as far as the graph
+            tells; when in doubt, yes.
     """
 
     name: str

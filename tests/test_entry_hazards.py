@@ -334,7 +334,7 @@ class Reassigned(nn.Module):
 def test_a_state_reassigned_at_each_step_is_right_and_said(
     device: str, buffer: bool, keep: bool
 ) -> None:
-    backend, kept = backend_for(), []
+    backend, kept = backend_for(max_bindings=8), []
     model, eager = Reassigned(buffer), Reassigned(buffer)
     for each in (model, eager):
         each.h = each.h.to(device)
@@ -550,3 +550,98 @@ def test_a_cache_that_only_eager_attention_writes_may_move(device: str, mode: An
         assert_same(cache, expected_cache)
     assert len({each.data_ptr() for each in caches}) == 6
     assert_counts(backend, 1, 4, {WARMING: 1})
+
+
+# ---------------------------------------------------------------- bridges that are written
+
+
+class WritesAcross(nn.Module):
+    """An eager region makes ``v``; a captured piece writes it, or its base; the caller gets it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.linear(x)
+        with cgcompile.eager_region():
+            v = h * 2
+            u = v[:2]
+        if self.how == "itself":
+            v.add_(1)
+        else:
+            u.add_(1)
+        return v, (v @ v.transpose(-1, -2)).sin()
+
+
+@pytest.mark.parametrize("how", ["itself", "its_view"])
+def test_a_returned_result_that_a_later_piece_writes(how: str, device: str) -> None:
+    model = made(lambda: WritesAcross(how), device)
+    backend = backend_for()
+    compiled = torch.compile(model, backend=backend)
+    assert_steps(compiled, model, device, steps=5)
+    assert backend.counters.replays >= 3, backend.counters
+
+
+class WritesThroughAView(nn.Module):
+    """The argument is read by the eager region alone; a captured piece writes the view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        with cgcompile.eager_region():
+            u = state[:2]
+        u.add_(h[:2])
+        return h.sin()
+
+
+@pytest.mark.parametrize("mode", [None, PIECEWISE], ids=["auto", "context"])
+def test_a_view_of_an_argument_is_written(mode: CUDAGraphMode | None, device: str) -> None:
+    model = made(WritesThroughAView, device)
+    backend = backend_for()
+    compiled = torch.compile(model, backend=backend)
+    x, found = batch(device), batch(device)
+    expected = found.clone()
+    for _ in range(5):
+        x.copy_(torch.randn_like(x))
+        before = found.clone()
+        with context(mode):
+            assert_same(compiled(x, found), model(x, expected))
+        assert_same(found, expected)
+        assert not torch.equal(found, before)
+    assert backend.counters.replays >= 3, backend.counters
+
+
+class ConjugatesAcross(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x * (1 + 2j)
+        with cgcompile.eager_region():
+            z = y * 1j
+            w = z.conj()
+        return z + 1, w * 2
+
+
+def test_conjugates_cross_a_bridge(device: str) -> None:
+    model, backend = ConjugatesAcross(), backend_for(cudagraph_mode="PIECEWISE")
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(5):
+        x = batch(device)
+        for one, other in zip(compiled(x), model(x), strict=True):
+            torch.testing.assert_close(one.resolve_conj(), other.resolve_conj())
+    assert backend.counters.replays == 3, backend.counters
+
+
+def test_seventy_layers_one_by_one_with_strict(device: str) -> None:
+    backend = backend_for(strict=True)
+    layers = [made(lambda: nn.Linear(D, D), device) for _ in range(70)]
+    compiled = [torch.compile(layer, backend=backend) for layer in layers]
+    for _ in range(4):
+        x = expected = batch(device)
+        for layer, other in zip(compiled, layers, strict=True):
+            x, expected = layer(x).tanh(), other(expected).tanh()
+        assert_same(x, expected)
+    assert backend.counters.replays == 2 * len(layers), backend.counters

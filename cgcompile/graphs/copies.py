@@ -55,7 +55,9 @@ class OwnedCopy:
 
 
 class FreshCopies:
-    """Copies of tensors at fixed addresses, new at every call; tensors of one memory stay so.
+    """Copies of tensors at fixed addresses, new at every call.
+
+    Tensors of one memory and one dtype share memory again.
 
     Args:
         tensors: what is copied; they stay where they are.

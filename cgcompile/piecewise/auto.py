@@ -52,7 +52,7 @@ class AutoDispatch:
         """What tells the steps of one set of weights apart: the numbers that graphs read."""
         numbers = self._numbers(inputs)
         if self._scalars:
-            numbers += tuple(number(inputs[position]) for position in self._scalars)
+            numbers += tuple(repr(number(inputs[position])) for position in self._scalars)
         return numbers
 
     def descriptor(self, inputs: tuple[Any, ...]) -> BatchDescriptor:

@@ -19,6 +19,7 @@ import torch
 from cgcompile import compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.forward_context import ForwardContext
+from cgcompile.graphs.capture import captured_elsewhere
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.piecewise.recording import Program, Recording
@@ -56,9 +57,8 @@ class Binding:
         Graphs read that memory, so the weights' is held. A written input may go, and its graphs
         with it.
         """
-        places = [place for place in static if isinstance(inputs[place], torch.Tensor)]
-        self._held = [inputs[place].untyped_storage() for place in places]
-        known = [(place, inputs[place].data_ptr()) for place in places]
+        self._held = [inputs[place].untyped_storage() for place in static]
+        known = [(place, inputs[place].data_ptr()) for place in static]
         self._addresses = itertools.cycle(known or [(0, 0)])
         self._written = [compat.StorageLife(inputs[place]) for place in written]
 
@@ -74,6 +74,11 @@ class Binding:
             self._addresses = itertools.repeat((place, address))  # and so it stays
             return True
         return False
+
+    def let_go(self) -> None:
+        """One of the objects has died: nothing of this is replayed any more."""
+        self.gone = True
+        self._held = []
 
     @property
     def outlived(self) -> bool:
@@ -174,7 +179,7 @@ class Bindings:
     def add(self, key: Hashable, inputs: tuple[Any, ...]) -> Binding:
         """A new binding for a key that is not known; the oldest one without graphs may go."""
         self.reap()
-        idle = [known for known, binding in self._known.items() if not binding.captured]
+        idle = [known for known, each in list(self._known.items()) if not each.captured]
         if len(idle) >= _IDLE:
             self._forget(idle[0])
         binding = self._known[key] = Binding(self._program, self._whole)
@@ -197,7 +202,7 @@ class Bindings:
     @property
     def idle(self) -> int:
         """How many bindings without graphs have been seen, those since gone included."""
-        return self._lost + sum(not binding.captured for binding in self._known.values())
+        return self._lost + sum(not binding.captured for binding in self)
 
     @property
     def captured(self) -> int:
@@ -206,18 +211,18 @@ class Bindings:
             if binding.outlived:
                 self._forget(key)
         self.reap()
-        return sum(binding.captured > 0 for binding in self._known.values())
+        return sum(binding.captured > 0 for binding in self)
 
     def reap(self) -> None:
-        """Free the graphs of bindings that are gone. Call it where no capture runs."""
-        if self._dead:
+        """Free the graphs of bindings that are gone, where no capture runs."""
+        if self._dead and not captured_elsewhere():
             self._program.pool.device.synchronize()  # a replay may still run, on whatever stream
             self._dead.clear()
 
     def clear(self) -> None:
         """Forget all bindings."""
         self._last, self._last_binding = None, None
-        for binding in self._known.values():
+        for binding in self:
             binding.gone = True
         self._known.clear()
         self._watches.clear()
@@ -228,7 +233,7 @@ class Bindings:
         self._last, self._last_binding = None, None
         binding = self._known.pop(key, None)
         if binding is not None:
-            binding.gone = True
+            binding.let_go()
         if binding is not None and binding.recordings:
             self._dead.append(binding)
         elif binding is not None:
@@ -272,6 +277,12 @@ class Again:
         self._pool = pool
         self._generation = pool.generation
         self._capturing = pool.device.is_capturing
+
+    @property
+    def gone(self) -> bool:
+        """Whether it will never be recognised again."""
+        binding = self._binding()
+        return binding is None or binding.gone
 
     def serves(self, context: ForwardContext, inputs: tuple[Any, ...]) -> bool:
         """Whether this call is that step again, for the same weights, and nothing is in the way."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cgcompile import compat
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.graphs.copies import OwnedCopy, span
 from cgcompile.graphs.guards import layout_text, same_layout, same_value
@@ -99,8 +100,6 @@ class _Bridge:
 class _SharedBridge:
     """Copies the stretch of memory that several fresh results share."""
 
-    _ALIGNMENT = 16  # a multiple of the size of every dtype
-
     def __init__(self, places: Sequence[Place], made: Sequence[Any]) -> None:
         self._places = places
         given = [made[place.item] for place in places]
@@ -111,10 +110,8 @@ class _SharedBridge:
             self._memory = torch.empty(last - first, dtype=torch.uint8, device=device)
             storage = self._memory.untyped_storage()
             self._views = [
-                torch.empty(0, dtype=value.dtype, device=device).set_(
-                    storage, offset // value.element_size(), value.size(), value.stride()
-                )
-                for value, offset in zip(given, self._starts, strict=True)
+                _laid_over(storage, value, start)
+                for value, start in zip(given, self._starts, strict=True)
             ]
         self.address = address(self._memory)
 
@@ -122,7 +119,8 @@ class _SharedBridge:
         """First and last byte that these tensors reach, counted from where their storage begins."""
         starts = [t.storage_offset() * t.element_size() for t in given]
         ends = [s + span(t) * t.element_size() for s, t in zip(starts, given, strict=True)]
-        return min(starts) // self._ALIGNMENT * self._ALIGNMENT, max(ends)
+        largest = max(t.element_size() for t in given)
+        return min(starts) // largest * largest, max(ends)
 
     def __call__(self, made: list[Any]) -> None:
         given = [made[place.item] for place in self._places]
@@ -138,6 +136,13 @@ class _SharedBridge:
         self._memory.copy_(source, non_blocking=True)
         for place, view in zip(self._places, self._views, strict=True):
             made[place.item] = view
+
+
+def _laid_over(storage: torch.UntypedStorage, layout: torch.Tensor, start: int) -> torch.Tensor:
+    """A tensor of some layout that begins at a byte of a storage."""
+    made = torch.empty(0, dtype=layout.dtype, device=layout.device)
+    made.set_(storage, start // layout.element_size(), layout.size(), layout.stride())
+    return compat.with_bits(made, layout.is_conj(), layout.is_neg())
 
 
 def _offsets(given: Sequence[torch.Tensor], first: int) -> list[Any]:

@@ -120,8 +120,8 @@ class _Recorder:
     Attributes:
         why: why the step is not recorded after all, or None.
         fixed: where the memory begins that later steps find at the same place.
-        originals: of results that bridges replace and the caller gets: what the eager piece made
-            in the present step, by name.
+        originals: of results that bridges replace and the caller gets, and that nothing writes:
+            what the eager piece made in the present step, by name.
     """
 
     def __init__(
@@ -135,16 +135,15 @@ class _Recorder:
         self._replays: list[Runnable] = list(program.runnables)
         pieces = program.split.pieces
         self._read = {name for piece in pieces if piece.capture for name in piece.inputs}
-        self._returned = set(returned_names(program.split))
-        lasting = [
-            given
-            for given, each in zip(recording.given, program.split.inputs, strict=True)
-            if each.name in self._read or each.static
-        ]
+        returned = set(returned_names(program.split))
+        values = program.split.values
+        self._unwritten = {name for name in returned if name and not values[name].written}
+        roles = recording.roles
+        lasting = [recording.given[p] for p in (*roles.static, *roles.read, *roles.written)]
         constants = list(program.split.constants.values())
         self.fixed = {address(tensor) for tensor in tensors((lasting, constants))} - {0}
         if not recording.batch.own_context:
-            self._read |= self._returned  # the next graph may read it where it lies
+            self._read |= returned  # the next graph may read it where it lies
 
     def run(self) -> Any:
         pieces = self._program.split.pieces
@@ -201,7 +200,7 @@ class _Recorder:
             if self.why is None:
                 across, replaced = crossings(places, made, self._read, self.fixed)
                 ours = self._recording.batch.own_context
-                kept = [p for p in places if ours and p.name in replaced & self._returned]
+                kept = [p for p in places if ours and p.name in replaced & self._unwritten]
                 bridged = _bridged(plain, across, kept, self.originals)
                 self._replays[piece.index] = bridged
                 _cross(made, across, kept, self.originals)

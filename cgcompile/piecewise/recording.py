@@ -19,6 +19,7 @@ from cgcompile.forward_context import (
     override_forward_context,
 )
 from cgcompile.graphs.copies import OwnedCopy
+from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.bridges import address
@@ -75,12 +76,14 @@ class Recording:
 
     Attributes:
         batch: what it is for.
+        roles: of the inputs.
         given: until it is finished, ``inputs`` with buffers in place of what is copied.
         direct: replays and returns, where a step is one graph and nothing else; else None.
     """
 
     def __init__(self, program: Program, roles: Roles, batch: Batch, inputs: Sequence[Any]) -> None:
         self.batch = batch
+        self.roles = roles
         self._program = program
         self._context = override_forward_context(
             ForwardContext.synthetic(batch.mode, batch.descriptor)
@@ -122,7 +125,7 @@ class Recording:
                     *self._where(position), inputs[position].data_ptr(), before
                 )
         for position, value in self._values:
-            if number(inputs[position]) != value:
+            if not same_value(number(inputs[position]), value):
                 raise HostValueChangedError.changed(
                     *self._where(position), number(inputs[position]), value
                 )

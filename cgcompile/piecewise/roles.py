@@ -13,6 +13,8 @@ tensor that is written, or shares   written: bound by its     live
 memory with one that is             address
 =================================== ========================= ===================================
 
+An input is read by a segment also where the segment reads a view that an eager piece made of it.
+
 *read* tensors are copied into buffers of ours where nobody set a forward context, and bound by
 address where somebody did, because then they are the caller's persistent buffers.
 """
@@ -25,7 +27,7 @@ from cgcompile import compat
 from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.config import CUDAGraphMode
 from cgcompile.forward_context import BatchDescriptor
-from cgcompile.passes.nodes import is_symbolic_number, tensors
+from cgcompile.passes.nodes import is_symbolic_number, storages, tensors
 from cgcompile.passes.pieces import Value
 from cgcompile.passes.split import SplitGraph
 from cgcompile.reasons import Reason, Why
@@ -52,10 +54,12 @@ class Roles:
 
     @classmethod
     def of(cls, split: SplitGraph, mode: CUDAGraphMode) -> "Roles":
-        seen = _read_by_graphs(split, mode)
+        names = _read_by_graphs(split, mode)
+        memory = storages([split.values[name].meta for name in names])
         places: dict[str, list[int]] = {name: [] for name in cls.__annotations__}
         for position, value in enumerate(split.inputs):
-            role = _role(value, value.name in seen, split.device)
+            seen = value.name in names or not memory.isdisjoint(storages(value.meta))
+            role = _role(value, seen, split.device)
             if role is not None:
                 places[role].append(position)
         return cls(**{name: tuple(found) for name, found in places.items()})
