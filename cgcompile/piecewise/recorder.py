@@ -137,7 +137,7 @@ class _Recorder:
         self._read = {name for piece in pieces if piece.capture for name in piece.inputs}
         returned = set(returned_names(program.split))
         values = program.split.values
-        self._unwritten = {name for name in returned if name and not values[name].written}
+        self._unwritten = {name for name in returned & values.keys() if not values[name].written}
         roles = recording.roles
         lasting = [recording.given[p] for p in (*roles.static, *roles.read, *roles.written)]
         constants = list(program.split.constants.values())
