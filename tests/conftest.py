@@ -1,6 +1,7 @@
 """Fixtures of all tests: a fresh Dynamo for each, and the skip of GPU tests where there is none."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -29,3 +30,26 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("CGCOMPILE_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the tensors of a test are: those of ``cpu`` are recorded by the host recorder."""
+    return request.param
+
+
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Sets what the operator of ``entry_support.Hooked`` does."""
+    from entry_support import Hook
+
+    def put(function: Any) -> None:
+        monkeypatch.setattr(Hook, "function", staticmethod(function))
+
+    return put

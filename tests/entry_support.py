@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, Attention, D, library
@@ -17,7 +16,6 @@ from cgcompile import AttentionCGSupport, SplittingOp
 from cgcompile.forward_context import current_forward_context
 from cgcompile.reasons import Reason
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WARMING = Reason.WARMING
 
 

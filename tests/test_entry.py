@@ -4,7 +4,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from cases import CASES, D, DecoderLayer
 from entry_support import (
-    DEVICES,
     EAGER_ATTEND,
     HOOKED,
     WARMING,
@@ -44,15 +43,7 @@ from cgcompile.reasons import Reason
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def start(compiled: Any, model: Any, device: str, size: int = 6) -> None:
@@ -701,16 +692,6 @@ def test_captured_in_one_grad_mode_and_called_in_the_others(
 
 
 # ------------------------------------------------------------------ failures
-
-
-@pytest.fixture
-def hook(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Sets what the operator of ``Hooked`` does."""
-
-    def put(function: Any) -> None:
-        monkeypatch.setattr(Hook, "function", staticmethod(function))
-
-    return put
 
 
 def reads_on_the_host_if_large(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Steps under a forward context: exactly its mode and batch, on the caller's own buffers."""
 
 import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from cases import CASES, D
 from entry_support import (
-    DEVICES,
     HOOKED,
     WARMING,
     ByContext,
@@ -39,15 +37,7 @@ from cgcompile.reasons import Reason
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 class Buffers:
@@ -373,16 +363,6 @@ def test_eager_attention_reads_the_context_of_each_step(device: str) -> None:
         results.append(found.clone())
     assert bool((results[-1] != results[-2]).any())
     assert_counts(backend, 1, 4, {WARMING: 1})
-
-
-@pytest.fixture
-def hook(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Sets what the operator of ``Hooked`` does."""
-
-    def put(function: Any) -> None:
-        monkeypatch.setattr(Hook, "function", staticmethod(function))
-
-    return put
 
 
 def test_a_fresh_result_of_eager_attention_is_carried_over(device: str, hook: Any) -> None:

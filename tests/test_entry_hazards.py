@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from cases import D, DecoderLayer
 from entry_support import (
-    DEVICES,
     HOOKED,
     WARMING,
     Hook,
@@ -39,25 +37,7 @@ from cgcompile.reasons import Reason
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def hook(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Sets what the operator of ``Hooked`` does."""
-
-    def put(function: Any) -> None:
-        monkeypatch.setattr(Hook, "function", staticmethod(function))
-
-    return put
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def context(mode: CUDAGraphMode | None, size: int = 6) -> Any:

@@ -1,4 +1,4 @@
-"""What the tests of graphs share: each runs on the host recorder and on CUDA, by one fixture."""
+"""What the tests of graphs share: each runs on the host recorder and on CUDA."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +10,6 @@ from cgcompile import CompilationConfig, CUDAGraphMode
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    """Where the tensors of a test are: ``cpu`` is recorded by the host recorder."""
-    return request.param
 
 
 @pytest.fixture
