@@ -130,7 +130,7 @@ def _compile_piecewise(gm: fx.GraphModule, config: CompilationConfig) -> Compile
     split.symbols.check_sizes(sizes, config.capture_dim)
     runnables = compile_pieces(split, config)
     split.symbols.check_sizes(sizes, config.capture_dim)  # a compiler may add guards of its own
-    return CompiledGraph(split, runnables, config)
+    return CompiledGraph(split, runnables, boundaries, config)
 
 
 class NamedBackend:

@@ -9,7 +9,7 @@ an FX graph and :meth:`~Boundaries.match_call` for a function or op that runs.
 import enum
 import fnmatch
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,6 +70,9 @@ class SplittingOp:
         compiled: compile the op on its own although it is not captured (flex attention is slow
             and large when it runs uncompiled).
         name: what messages call it; made from the target if left out.
+        impl: a function, or one per device type (``{"cuda": f}``), that a replay calls in place of
+            the op, with the arguments of the op by position: it saves the way through the
+            dispatcher. It must do what the op does.
     """
 
     target: Any = None
@@ -77,6 +80,7 @@ class SplittingOp:
     support: AttentionCGSupport = AttentionCGSupport.NEVER
     compiled: bool = False
     name: str = ""
+    impl: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None
 
     def __post_init__(self) -> None:
         if (self.target is None) == (self.predicate is None):
@@ -90,6 +94,13 @@ class SplittingOp:
             raise BoundaryError.not_an_op(self.predicate)
         if not isinstance(self.support, AttentionCGSupport):
             raise BoundaryError.bad_support(self.name, self.support)
+        per_device = self.impl.values() if isinstance(self.impl, Mapping) else [self.impl]
+        if self.impl is not None and not all(map(callable, per_device)):
+            raise BoundaryError.bad_impl(self.name, self.impl)
+
+    def impl_for(self, device_type: str) -> Callable[..., Any] | None:
+        """The function that a replay on such a device calls in place of the op, or None."""
+        return self.impl.get(device_type) if isinstance(self.impl, Mapping) else self.impl
 
 
 _ALWAYS = AttentionCGSupport.ALWAYS

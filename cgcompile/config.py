@@ -113,8 +113,9 @@ class CompilationConfig:
 
     "Pieces, passes and sizes" are ``compiler``, ``splitting_ops``, ``builtin_splitting_ops``,
     ``graph_passes``, ``piece_passes``, ``cudagraph_capture_sizes``, ``capture_dim``,
-    ``dump_passes``, ``capture_device``, ``strict``, ``num_warmups``, ``max_captured_shapes`` and
-    ``max_bindings``: with a mode that would ignore them, setting them is an error.
+    ``dump_passes``, ``capture_device``, ``strict``, ``on_input_change``, ``poison``,
+    ``num_warmups``, ``max_captured_shapes`` and ``max_bindings``: with a mode that would ignore
+    them, setting them is an error.
     ``inductor_options`` need a mode and a compiler that use Inductor.
 
     Raises:
@@ -210,6 +211,22 @@ class CompilationConfig:
         False,
         parse_bool,
         "Raise where a step would otherwise run without a graph and count a reason.",
+        piecewise_only=True,
+    )
+    on_input_change: str = setting(
+        "on_input_change",
+        "raise",
+        one_of("raise", "copy", "recapture", "eager"),
+        "Under a forward context, where an input of a graph lies elsewhere, or a number in it is "
+        "another one, than at capture: 'raise', 'recapture' (bounded by max_captured_shapes) or "
+        "run 'eager'. 'copy': inputs that are only read may lie anywhere, they are copied.",
+        piecewise_only=True,
+    )
+    poison: bool = setting(
+        "poison",
+        False,
+        parse_bool,
+        "Fill the memory of graphs with NaN before each replay, so that stale reads show. Slow.",
         piecewise_only=True,
     )
     num_warmups: int = setting(

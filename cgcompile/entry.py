@@ -14,25 +14,26 @@ from typing import Any
 
 import torch
 
+from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.errors import CaptureError, DispatchError, GradientError
+from cgcompile.errors import CaptureError, DispatchError, GradientError, GuardError
 from cgcompile.forward_context import (
     ForwardContext,
     callers_context,
     override_forward_context,
 )
-from cgcompile.graphs.capture import capture_allowed, captured_elsewhere
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.passes.split import SplitGraph
+from cgcompile.piecewise.admission import Admission
 from cgcompile.piecewise.auto import AutoDispatch
 from cgcompile.piecewise.bindings import Again, Binding, Bindings
 from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.recorder import record
-from cgcompile.piecewise.recording import Batch, Program, Recording
-from cgcompile.piecewise.roles import Roles, allows_full, full_support, why_never
+from cgcompile.piecewise.recording import Batch, Program, Recording, number
+from cgcompile.piecewise.roles import Roles, full_support, why_never
 from cgcompile.piecewise.stitch import Step
-from cgcompile.reasons import EXPECTED, Counters, Reason, Why
+from cgcompile.reasons import EXPECTED, Counters, Ledger, Reason, Why
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class CompiledGraph:
     Args:
         split: the split graph.
         runnables: what to call for each piece.
+        boundaries: the registry that it was split by.
         config: the settings.
 
     Attributes:
@@ -53,10 +55,14 @@ class CompiledGraph:
     """
 
     def __init__(
-        self, split: SplitGraph, runnables: Sequence[Runnable], config: CompilationConfig
+        self,
+        split: SplitGraph,
+        runnables: Sequence[Runnable],
+        boundaries: Boundaries,
+        config: CompilationConfig,
     ) -> None:
         self.split = split
-        self._counters = Counters()  # guarded by _counting
+        self._ledger = Ledger()
         self._replayed_again = 0  # guarded by _lock
         self._config = config
         step = Step(split)
@@ -71,31 +77,30 @@ class CompiledGraph:
             if split.differentiable and isinstance(each.meta, torch.Tensor)
         )
         self._lock = threading.Lock()  # of buffers, bindings and graphs
-        self._counting = threading.Lock()  # of the counters; nothing is called while it is held
         self._owner = 0
         self._again: Again | None = None  # what the last call under a context replayed
-        self._closed = False
-        self._prepare(step, runnables)
+        self._prepare(step, runnables, boundaries)
 
-    def _prepare(self, step: Step, runnables: Sequence[Runnable]) -> None:
+    def _prepare(self, step: Step, runnables: Sequence[Runnable], boundaries: Boundaries) -> None:
         """Work out what can be captured, once."""
         split, config = self.split, self._config
         assert config.cudagraph_mode is not None
-        self._wanted: CUDAGraphMode = config.cudagraph_mode
-        self._served = (self._wanted.decode_mode(), self._wanted.mixed_mode())
-        self._support = full_support(split)
+        wanted = config.cudagraph_mode
         self._roles = {mode: Roles.of(split, mode) for mode in (FULL, PIECEWISE)}
-        self._auto = AutoDispatch(split, config, self._wanted)
+        self._auto = AutoDispatch(split, config, wanted)
         device = capture_device(split.device, config.capture_device)
-        self._never = why_never(split, self._wanted, device is not None)
+        self._never = why_never(split, wanted, device is not None)
         self._pool = None if device is None else GraphPool(device)
         if self._pool is None:
             return
         self._is_capturing = self._pool.device.is_capturing
-        self._program = Program(split, step, runnables, self._pool, config)
+        self._program = Program(split, step, runnables, boundaries, self._pool, config)
         self._bindings = Bindings(self._program, self._run, self._roles[FULL].static)
         captured = any(piece.capture for piece in split.pieces)
-        self._has_pieces = captured and PIECEWISE in self._served
+        self._has_pieces = captured and wanted.has_mode(PIECEWISE)
+        self._admission = Admission(
+            config, full_support(split), self._auto, self._bindings, self._ledger
+        )
 
     # -------------------------------------------------------------- a call
 
@@ -128,36 +133,31 @@ class CompiledGraph:
                     raise CaptureError.reentered()
                 with self._lock:
                     if self._again is again:
-                        result = self._replay_again(again, inputs)
-                        self._replayed_again += 1
-                        return result
+                        return self._replay_again(again, context, inputs)
             why, result = self._with_graphs(context, inputs)
             if why is not None:
                 result = self._plain(why, context, inputs)
         except BaseException:
-            with self._counting:
-                self._counters.calls += 1
-                self._counters.failures += 1
+            self._ledger.failed()
             raise
         return result
 
-    def _replay_again(self, again: Again, inputs: tuple[Any, ...]) -> Any:
+    def _replay_again(self, again: Again, context: ForwardContext, inputs: tuple[Any, ...]) -> Any:
         """The shortest way: the batch that a caller's context asked for last time."""
         again.recording.check(inputs)
-        if again.direct is not None:
-            return again.direct()
         self._owner = threading.get_ident()
         try:
-            return again.recording.replay(inputs)
+            result = again.recording.replay(inputs, context.num_unpadded_tokens)
         finally:
             self._owner = 0
+        self._replayed_again += 1
+        return result
 
     @property
     def counters(self) -> Counters:
         """What the calls did so far; ``print(graph.counters)`` shows it."""
-        with self._counting:
-            again = self._replayed_again
-            return self._counters + Counters(calls=again, replays=again)
+        again = self._replayed_again
+        return self._ledger.counters + Counters(calls=again, replays=again)
 
     def _with_graphs(
         self, context: ForwardContext | None, inputs: tuple[Any, ...]
@@ -171,7 +171,7 @@ class CompiledGraph:
             return Why(Reason.INSIDE_CAPTURE, "called inside of a capture"), None
         if self._owner == threading.get_ident():
             raise CaptureError.reentered()
-        mode = self._auto.mode if context is None else self._mode_for(context)
+        mode = self._auto.mode if context is None else self._admission.mode_for(context)
         if isinstance(mode, Why):
             return mode, None
         with self._lock:
@@ -187,25 +187,13 @@ class CompiledGraph:
         if context is None:
             key, written = self._auto.key(inputs), self._auto.written
         else:
-            key, written = (mode is FULL, context.batch_descriptor), ()
+            key, written = self._key(mode, context, inputs), ()
         if self._again is not None and self._again.gone:
             self._again = None
         name, binding = self._bindings.find(inputs, written)
         found = None if binding is None else binding.recordings.get(key)
         if binding is not None and isinstance(found, Recording) and not found.void:
-            if context is not None:
-                found.check(inputs)
-            overlap = found.overlap(inputs)
-            if overlap is not None:
-                return overlap, None
-            result = found.replay(inputs)
-            if context is not None and found.batch.mode is context.cudagraph_runtime_mode:
-                same = self._bindings.same(inputs)
-                self._again = Again(found, binding, same, self._program.pool)
-            with self._counting:
-                self._counters.calls += 1
-                self._counters.replays += 1
-            return None, result
+            return self._replay(binding, found, context, inputs)
         if isinstance(found, Why):
             return found, None
         if binding is None:
@@ -214,13 +202,53 @@ class CompiledGraph:
             del binding.recordings[key]  # its graphs have been cleared
         given = None if context is None else context.batch_descriptor
         descriptor = self._auto.descriptor(inputs) if given is None else given
-        batch = Batch(mode, descriptor, own_context=context is None)
-        why = self._why_not_now(binding, key, batch, inputs)
+        copies = context is None or self._config.on_input_change == "copy"
+        batch = Batch(mode, descriptor, own_context=context is None, copies=copies)
+        why = self._admission.why_not_now(binding, key, batch, inputs)
         if why is not None:
             return why, None
         if not binding.captured:
             self._bindings.hold(binding, inputs, written)
         return self._capture(binding, key, batch, inputs)
+
+    def _key(
+        self, mode: CUDAGraphMode, context: ForwardContext, inputs: tuple[Any, ...]
+    ) -> Hashable:
+        """What tells the steps of one set of weights under a caller's context apart."""
+        key = (mode is FULL, context.batch_descriptor)
+        if self._config.on_input_change != "recapture":
+            return key
+        roles = self._roles[mode]
+        addresses = (inputs[place].data_ptr() for place in (*roles.read, *roles.written))
+        numbers = (repr(number(inputs[place])) for place in (*roles.numbers, *roles.scalars))
+        return (*key, *addresses, *numbers)
+
+    def _replay(
+        self,
+        binding: Binding,
+        found: Recording,
+        context: ForwardContext | None,
+        inputs: tuple[Any, ...],
+    ) -> tuple[Why | None, Any]:
+        real = None
+        if context is not None:
+            real = context.num_unpadded_tokens
+            try:
+                found.check(inputs)
+            except GuardError as error:
+                if self._config.on_input_change != "eager":
+                    raise
+                return Why(Reason.INPUT_CHANGED, str(error).splitlines()[0]), None
+        overlap = found.overlap(inputs)
+        if overlap is not None:
+            return overlap, None
+        result = found.replay(inputs, real)
+        again = self._config.on_input_change == "raise"
+        if again and context is not None and found.batch.mode is context.cudagraph_runtime_mode:
+            same = self._bindings.same(inputs)
+            self._again = Again(found, binding, same, self._program.pool)
+        self._ledger.replayed()
+        return None, result
 
     def _capture(
         self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
@@ -234,9 +262,7 @@ class CompiledGraph:
         outcome = record(self._program, binding.wrappers, binding.full, recording, inputs)
         if outcome.recording is not None:
             binding.recordings[key] = outcome.recording
-            with self._counting:
-                self._counters.calls += 1
-                self._counters.captures += 1
+            self._ledger.captured()
             return None, outcome.result
         assert outcome.why is not None
         if outcome.why.reason is Reason.CAPTURE_FAILED:
@@ -245,7 +271,7 @@ class CompiledGraph:
             binding.recordings[key] = outcome.why
         if not outcome.ran:
             return outcome.why, None
-        self._count_plain(outcome.why)
+        self._ledger.plain(outcome.why)
         return None, outcome.result
 
     def _capture_pieces(
@@ -257,7 +283,7 @@ class CompiledGraph:
         inputs: tuple[Any, ...],
     ) -> tuple[Why | None, Any]:
         """After a FULL capture that failed before anything ran: the same step, piece by piece."""
-        self._count_degraded(why)
+        self._ledger.degraded(why)
         if batch.own_context:
             written = self._auto.written
             self._auto.use(PIECEWISE)
@@ -265,64 +291,6 @@ class CompiledGraph:
                 return why, None  # another binding; its first call is still to come
             key = self._auto.key(inputs)
         return self._capture(binding, key, replace(batch, mode=PIECEWISE), inputs)
-
-    # -------------------------------------------------------------- decisions
-
-    def _mode_for(self, context: ForwardContext) -> CUDAGraphMode | Why:
-        """The mode of a step under a forward context, or why it has none."""
-        mode = context.cudagraph_runtime_mode
-        if mode is NONE:
-            return Why(Reason.MODE_NONE, "the forward context says NONE")
-        if context.batch_descriptor is None:
-            raise DispatchError.no_descriptor("the compiled model", mode.name)
-        if mode not in self._served:
-            detail = f"the context says {mode.name}, cudagraph_mode is {self._wanted.name}"
-            return Why(Reason.OTHER_MODE, detail)
-        if mode is FULL and not allows_full(self._support, context.batch_descriptor):
-            detail = (
-                f"a boundary supports {self._support.name} only, not {context.batch_descriptor}"
-            )
-            why = Why(Reason.ATTENTION_SUPPORT, detail)
-            if self._config.strict or PIECEWISE not in self._served:
-                return why
-            self._count_degraded(why)
-            return PIECEWISE
-        return mode
-
-    def _why_not_now(
-        self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
-    ) -> Why | None:
-        """Why a step that is not recorded is not captured by this call."""
-        if self._closed or not capture_allowed():
-            detail = f"no graph for {batch.descriptor}, and capture is closed"
-            return Why(Reason.CAPTURE_FORBIDDEN, detail)
-        if batch.own_context:
-            why = self._auto.why_not(binding, inputs)
-            if why is not None:
-                return why
-        most = self._config.max_bindings
-        if not binding.captured and self._bindings.captured >= most:
-            detail = f"{most} sets of weights or written inputs have graphs (max_bindings)"
-            return Why(Reason.TOO_MANY_BINDINGS, detail)
-        warmed = binding.count_warming(key)
-        if warmed < self._config.num_warmups:
-            detail = f"call {warmed + 1} of {self._config.num_warmups} before a capture"
-            warming = Why(Reason.WARMING, detail)
-            return self._why_still_warming(binding, warming) if batch.own_context else warming
-        if captured_elsewhere():
-            return Why(Reason.CAPTURE_BUSY, "another thread is capturing")
-        return None
-
-    def _why_still_warming(self, binding: Binding, warming: Why) -> Why:
-        """``warming``, or why it does not end: what must stay is another at every call."""
-        idle = self._bindings.idle
-        if idle > max(_MOVING, self._config.max_bindings):
-            detail = (
-                f"{idle} sets of weights or written inputs were seen once: an input "
-                "that the model writes, or a tensor of a module, is a new one at every call"
-            )
-            return Why(Reason.TOO_MANY_BINDINGS, detail)
-        return self._auto.why_still_warming(binding, warming)
 
     def _needs_grad(self, inputs: tuple[Any, ...]) -> bool:
         return any(inputs[position].requires_grad for position in self._may_require_grad) or any(
@@ -343,22 +311,8 @@ class CompiledGraph:
             self._auto.growth.remember(result)
         else:
             result = run(*inputs)
-        self._count_plain(why)
+        self._ledger.plain(why)
         return result
-
-    def _count_plain(self, why: Why) -> None:
-        with self._counting:
-            self._counters.calls += 1
-            self._counters.plain[why.reason] += 1
-            new = self._counters.details.get(why.reason) != why.detail
-            self._counters.details[why.reason] = why.detail
-        if new:
-            log.info("a step runs without graphs: %s", why)
-
-    def _count_degraded(self, why: Why) -> None:
-        with self._counting:
-            self._counters.degraded[why.reason] += 1
-            self._counters.details[why.reason] = why.detail
 
     # -------------------------------------------------------------- what a user may ask
 
@@ -375,17 +329,30 @@ class CompiledGraph:
 
     def close_capture(self) -> None:
         """Capture nothing any more; what has no graph runs plain, or raises if ``strict``."""
-        self._closed = True
+        if self._pool is not None:
+            self._admission.closed = True
+
+    def invalidate(self, reason: str) -> None:
+        """Drop all graphs because something that they hold is not so any more.
+
+        Args:
+            reason: what has changed; for the log.
+        """
+        log.info("graphs dropped: %s", reason)
+        self._release()
 
     def release(self) -> None:
         """Free all graphs and their memory. Later calls warm up and capture again."""
+        self._release()
+        if self._pool is not None:
+            self._admission.closed = False
+
+    def _release(self) -> None:
         with self._lock:
-            self._closed = False
             self._again = None
             if self._pool is not None:
                 self._bindings.clear()
                 self._pool.release()
 
 
-_MOVING = 64  # bindings that were seen and never captured, before that is called a reason
 _GRADIENTS = Why(Reason.GRADIENTS, "grad mode is on, and an input or a constant requires grad")

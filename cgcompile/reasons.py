@@ -6,9 +6,13 @@ pieces, ``CompiledGraph.counters`` counts those of whole steps.
 """
 
 import enum
+import logging
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+log = logging.getLogger(__name__)
 
 
 class Reason(enum.Enum):
@@ -42,6 +46,7 @@ class Reason(enum.Enum):
     UNLISTED_SIZE = "unlisted_size"  # not one of cudagraph_capture_sizes
     TOO_MANY_SHAPES = "too_many_shapes"  # max_captured_shapes are captured already
     TOO_MANY_BINDINGS = "too_many_bindings"  # max_bindings sets of weights or caches have graphs
+    INPUT_CHANGED = "input_changed"  # a guard refused a replay, and on_input_change is "eager"
     GROWING_STATE = "growing_state"  # a result comes back as an input, larger: a new shape a step
 
 
@@ -113,3 +118,51 @@ class Counters:
             for reason, number in sorted(found.items(), key=lambda item: item[0].value):
                 rows.append(f"  {title} {number} {reason.value}: {self.details.get(reason, '-')}")
         return "\n".join(rows)
+
+
+class Ledger:
+    """Counters that several threads write; nothing is called while its lock is held."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters = Counters()
+
+    @property
+    def counters(self) -> Counters:
+        """A copy of what was counted so far."""
+        with self._lock:
+            return self._counters + Counters()
+
+    def captured(self) -> None:
+        """A call captured."""
+        with self._lock:
+            self._counters.calls += 1
+            self._counters.captures += 1
+
+    def replayed(self) -> None:
+        """A call replayed."""
+        with self._lock:
+            self._counters.calls += 1
+            self._counters.replays += 1
+
+    def failed(self) -> None:
+        """A call raised."""
+        with self._lock:
+            self._counters.calls += 1
+            self._counters.failures += 1
+
+    def plain(self, why: Why) -> None:
+        """A call ran without graphs. Logged where the detail is new."""
+        with self._lock:
+            self._counters.calls += 1
+            self._counters.plain[why.reason] += 1
+            new = self._counters.details.get(why.reason) != why.detail
+            self._counters.details[why.reason] = why.detail
+        if new:
+            log.info("a step runs without graphs: %s", why)
+
+    def degraded(self, why: Why) -> None:
+        """A call takes a lesser mode than was asked for."""
+        with self._lock:
+            self._counters.degraded[why.reason] += 1
+            self._counters.details[why.reason] = why.detail

@@ -33,6 +33,8 @@ def test_settings_are_a_decision() -> None:
         "dump_passes",
         "capture_device",
         "strict",
+        "on_input_change",
+        "poison",
         "num_warmups",
         "max_captured_shapes",
         "max_bindings",

@@ -46,6 +46,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "BoundaryError.not_an_op": BoundaryError.not_an_op(3),
     "BoundaryError.target_or_predicate": BoundaryError.target_or_predicate(),
     "BoundaryError.bad_support": BoundaryError.bad_support("ns::attend", "ALWAYS"),
+    "BoundaryError.bad_impl": BoundaryError.bad_impl("ns::attend", 3),
     "BoundaryError.predicate_raised": BoundaryError.predicate_raised("mine", "add", KeyError("x")),
     "BoundaryError.declared_twice": BoundaryError.declared_twice("ns::attend"),
     "PassError.invalid": PassError.invalid("mine", "it has 2 outputs, expected 1"),
@@ -162,6 +163,7 @@ BoundaryError.unknown: splitting op 'ns::atend': no operator, higher-order op or
 BoundaryError.not_an_op: splitting op: found 3; expected a name, an op of torch.ops, a function, or a cgcompile.SplittingOp (with predicate=... for a test on fx.Node).
 BoundaryError.target_or_predicate: SplittingOp: give either target= or predicate=, not both and not none.
 BoundaryError.bad_support: splitting op 'ns::attend': support = 'ALWAYS'; expected a member of cgcompile.AttentionCGSupport.
+BoundaryError.bad_impl: splitting op 'ns::attend': impl = 3; expected a function that takes the op's arguments, or a mapping from device types ('cuda') to such functions.
 BoundaryError.predicate_raised: splitting op 'mine': its predicate raised KeyError: 'x'
   It was asked about node 'add'; it must answer True or False for every node.
 BoundaryError.declared_twice: splitting op 'ns::attend' is declared twice with different settings. Declare it once.""",

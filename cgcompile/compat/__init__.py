@@ -6,6 +6,7 @@ that torch does not document. Callers write ``compat.name``, whatever file here 
 """
 
 from cgcompile.compat.capture import (
+    Addresses,
     DispatchMode,
     SameObjects,
     StorageLife,
@@ -16,6 +17,7 @@ from cgcompile.compat.capture import (
     cuda_stream_is_capturing,
     identities,
     is_plain_tensor,
+    memory_at,
     physical,
     python_kernel,
     raw_stream_of,

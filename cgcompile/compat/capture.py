@@ -2,7 +2,7 @@
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -23,6 +23,13 @@ def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
         storage.data_ptr(), tensor.device, storage.nbytes()
     )
     return _over(raw, tensor)
+
+
+def memory_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Raw memory as a uint8 tensor that does not keep it alive."""
+    raw = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(raw, 0, (nbytes,), (1,))
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,6 +133,33 @@ def identities(objects: tuple[Any, ...]) -> bytes:
     takes 0.5 us for 300 objects; ``id`` of each would take 13.
     """
     return ctypes.string_at(id(objects) + _ITEMS_OF_TUPLE, len(objects) * _POINTER)
+
+
+_equal_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+class Addresses:
+    """Tells whether the tensors in some places of a list are where they were.
+
+    CUDA builds have a helper in C++ for it (2.11 to 2.15); elsewhere each is asked in turn.
+
+    Args:
+        objects: what was given.
+        places: where tensors are, whose addresses matter.
+    """
+
+    def __init__(self, objects: Sequence[Any], places: Sequence[int]) -> None:
+        self._places = list(places)
+        self._known = [objects[place].data_ptr() for place in places]
+
+    def hold(self, objects: Sequence[Any]) -> bool:
+        """Whether all are still there."""
+        if _equal_addresses is not None:
+            return bool(_equal_addresses(list(objects), self._known, self._places))
+        for place, address in zip(self._places, self._known, strict=True):
+            if objects[place].data_ptr() != address:
+                return False
+        return True
 
 
 # ---------------------------------------------------------------- CUDA graphs

@@ -8,16 +8,18 @@ capture a process is safe on CUDA: a second one while it runs is an error with a
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any
 
 from cgcompile.errors import CaptureBusyError, CaptureError
-from cgcompile.graphs.device import DeviceGraph
+from cgcompile.graphs.device import DeviceGraph, any_capture
 from cgcompile.graphs.pool import GraphPool
 
 _allowed: ContextVar[bool] = ContextVar("cgcompile_capture_allowed", default=True)
+_postponed: ContextVar[bool] = ContextVar("cgcompile_capture_postponed", default=False)
+_in_bulk: ContextVar[bool] = ContextVar("cgcompile_capture_in_bulk", default=False)
 
 
 class allow_capture:
@@ -74,6 +76,9 @@ class _Turn:
     def is_elsewhere(self) -> bool:
         return self._lock.locked() and self._thread != threading.get_ident()
 
+    def is_here(self) -> bool:
+        return self._lock.locked() and self._thread == threading.get_ident()
+
 
 _turn = _Turn()
 
@@ -81,6 +86,20 @@ _turn = _Turn()
 def captured_elsewhere() -> bool:
     """Whether another thread is capturing now."""
     return _turn.is_elsewhere()
+
+
+def inside_capture() -> bool:
+    """Whether this thread captures now, also between two segments, or someone else its work."""
+    return _turn.is_here() or any_capture()
+
+
+def capture_turn(what: str) -> AbstractContextManager[None]:
+    """The right to capture, of which a process has one.
+
+    Raises:
+        CaptureBusyError: on entering, another capture runs, in this thread or another one.
+    """
+    return _turn.taken(what)
 
 
 @contextmanager
@@ -93,6 +112,42 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def bulk_capture() -> Iterator[None]:
+    """Around many captures: garbage is collected once before, and not again until the end.
+
+    What lives is frozen meanwhile, unless the program froze objects itself: then they stay as they
+    are. After it automatic collection is on or off as before.
+    """
+    gc.collect()
+    freeze = gc.get_freeze_count() == 0
+    if freeze:
+        gc.freeze()
+    token = _in_bulk.set(True)
+    try:
+        with _without_garbage_collection():
+            yield
+    finally:
+        _in_bulk.reset(token)
+        if freeze:
+            gc.unfreeze()
+
+
+@contextmanager
+def postponed_capture() -> Iterator[None]:
+    """Inside, what would be captured runs plain, as one more warming call."""
+    token = _postponed.set(True)
+    try:
+        yield
+    finally:
+        _postponed.reset(token)
+
+
+def capture_postponed() -> bool:
+    """Whether a capture is due later."""
+    return _postponed.get()
 
 
 def capture(
@@ -117,7 +172,7 @@ def capture(
     if pool.device.is_capturing():
         raise CaptureError.nested(f"capture of {what}")
     with _turn.taken(what):
-        if collect:
+        if collect and not _in_bulk.get():
             gc.collect()
         graph = pool.device.new_graph()
         with _without_garbage_collection(), pool.device.on_stream(pool.stream):

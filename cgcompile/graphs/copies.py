@@ -1,7 +1,7 @@
 """Tensors of our own with the layout of others: staging for inputs, bridges, returned values.
 
-Memory is allocated outside of inference mode, so that every later call may write it, whatever mode
-it runs in. Layouts of any kind are kept: what is not contiguous is copied as the stretch of memory
+Memory is made outside of inference mode, so that every later call may write it, whatever mode it
+runs in. Layouts of any kind are kept: what is not contiguous is copied as the stretch of memory
 that it spans.
 """
 
@@ -11,6 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile import compat
+from cgcompile.graphs.arena import Block, Frame
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the storage of a tensor begins; 0 if it has no memory."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() if storage.nbytes() else 0
 
 
 def span(tensor: torch.Tensor) -> int:
@@ -30,18 +37,24 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 class OwnedCopy:
     """A buffer with the layout of one tensor, refilled from others of the same layout.
 
+    Args:
+        template: what has the layout.
+        frame: where the memory comes from.
+
     Attributes:
         tensor: the buffer; its address never changes.
+        block: the memory that it lies in.
     """
 
-    __slots__ = ("_contiguous", "_flat", "tensor")
+    __slots__ = ("_contiguous", "_flat", "block", "tensor")
 
-    def __init__(self, template: torch.Tensor) -> None:
+    def __init__(self, template: torch.Tensor, frame: Frame) -> None:
+        size = span(template)
+        self.block: Block = frame.take(size * template.element_size(), template.device)
         with torch.inference_mode(False), torch.no_grad():
-            memory = torch.empty(span(template), dtype=template.dtype, device=template.device)
-            strided = memory.as_strided(template.size(), template.stride())
+            self._flat = self.block.view(template.dtype, (size,), (1,))
+            strided = self._flat.as_strided(template.size(), template.stride())
             self.tensor = compat.with_bits(strided, template.is_conj(), template.is_neg())
-            self._flat = memory
         self._contiguous = template.is_contiguous() and not _has_bits(template)
 
     def fill(self, source: torch.Tensor) -> None:

@@ -42,9 +42,18 @@ class CudaPool:
     def holds(self, address: int) -> bool:
         """Whether an address lies in memory of the pool. Asks the allocator when in doubt."""
         if not self._in_known_segment(address):
-            found = torch.cuda.memory_snapshot(self.id, include_traces=False)
-            self._segments = [(each["address"], each["total_size"]) for each in found]
+            self._look_again()
         return self._in_known_segment(address)
+
+    def poison(self) -> None:
+        """Every byte 0xFF: NaN for floating point, -1 for integers."""
+        self._look_again()
+        for start, size in self._segments:
+            compat.memory_at(start, size, self._device).fill_(0xFF)
+
+    def _look_again(self) -> None:
+        found = torch.cuda.memory_snapshot(self.id, include_traces=False)
+        self._segments = [(each["address"], each["total_size"]) for each in found]
 
     def _in_known_segment(self, address: int) -> bool:
         return any(start <= address < start + size for start, size in self._segments)
@@ -135,6 +144,9 @@ class CudaDevice:
         """
         with contextlib.suppress(RuntimeError):
             CudaPool(self.device)
+
+    def poison(self, pool: CudaPool) -> None:
+        pool.poison()
 
     def owns(self, pool: CudaPool, tensor: torch.Tensor) -> bool:
         return pool.holds(tensor.untyped_storage().data_ptr())

@@ -82,6 +82,9 @@ class CaptureDevice(Protocol):
     def recover(self) -> None:
         """After a failed capture: bring back to order what the device left; never raises."""
 
+    def poison(self, pool: Any) -> None:
+        """Overwrite all memory of a pool, on the current stream, with what shows as wrong."""
+
     def owns(self, pool: Any, tensor: torch.Tensor) -> bool:
         """Whether the memory of ``tensor`` belongs to ``pool``."""
 

@@ -378,5 +378,8 @@ class HostDevice:
     def recover(self) -> None:
         return None
 
+    def poison(self, pool: HostPool) -> None:
+        pool.poison()
+
     def owns(self, pool: HostPool, tensor: torch.Tensor) -> bool:
         return pool.holds(tensor.untyped_storage().data_ptr())

@@ -75,6 +75,11 @@ class HostPool:
         for block in self._handed_out:
             block.poison()
 
+    def poison(self) -> None:
+        """Nothing that the blocks hold is good any more."""
+        for block in self._blocks:
+            block.poison()
+
     def allocate(self, nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
         """Memory for a tensor; the smallest free block that is large enough, else a new one.
 

@@ -5,10 +5,12 @@ them returned is valid until another one runs. The rule: one owner, one pool.
 """
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
+from cgcompile.graphs.arena import Arena
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph
 
 
@@ -26,12 +28,14 @@ class GraphPool:
         device: what records.
         generation: grows when graphs are dropped; what was built on those of before is void.
         stream: what captures run on; replays run on the caller's stream.
+        arena: memory of our own for the steps that these graphs are part of.
     """
 
     def __init__(self, device: CaptureDevice) -> None:
         self.device = device
         self.generation = 0
         self.stream = device.new_stream()
+        self.arena = Arena()
         self._memory: Any = None
         self._stream_key: int | None = None
         self._last_stream: Any = None
@@ -62,6 +66,19 @@ class GraphPool:
             self._last_stream = self.device.current_stream()
             self._stream_key = key
 
+    def poison(self, inputs: Iterable[Any] = ()) -> None:
+        """Fill the memory of the pool and of the arena, so that reading what is stale shows.
+
+        For tests and debugging. NaN for floating point; for integers a number that no index has.
+        Nothing is done if an input of the step that follows lies there.
+        """
+        if self._memory is None:
+            return
+        if any(isinstance(each, torch.Tensor) and self.owns(each) for each in inputs):
+            return
+        self.device.poison(self._memory)
+        self.arena.poison()
+
     def retire(self, broken: DeviceGraph) -> None:
         """After a failed capture: keep what may still be in use, capture into new memory.
 
@@ -79,3 +96,4 @@ class GraphPool:
         self.generation += 1
         self._parked.clear()
         self._memory = None
+        self.arena.clear()

@@ -20,10 +20,11 @@ from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError, missing_attribute
 from cgcompile.forward_context import BatchDescriptor, ForwardContext, callers_context
-from cgcompile.graphs.capture import capture, capture_allowed
-from cgcompile.graphs.device import DeviceGraph, any_capture, capture_device
+from cgcompile.graphs.capture import capture, capture_allowed, inside_capture
+from cgcompile.graphs.device import DeviceGraph, capture_device
 from cgcompile.graphs.guards import ArgumentGuard
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 from cgcompile.reasons import EXPECTED, Counters, Reason
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class CUDAGraphEntry:
 
     Attributes:
         batch_descriptor: the key.
-        graph: the recording; ``graph.replay()`` runs it.
+        sequence: what was recorded; ``sequence.replay()`` runs it.
         output: what every replay returns: tensors in pool memory, valid until another graph of the
             pool runs; and memory from outside of the pool, held here.
         guard: what the arguments must be.
@@ -62,10 +63,17 @@ class CUDAGraphEntry:
     """
 
     batch_descriptor: BatchDescriptor
-    graph: DeviceGraph
+    sequence: GraphSequence
     output: Any
     guard: ArgumentGuard
     needs_grad: bool
+
+    @property
+    def graph(self) -> DeviceGraph:
+        """The recording of a step that is one graph."""
+        (segment,) = self.sequence.segments
+        assert isinstance(segment, GraphSegment)
+        return segment.graph
 
 
 class CUDAGraphWrapper:
@@ -153,7 +161,7 @@ class CUDAGraphWrapper:
             none = mode is CUDAGraphMode.NONE
             reason = Reason.MODE_NONE if none else Reason.OTHER_MODE
             return self._plain(reason, f"the context says {mode.name}", args, kwargs)
-        if any_capture():
+        if inside_capture():
             return self._plain(Reason.INSIDE_CAPTURE, "inside of a capture", args, kwargs)
         descriptor = context.batch_descriptor
         if descriptor is None:
@@ -220,10 +228,11 @@ class CUDAGraphWrapper:
         if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in _tensors(result)):
             graph.reset()
             return None
+        output = compat.tree_map(self._kept, result)
         entry = CUDAGraphEntry(
             descriptor,
-            graph,
-            compat.tree_map(self._kept, result),
+            GraphSequence((GraphSegment(self.name, graph, output),)),
+            output,
             ArgumentGuard(args, kwargs, pool.device.tensor_type),
             _holds_parameters_with_grad(self.runnable),
         )
@@ -247,7 +256,7 @@ class CUDAGraphWrapper:
         entry.guard.check(args, kwargs, self.name, entry.batch_descriptor)
         assert self._pool is not None
         self._pool.follow_stream()
-        entry.graph.replay()
+        entry.sequence.replay()
         self.counters.replays += 1
         return entry.output
 
@@ -363,7 +372,7 @@ class Captured:
         pool = self.wrapper.pool
         assert pool is not None
         pool.follow_stream()
-        self.entry.graph.replay()
+        self.entry.sequence.replay()
         return self.result
 
 

@@ -4,18 +4,29 @@ A capturing call is one execution of the step. Each captured piece is recorded b
 replays it at once, so that the eager pieces after it and the result see real data. If the capture
 of a piece fails, that piece and all after it run plain, the result is right, and nothing is kept. A
 FULL capture that fails has run nothing.
+
+What is kept is a :class:`~cgcompile.graphs.sequence.GraphSequence`: the graphs of the wrappers'
+entries, and between them the eager pieces, bound to what the graphs before them fill.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import sympy
+import torch
+
+from cgcompile import compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.errors import CaptureBusyError, DispatchError
+from cgcompile.graphs.arena import Block
+from cgcompile.graphs.bridges import Bridged, Place, crossings
+from cgcompile.graphs.copies import address
+from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence, Segment, Slot
 from cgcompile.graphs.wrapper import Captured, CUDAGraphWrapper
 from cgcompile.passes.nodes import tensors
 from cgcompile.passes.pieces import Piece
-from cgcompile.piecewise.bridges import Crossing, Place, address, crossings
+from cgcompile.piecewise.calls import Call, arguments, call_of, written_inputs
 from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.recording import Program, Recording
 from cgcompile.piecewise.returns import returned_names
@@ -70,8 +81,7 @@ def record(
     if recorder.why is not None:
         recorder.drop()
         return Outcome(None, recorder.why, True, result)
-    recording.finish(recorder.replay(), result, recorder.fixed, recorder.originals)
-    return Outcome(recording, None, True, recording.result(result, inputs))
+    return Outcome(recording, None, True, recorder.finish(result, inputs))
 
 
 def _record_full(
@@ -82,22 +92,17 @@ def _record_full(
 
     captured: Captured | None = None
     try:
-        captured = recording.in_context(capture)(recording.given)
+        captured = recording.in_context(capture)(*recording.given)
     except Exception as error:
         return Outcome(None, _why(program, error, "the step", ""), False, None)
     if captured is None:
         return Outcome(None, Why(Reason.GRADIENTS, "a result requires grad"), False, None)
     result = captured.run()
     full.keep(captured.entry)
-    replay, output = captured.entry.graph.replay, captured.entry.output
-
-    def run(given: Sequence[Any]) -> Any:
-        replay()
-        return output
-
     fixed = {address(leaf) for leaf in tensors((result, recording.given))} - {0}
-    recording.finish(run, output, fixed, {}, replay)
-    return Outcome(recording, None, True, recording.result(result, inputs))
+    returns = recording.returns(result, compat.tree_leaves(captured.entry.output), fixed)
+    recording.finish(captured.entry.sequence, returns)
+    return Outcome(recording, None, True, returns.make((), inputs))
 
 
 def _why(program: Program, error: Exception, what: str, where: str) -> Why:
@@ -114,49 +119,132 @@ def _why(program: Program, error: Exception, what: str, where: str) -> Why:
     return why
 
 
+class _Uses:
+    """Who uses each value of a PIECEWISE step, apart from the piece that makes it.
+
+    Attributes:
+        read: names that graphs read at a fixed address, or that must be there for the caller.
+        returned: names that the caller gets.
+        originals: names of results that the caller gets as the eager piece made them, even where
+            graphs read a copy: nothing writes them.
+        live: names that eager pieces read, or the caller.
+        last: for each name, the index of the last piece that uses it; past the end if the caller
+            gets what lies at its address.
+    """
+
+    def __init__(self, program: Program, recording: Recording) -> None:
+        split, own = program.split, recording.batch.own_context
+        self.returned = set(returned_names(split)) - {""}
+        values = split.values
+        unwritten = {n for n in self.returned if n in values and not values[n].written}
+        self.originals = unwritten if own else set()
+        self.read = {name for piece in split.pieces if piece.capture for name in piece.inputs}
+        if not own:
+            self.read |= self.returned  # the next graph may read it where it lies
+        self.live = {name for piece in split.pieces if not piece.capture for name in piece.inputs}
+        self.live |= self.returned
+        self.last = {name: piece.index for piece in split.pieces for name in piece.inputs}
+        end = len(split.pieces)
+        if split.numbers is not None:
+            self.live |= set(split.numbers.inputs)
+            self.last.update(dict.fromkeys(split.numbers.inputs, end))
+        self.last.update(dict.fromkeys(self.returned - self.originals, end))
+
+
 class _Recorder:
     """Runs a PIECEWISE step once: captured pieces by their wrappers, eager pieces over bridges.
 
     Attributes:
         why: why the step is not recorded after all, or None.
-        fixed: where the memory begins that later steps find at the same place.
-        originals: of results that bridges replace and the caller gets, and that nothing writes:
-            what the eager piece made in the present step, by name.
     """
 
     def __init__(
         self, program: Program, wrappers: Mapping[int, CUDAGraphWrapper], recording: Recording
     ) -> None:
         self.why: Why | None = None
-        self.originals: dict[str, Any] = {}
         self._program = program
         self._wrappers = wrappers
         self._recording = recording
-        self._replays: list[Runnable] = list(program.runnables)
-        pieces = program.split.pieces
-        self._read = {name for piece in pieces if piece.capture for name in piece.inputs}
-        returned = set(returned_names(program.split))
-        values = program.split.values
-        self._unwritten = {name for name in returned & values.keys() if not values[name].written}
+        self._uses = _Uses(program, recording)
+        self._segments: list[Segment] = []
+        self._slots: list[Any] = []  # the values of this step
+        self._inputs: list[tuple[Slot, int]] = []
+        self._sources: dict[str, Any] = dict(program.split.constants)
+        self._positions = {each.name: p for p, each in enumerate(program.split.inputs)}
+        self._bridges: list[tuple[Block, list[str]]] = []  # that something still reads
+        self._lying: dict[str, int] = {}  # names whose memory begins at a fixed address
+        self._rows = _rows(program)
+        self._pool_memory: set[int] = set()
         roles = recording.roles
         lasting = [recording.given[p] for p in (*roles.static, *roles.read, *roles.written)]
         constants = list(program.split.constants.values())
-        self.fixed = {address(tensor) for tensor in tensors((lasting, constants))} - {0}
-        if not recording.batch.own_context:
-            self._read |= returned  # the next graph may read it where it lies
+        self._fixed = {address(tensor) for tensor in tensors((lasting, constants))} - {0}
 
     def run(self) -> Any:
         pieces = self._program.split.pieces
         step = self._program.step.bind([self._recorded(piece) for piece in pieces])
-        return self._recording.in_context(step)(self._recording.given)
+        return self._recording.in_context(step)(*self._recording.given)
 
-    def replay(self) -> Callable[[Sequence[Any]], Any]:
-        return self._recording.in_context(self._program.step.bind(self._replays))
+    def finish(self, made: Any, inputs: Sequence[Any]) -> Any:
+        """The step has run: keep it. Returns what the call returns to its caller."""
+        numbers = self._program.split.numbers
+        if numbers is not None:
+            call = Call.of_all(numbers, numbers.module.forward)
+            given = [self._value(name) for name in numbers.inputs]
+            self._append(numbers, call, list(numbers.module.forward(*given)), Bridged([], []))
+        leaves = compat.tree_leaves(made)
+        names = returned_names(self._program.split)
+        sources = [
+            self._source(name) if name else leaf for name, leaf in zip(names, leaves, strict=True)
+        ]
+        returns = self._recording.returns(made, sources, self._fixed)
+        sequence = GraphSequence(self._segments, self._inputs, len(self._slots), returns.slots)
+        self._recording.finish(sequence, returns)
+        return returns.make(self._slots, inputs)
 
     def drop(self) -> None:
         """Forget what was captured on the way."""
         for wrapper in self._wrappers.values():
             wrapper.drop(self._recording.batch.descriptor)
+
+    # -------------------------------------------------------------- where values are
+
+    def _source(self, name: str) -> Any:
+        """What later steps find in place of a value: an object, or the slot that it is put in."""
+        if name not in self._sources:
+            position = self._positions[name]
+            if self._recording.is_copied(position):
+                self._sources[name] = self._recording.given[position]
+            else:
+                self._sources[name] = self._slot(self._recording.given[position])
+                self._inputs.append((self._sources[name], position))
+        return self._sources[name]
+
+    def _slot(self, value: Any) -> Slot:
+        self._slots.append(value)
+        return Slot(len(self._slots) - 1)
+
+    def _value(self, name: str) -> Any:
+        source = self._source(name)
+        return self._slots[source.at] if isinstance(source, Slot) else source
+
+    def _release(self, index: int) -> None:
+        """Give back the bridges that no piece after this one reads, under whatever name."""
+        for block, names in list(self._bridges):
+            names += [n for n, at in self._lying.items() if at == block.address and n not in names]
+            if all(self._uses.last.get(name, index) <= index for name in names):
+                self._bridges.remove((block, names))
+                self._recording.frame.give(block)
+                self._fixed.discard(block.address)
+                for name in names:
+                    self._lying.pop(name, None)
+
+    def _note(self, names: Sequence[str], made: Sequence[Any]) -> None:
+        for name, value in zip(names, made, strict=True):
+            if isinstance(value, torch.Tensor):
+                self._lying[name] = address(value)
+
+    # -------------------------------------------------------------- pieces
 
     def _recorded(self, piece: Piece) -> Runnable:
         return self._captured(piece) if piece.capture else self._eager(piece)
@@ -170,6 +258,8 @@ class _Recorder:
                 return plain(*given)
             made: Sequence[Any] = captured.run()
             self._wrappers[piece.index].keep(captured.entry)
+            self._note(piece.outputs, made)
+            self._release(piece.index)
             return made
 
         return run
@@ -184,60 +274,95 @@ class _Recorder:
         if captured is None:
             self.why = Why(Reason.GRADIENTS, f"a result of {piece.name} requires grad")
             return None
-        self.fixed |= {address(leaf) for leaf in tensors(captured.result)} - {0}
-        self._replays[piece.index] = _replayed(captured.entry.graph.replay, captured.entry.output)
+        own = {address(leaf) for leaf in tensors(captured.result)} - {0} - self._fixed
+        self._pool_memory |= own
+        self._fixed |= own
+        self._sources.update(zip(piece.outputs, captured.entry.output, strict=True))
+        self._segments.append(GraphSegment(piece.name, captured.entry.graph, captured.entry.output))
         return captured
 
     def _eager(self, piece: Piece) -> Runnable:
-        plain = self._program.runnables[piece.index]
+        program = self._program
+        plain = program.runnables[piece.index]
+        call = call_of(piece, plain, program.boundaries, program.split.device)
         where = f"{piece.name} ({piece.where})", str(self._recording.batch.descriptor)
         places = [Place(*where, k, name) for k, name in enumerate(piece.outputs)]
-        if self._read.isdisjoint(piece.outputs):
-            return plain
 
         def run(*given: Any) -> Sequence[Any]:
-            made = list(plain(*given))
-            if self.why is None:
-                across, replaced = crossings(places, made, self._read, self.fixed)
-                ours = self._recording.batch.own_context
-                kept = [p for p in places if ours and p.name in replaced & self._unwritten]
-                bridged = _bridged(plain, across, kept, self.originals)
-                self._replays[piece.index] = bridged
-                _cross(made, across, kept, self.originals)
+            if self.why is not None:
+                return plain(*given)
+            values = dict(zip(piece.inputs, given, strict=True))
+            made = call.leaves(call.function(*arguments(call, values.__getitem__)))
+            across = crossings(
+                places, made, self._uses.read, self._uses.returned, self._fixed, self._frame
+            )
+            self._append(piece, call, made, across)
             return made
 
         return run
 
+    @property
+    def _frame(self) -> Any:
+        return self._recording.frame
 
-def _replayed(replay: Callable[[], None], output: Sequence[Any]) -> Runnable:
-    def run(*given: Any) -> Sequence[Any]:
-        replay()
-        return output
+    def _append(self, piece: Piece, call: Call, made: list[Any], across: Bridged) -> None:
+        """Record an eager piece that has run; its results cross, here as at every replay."""
+        uses, bridged = self._uses, across.replaced
+        args = tuple(arguments(call, self._source))
+        kept = [
+            (item, self._slot(made[item]))
+            for item, name in enumerate(piece.outputs)
+            if name in bridged and name in uses.originals
+        ]
+        for crossing in across.crossings:
+            crossing(made)
+        stores = []
+        for item, name in enumerate(piece.outputs):
+            if name in bridged:
+                self._sources[name] = made[item]
+            elif name in uses.live:
+                self._sources[name] = self._slot(made[item])
+                stores.append((item, self._sources[name]))
+        self._note(piece.outputs, made)
+        self._bridges += across.blocks
+        tails = self._tails(piece, {name: made[i] for i, name in enumerate(piece.outputs)})
+        self._segments.append(
+            EagerSegment(
+                piece.name,
+                call.function,
+                args,
+                leaves=call.leaves,
+                originals=tuple(kept),
+                crossings=tuple(across.crossings),
+                stores=tuple(stores),
+                tails=tails,
+            )
+        )
+        for item, slot in kept:  # the caller gets these
+            self._sources[piece.outputs[item]] = slot
+        self._release(piece.index)
 
-    return run
+    def _tails(self, piece: Piece, made: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """What an eager piece leaves for graphs to read, with a row for each row of the batch."""
+        if self._rows is None or self._recording.batch.own_context:
+            return ()
+        found = [name for name in made if isinstance(self._sources.get(name), torch.Tensor)]
+        for name in written_inputs(piece):
+            if self._lying.get(name) in self._pool_memory:
+                found.append(name)
+        split = self._program.split
+        return tuple(
+            self._sources[name]
+            for name in found
+            if any(self._rows == split.symbols.number(n) for n in split.values[name].meta.shape[:1])
+        )
 
 
-def _bridged(
-    plain: Runnable,
-    across: Sequence[Crossing],
-    kept: Sequence[Place],
-    originals: dict[str, Any],
-) -> Runnable:
-    def run(*given: Any) -> Sequence[Any]:
-        made = list(plain(*given))
-        _cross(made, across, kept, originals)
-        return made
-
-    return run
-
-
-def _cross(
-    made: list[Any],
-    across: Sequence[Crossing],
-    kept: Sequence[Place],
-    originals: dict[str, Any],
-) -> None:
-    for place in kept:
-        originals[place.name] = made[place.item]
-    for crossing in across:
-        crossing(made)
+def _rows(program: Program) -> sympy.Expr | None:
+    """The symbol of the rows of a batch, where it is plain which dimension that is."""
+    split, wanted = program.split, program.config.capture_dim
+    dims = [name for name, dim in split.symbols.dims.items() if wanted in (None, dim)]
+    if len(dims) != 1:
+        return None
+    found = [each.meta for each in split.inputs if each.name in dims]
+    return split.symbols.number(found[0]) if found else None

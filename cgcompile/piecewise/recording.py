@@ -1,7 +1,7 @@
 """One recorded step, what a batch descriptor captured for one set of weights: :class:`Recording`.
 
 ``recorder.py`` makes it. It holds the buffers that inputs are copied into, the addresses and
-numbers that graphs have seen, and how the result of a replay is made.
+numbers that graphs have seen, the sequence of segments, and how the result of a replay is made.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cgcompile import compat
+from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.forward_context import (
@@ -18,15 +18,15 @@ from cgcompile.forward_context import (
     ForwardContext,
     override_forward_context,
 )
-from cgcompile.graphs.copies import OwnedCopy
+from cgcompile.graphs.copies import OwnedCopy, address
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.passes.split import SplitGraph
-from cgcompile.piecewise.bridges import address
 from cgcompile.piecewise.compilers import Runnable
-from cgcompile.piecewise.returns import Returns, returned_names
+from cgcompile.piecewise.returns import Returns
 from cgcompile.piecewise.roles import Roles
-from cgcompile.piecewise.stitch import Step
+from cgcompile.piecewise.stitch import Step, restoring_grad_mode
 from cgcompile.reasons import Reason, Why
 
 
@@ -38,6 +38,7 @@ class Program:
         split: the split graph.
         step: its generated function, to be bound.
         runnables: the compiled form of each piece.
+        boundaries: the registry that it was split by.
         pool: memory and capture stream.
         config: the settings.
     """
@@ -45,6 +46,7 @@ class Program:
     split: SplitGraph
     step: Step
     runnables: Sequence[Runnable]
+    boundaries: Boundaries
     pool: GraphPool
     config: CompilationConfig
 
@@ -56,13 +58,15 @@ class Batch:
     Attributes:
         mode: PIECEWISE or FULL.
         descriptor: the caller's, or a synthetic one.
-        own_context: no forward context was set: inputs are copied, results are the caller's own,
-            and eager pieces see a context of ours.
+        own_context: no forward context was set: results are the caller's own, and eager pieces see
+            a context of ours.
+        copies: inputs that are only read are copied into buffers of ours.
     """
 
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
     own_context: bool
+    copies: bool
 
 
 class Recording:
@@ -77,31 +81,32 @@ class Recording:
     Attributes:
         batch: what it is for.
         roles: of the inputs.
+        frame: where its bridges and copies of inputs take memory.
         given: until it is finished, ``inputs`` with buffers in place of what is copied.
-        direct: replays and returns, where a step is one graph and nothing else; else None.
+        sequence: once it is finished, what a replay runs.
     """
 
     def __init__(self, program: Program, roles: Roles, batch: Batch, inputs: Sequence[Any]) -> None:
         self.batch = batch
         self.roles = roles
+        self.frame = program.pool.arena.frame()
+        self.sequence: GraphSequence
         self._program = program
-        self._context = override_forward_context(
-            ForwardContext.synthetic(batch.mode, batch.descriptor)
-        )
+        self._poison = program.config.poison
+        own = ForwardContext.synthetic(batch.mode, batch.descriptor)
+        self._context = override_forward_context(own) if batch.own_context else None
         self._copied: list[tuple[int, OwnedCopy]] = []
         self._addresses: list[tuple[int, int]] = []
         self._values: list[tuple[int, Any]] = []
         self._written_memory = frozenset(_memory(program.split, inputs))
-        if batch.own_context:
-            self._copied = [(p, OwnedCopy(inputs[p])) for p in roles.read]
-        else:  # without a context of the caller's own, these are part of the key
-            addressed = (*roles.read, *roles.written)
+        if batch.copies:
+            self._copied = [(p, OwnedCopy(inputs[p], self.frame)) for p in roles.read]
+        if not batch.own_context:  # else these are part of the key
+            addressed = roles.written if batch.copies else (*roles.read, *roles.written)
             self._addresses = [(p, inputs[p].data_ptr()) for p in addressed]
             self._held = [inputs[p].untyped_storage() for p in addressed]
             self._values = [(p, number(inputs[p])) for p in (*roles.numbers, *roles.scalars)]
         self.given = self._filled(inputs)
-        self.direct: Callable[[], Any] | None = None
-        self._replay: Callable[[Sequence[Any]], Any]
         self._returns: Returns
         self._generation = program.pool.generation
 
@@ -112,8 +117,14 @@ class Recording:
             given[position] = buffer.tensor
         return given
 
+    def is_copied(self, position: int) -> bool:
+        """Whether an input is copied into a buffer of ours."""
+        return any(position == each for each, _ in self._copied)
+
+    # -------------------------------------------------------------- guards
+
     def check(self, inputs: Sequence[Any]) -> None:
-        """Compare with the captured addresses and numbers.
+        """Compare with the captured addresses, layouts and numbers.
 
         Raises:
             AddressChangedError: a tensor that the graphs read lies elsewhere.
@@ -145,81 +156,62 @@ class Recording:
                 return Why(Reason.UNSUPPORTED_INPUT, f"{path} is memory that the step writes")
         return None
 
-    def replay(self, inputs: Sequence[Any]) -> Any:
-        """Run the step again. Nothing synchronises.
-
-        Returns:
-            What the graph returns: the caller's own, or without copies views of pool memory.
-        """
-        self._program.pool.follow_stream()
-        result = self._replay(self._filled(inputs) if self._copied else inputs)
-        return result if self._as_it_is else self._returns.make(result, inputs)
-
-    def in_context(self, step: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
-        """``step`` on a list of inputs, in the forward context of this batch."""
-        if not self.batch.own_context:
-            return lambda given: step(*given)
-
-        def run(given: Sequence[Any]) -> Any:
-            with self._context:
-                return step(*given)
-
-        return run
-
-    def finish(
-        self,
-        replay: Callable[[Sequence[Any]], Any],
-        result: Any,
-        fixed: Set[int],
-        originals: dict[str, Any],
-        graph: Callable[[], None] | None = None,
-    ) -> None:
-        """The step is recorded: keep how it is replayed and what it returns.
-
-        Args:
-            replay: runs the step on inputs as ``given`` has them.
-            result: what the recorded step returned.
-            fixed: where the memory begins that graphs, bridges and copied inputs lie in.
-            originals: where a step puts what bridges replace and the caller gets, by name.
-            graph: replays all of the step, if it is one graph; ``result`` is what it fills then.
-        """
-        items = {
-            item: compat.weak_tensor(leaf)
-            for item, leaf in enumerate(compat.tree_leaves(result))
-            if isinstance(leaf, torch.Tensor) and address(leaf) in fixed
-        }
-        for item, name in enumerate(returned_names(self._program.split)):
-            if name in originals:
-                items.pop(item, None)
-        self._replay = replay
-        copied = self.batch.own_context
-        self._returns = Returns(self._program.split, result, items, self.given, originals, copied)
-        self._as_it_is = self._returns.as_it_is
-        if graph is not None and self._as_it_is and not self._copied:
-            self.direct = _replay_in_order(self._program.pool, graph, result)
-        self._generation = self._program.pool.generation
-        self.given = []  # what dies must be able to die
-
     @property
     def void(self) -> bool:
         """Whether graphs that it replays have been cleared."""
         return self._generation != self._program.pool.generation
 
-    def result(self, result: Any, inputs: Sequence[Any]) -> Any:
-        """What the capturing call gives to its caller."""
-        return self._returns.make(result, inputs)
+    # -------------------------------------------------------------- running
 
+    def replay(self, inputs: Sequence[Any], real: int | None = None) -> Any:
+        """Run the step again. Nothing synchronises.
 
-def _replay_in_order(pool: GraphPool, graph: Callable[[], None], result: Any) -> Callable[[], Any]:
-    """A step that is one graph: replayed on the current stream, after what other streams run."""
-    follow = pool.follow_stream
+        Args:
+            inputs: what this call was given.
+            real: how many rows of the batch are real, where fewer are than were captured.
 
-    def run() -> Any:
-        follow()
-        graph()
-        return result
+        Returns:
+            What the graph returns: the caller's own, or without copies views of pool memory.
+        """
+        pool = self._program.pool
+        pool.follow_stream()
+        if self._poison:
+            pool.poison(inputs)
+        for position, buffer in self._copied:
+            buffer.fill(inputs[position])
+        slots = self._run(inputs, real)
+        if not slots:
+            return self._returns.make(slots, inputs)
+        try:
+            return self._returns.make(slots, inputs)
+        finally:
+            self.sequence.clear()
 
-    return run
+    def in_context(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step`` in the forward context of this batch, where no caller has set one."""
+        if self._context is None:
+            return step
+
+        context = self._context
+
+        def run(*given: Any) -> Any:
+            with context:
+                return step(*given)
+
+        return run
+
+    def finish(self, sequence: GraphSequence, returns: Returns) -> None:
+        """The step is recorded: keep what replays it and what makes its result."""
+        self.sequence = sequence
+        run = self.in_context(sequence.replay)
+        self._run = restoring_grad_mode(run) if self._program.split.sets_grad_mode else run
+        self._returns = returns
+        self._generation = self._program.pool.generation
+        self.given = []  # what dies must be able to die
+
+    def returns(self, made: Any, sources: Sequence[Any], fixed: Set[int]) -> Returns:
+        """How results are made, from what the recorded step returned; see :class:`Returns`."""
+        return Returns(made, sources, self.given, fixed, self.batch.own_context)
 
 
 def number(value: Any) -> Any:

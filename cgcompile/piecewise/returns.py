@@ -5,13 +5,14 @@ is memory of an input must be that of *this* call's input; what an eager piece h
 caller's already. Worked out once, when a step is recorded.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 
 from cgcompile import compat
-from cgcompile.graphs.copies import FreshCopies
+from cgcompile.graphs.copies import FreshCopies, address
+from cgcompile.graphs.sequence import Slot
 from cgcompile.passes.split import SplitGraph
 
 
@@ -32,67 +33,78 @@ class Returns:
     """Makes the result of each replay of one recording.
 
     Args:
-        split: the split graph.
-        result: what the recorded step returned.
-        items: a lasting tensor for each tensor of the result that graphs or bridges made, by its
-            place among the leaves; a leaf that is not here is handed on as it comes.
+        made: what the recorded step returned.
+        sources: for each of its leaves, what later steps find in its place: a slot, or an object.
         inputs: what the recorded step was given, buffers in place of copied inputs.
-        originals: where a step puts what bridges replace and the caller gets, by name.
+        fixed: where the memory begins that graphs, bridges and copied inputs lie in.
         copied: whether what lies at fixed addresses is copied for the caller.
 
     Attributes:
-        as_it_is: whether what a step returns needs nothing done to it.
+        slots: what it reads after a replay.
     """
 
     def __init__(
         self,
-        split: SplitGraph,
-        result: Any,
-        items: Mapping[int, torch.Tensor],
+        made: Any,
+        sources: Sequence[Any],
         inputs: Sequence[Any],
-        originals: dict[str, Any],
+        fixed: Set[int],
         copied: bool,
     ) -> None:
-        names = enumerate(returned_names(split))
-        self._originals = originals
-        self._kept = [(item, name) for item, name in names if name in originals]
-        places: dict[int, int] = {}
-        for position, each in enumerate(inputs):
-            if isinstance(each, torch.Tensor) and each.untyped_storage().nbytes():
-                places.setdefault(each.untyped_storage().data_ptr(), position)
-        self._spec = compat.tree_spec(result)
+        self._spec = compat.tree_spec(made)
+        self._is_flat = isinstance(made, tuple) and not any(map(compat.is_container, made))
+        places = _places(inputs)
+        self._leaves: list[Any] = []
         self._views: list[_View] = []
-        self._fixed: list[tuple[int, torch.Tensor]] = []
-        for item, tensor in items.items():
-            found = places.get(tensor.untyped_storage().data_ptr())
-            if found is None:
-                self._fixed.append((item, tensor))
-            else:
-                self._views.append(_view(item, tensor, found, inputs[found]))
-        self._is_flat = isinstance(result, tuple) and not any(map(compat.is_container, result))
-        self.as_it_is = not (self._views or self._kept or (copied and self._fixed))
-        self._copies = FreshCopies([tensor for _, tensor in self._fixed]) if copied else None
+        self._live: list[tuple[int, int]] = []
+        lying: list[tuple[int, torch.Tensor]] = []
+        for item, (leaf, source) in enumerate(zip(compat.tree_leaves(made), sources, strict=True)):
+            lies = isinstance(leaf, torch.Tensor) and address(leaf) in fixed
+            found = places.get(address(leaf)) if lies else None
+            self._leaves.append(None if isinstance(source, Slot) else source)
+            if found is not None:
+                self._views.append(_view(item, leaf, found, inputs[found]))
+            elif isinstance(source, Slot):
+                self._live.append((item, source.at))
+            elif lies:
+                self._leaves[item] = compat.weak_tensor(leaf)
+                lying.append((item, self._leaves[item]))
+        self.slots = [Slot(index) for _, index in self._live]
+        self._copied = [item for item, _ in lying]
+        self._copies = FreshCopies([tensor for _, tensor in lying]) if copied and lying else None
+        as_it_is = not (self._views or self._live or self._copies is not None)
+        self._same_each_time = self._tree(self._leaves) if as_it_is else None
 
-    def make(self, result: Any, inputs: Sequence[Any]) -> Any:
+    def make(self, slots: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """The result of one replay; the caller owns it if this copies.
 
         Args:
-            result: what the step returned.
+            slots: of the sequence, after its replay.
             inputs: what this call was given.
         """
-        if self.as_it_is:
-            return result
-        leaves = list(result) if self._is_flat else compat.tree_leaves(result)
+        if self._same_each_time is not None:
+            return self._same_each_time
+        leaves = list(self._leaves)
         if self._copies is not None:
-            copies = self._copies.make()
-            for (item, _), copy in zip(self._fixed, copies, strict=True):
+            for item, copy in zip(self._copied, self._copies.make(), strict=True):
                 leaves[item] = copy
-        for item, name in self._kept:
-            leaves[item] = self._originals[name]
-        self._originals.clear()
+        for item, slot in self._live:
+            leaves[item] = slots[slot]
         for view in self._views:
             leaves[view.item] = _rebuilt(view, inputs[view.position])
+        return self._tree(leaves)
+
+    def _tree(self, leaves: list[Any]) -> Any:
         return tuple(leaves) if self._is_flat else compat.tree_unflatten(leaves, self._spec)
+
+
+def _places(inputs: Sequence[Any]) -> dict[int, int]:
+    """The first position of the input whose memory begins at an address."""
+    places: dict[int, int] = {}
+    for position, each in enumerate(inputs):
+        if isinstance(each, torch.Tensor) and address(each):
+            places.setdefault(address(each), position)
+    return places
 
 
 def returned_names(split: SplitGraph) -> list[str]:

@@ -54,10 +54,10 @@ class Step:
             namespace["returned_sizes"] = self._split.numbers.module.forward
         exec(self._code, namespace)
         step: Callable[..., Any] = namespace["step"]
-        return _restoring_grad_mode(step) if self._split.sets_grad_mode else step
+        return restoring_grad_mode(step) if self._split.sets_grad_mode else step
 
 
-def _restoring_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]:
+def restoring_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]:
     """``step``, and grad mode as it was also where an op raises between two switches."""
 
     def restoring(*inputs: Any) -> Any:

@@ -1,27 +1,8 @@
-"""Every error that cgcompile raises, with every message, in one tree.
+"""Errors of settings, boundaries, splitting and compiling. See ``cgcompile/errors/__init__.py``."""
 
-A message says what was expected, what was found (argument path, node and user source line where
-there is one) and what to do next. Messages are built here, by class methods, so that they are
-reviewed together and each has a snapshot in ``tests/test_errors.py``. Arguments are plain strings
-and numbers: this file imports nothing of cgcompile and nothing of torch.
-"""
-
-import difflib
 from collections.abc import Iterable, Sequence
 
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "(none)"
-
-
-def _close(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'a' or 'b'?``, or nothing if no known name is near."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
-class CGCompileError(Exception):
-    """The root: ``except CGCompileError`` catches whatever cgcompile itself refuses."""
+from cgcompile.errors.root import CGCompileError, close, listed
 
 
 class ConfigError(CGCompileError, ValueError):
@@ -30,8 +11,8 @@ class ConfigError(CGCompileError, ValueError):
     @classmethod
     def unknown_setting(cls, name: str, where: str, known: Sequence[str]) -> "ConfigError":
         return cls(
-            f"{where}: there is no setting {name!r}.{_close(name, known)}\n"
-            f"  Settings: {_listed(known)}."
+            f"{where}: there is no setting {name!r}.{close(name, known)}\n"
+            f"  Settings: {listed(known)}."
         )
 
     @classmethod
@@ -45,8 +26,8 @@ class ConfigError(CGCompileError, ValueError):
     @classmethod
     def unknown_torch_mode(cls, mode: str, known: Sequence[str]) -> "ConfigError":
         return cls(
-            f"torch.compile(mode={mode!r}): this mode is not known.{_close(mode, known)}\n"
-            f"  Modes: {_listed(known)}. cgcompile's own settings go into options={{...}}."
+            f"torch.compile(mode={mode!r}): this mode is not known.{close(mode, known)}\n"
+            f"  Modes: {listed(known)}. cgcompile's own settings go into options={{...}}."
         )
 
     @classmethod
@@ -68,7 +49,7 @@ class ConfigError(CGCompileError, ValueError):
     @classmethod
     def unknown_inductor_option(cls, name: str, known: Iterable[str]) -> "ConfigError":
         return cls(
-            f"inductor_options: this torch has no Inductor setting {name!r}.{_close(name, known)}\n"
+            f"inductor_options: this torch has no Inductor setting {name!r}.{close(name, known)}\n"
             "  The names are those of torch._inductor.config."
         )
 
@@ -86,7 +67,7 @@ class ConfigError(CGCompileError, ValueError):
     def which_dimension(cls, dims: Sequence[str]) -> "ConfigError":
         return cls(
             "cudagraph_capture_sizes: the sizes must speak of one dynamic dimension of the inputs, "
-            f"but the graph has {len(dims)} of them.\n  Set capture_dim to one of: {_listed(dims)}."
+            f"but the graph has {len(dims)} of them.\n  Set capture_dim to one of: {listed(dims)}."
         )
 
 
@@ -142,7 +123,7 @@ class BoundaryError(CGCompileError, ValueError):
     def unknown(cls, name: str, known: Iterable[str]) -> "BoundaryError":
         return cls(
             f"splitting op {name!r}: no operator, higher-order op or function has this name."
-            f"{_close(name, known)}\n"
+            f"{close(name, known)}\n"
             "  Import the library that defines it first. Forms: 'ns::op', 'ns.op', "
             "'ns::op.overload', 'ns::*', 'package.module.function'."
         )
@@ -163,6 +144,13 @@ class BoundaryError(CGCompileError, ValueError):
         return cls(
             f"splitting op {name!r}: support = {found!r}; expected a member of "
             "cgcompile.AttentionCGSupport."
+        )
+
+    @classmethod
+    def bad_impl(cls, name: str, found: object) -> "BoundaryError":
+        return cls(
+            f"splitting op {name!r}: impl = {found!r}; expected a function that takes the op's "
+            "arguments, or a mapping from device types ('cuda') to such functions."
         )
 
     @classmethod
@@ -210,7 +198,7 @@ class SymbolError(CGCompileError, RuntimeError):
     @classmethod
     def free(cls, value: str, symbols: Sequence[str], where: str) -> "SymbolError":
         return cls(
-            f"{where}: the size of {value!r} depends on {_listed(symbols)}, which no input of the "
+            f"{where}: the size of {value!r} depends on {listed(symbols)}, which no input of the "
             "graph gives.\n  Such a value cannot cross into a captured piece; please report this "
             "graph."
         )
@@ -229,133 +217,6 @@ class SymbolError(CGCompileError, RuntimeError):
         return cls(
             f"cudagraph_capture_sizes: size {size} of {dim} is refused by the model's own guard "
             f"{guard}{where}.\n  Leave it out, or round it to a size that the guard allows."
-        )
-
-
-class GradientError(CGCompileError, RuntimeError):
-    """Gradients were asked for where they would be wrong."""
-
-    @classmethod
-    def recomputes(cls) -> "GradientError":
-        return cls(
-            "this step needs gradients (grad mode is on and an input requires it), and the model "
-            "uses torch.utils.checkpoint: outside of its own compiler, torch would recompute with "
-            "other random numbers.\n"
-            "  Call the model under torch.no_grad() or torch.inference_mode(), or train it with "
-            "another backend."
-        )
-
-
-class CaptureError(CGCompileError, RuntimeError):
-    """A capture that cannot begin, cannot go on, or could not end."""
-
-    @classmethod
-    def refused(cls, op: str) -> "CaptureError":
-        return cls(
-            f"{op}: operation not permitted when stream is capturing. The host would read what the "
-            "device computes, but nothing is computed while a graph is recorded.\n"
-            "  Keep the value on the device, or run the op outside of the graph: a splitting op or "
-            "cgcompile.eager_region()."
-        )
-
-    @classmethod
-    def nested(cls, what: str) -> "CaptureError":
-        return cls(
-            f"{what}: a capture runs in this thread already, and captures do not nest.\n"
-            "  Inside a capture call the plain function: its work becomes part of that graph."
-        )
-
-    @classmethod
-    def twice(cls, what: str) -> "CaptureError":
-        return cls(f"{what}: this graph holds a recording already.\n  Call reset() first.")
-
-    @classmethod
-    def empty(cls) -> "CaptureError":
-        return cls("replay() of a graph that holds no recording.\n  Capture first.")
-
-    @classmethod
-    def freed_input(cls, what: str, shape: str) -> "CaptureError":
-        return cls(
-            f"replay: {what} reads an input {shape} that was freed after the capture.\n"
-            "  A graph reads the memory it saw: keep the captured buffers alive, and write new "
-            "data into them."
-        )
-
-    @classmethod
-    def reentered(cls) -> "CaptureError":
-        return cls(
-            "a compiled graph was called from inside one of its own steps: its buffers hold that "
-            "step.\n  Call another compiled model there, or the plain one."
-        )
-
-
-class CaptureBusyError(CaptureError):
-    """A second capture, while one runs in this process."""
-
-    @classmethod
-    def busy(cls, what: str, running: str, same_thread: bool) -> "CaptureBusyError":
-        where = "in this thread" if same_thread else "in another thread"
-        return cls(
-            f"capture of {what}: the capture of {running} runs {where}, and a process can run one "
-            "at a time.\n  Capture one after the other; inside a capture call the plain function."
-        )
-
-
-class DispatchError(CGCompileError, RuntimeError):
-    """A step could not run as the forward context or ``strict`` demands."""
-
-    @classmethod
-    def no_descriptor(cls, what: str, mode: str) -> "DispatchError":
-        return cls(
-            f"{what}: the forward context asks for mode {mode} and has no batch descriptor, so "
-            "nothing says which graph to replay.\n"
-            "  set_forward_context(..., batch_descriptor=BatchDescriptor(num_tokens=...))."
-        )
-
-    @classmethod
-    def bad_mode(cls, mode: str) -> "DispatchError":
-        return cls(
-            f"CUDAGraphWrapper(runtime_mode={mode}): a wrapper serves one runtime mode that has "
-            "graphs.\n  Take CUDAGraphMode.PIECEWISE or CUDAGraphMode.FULL."
-        )
-
-    @classmethod
-    def strict(cls, what: str, reason: str, detail: str) -> "DispatchError":
-        return cls(
-            f"{what} would run without a graph: {reason}: {detail}.\n"
-            "  strict=True forbids that. Remove the cause, or set strict=False to count it."
-        )
-
-
-class GuardError(CGCompileError, RuntimeError):
-    """Something that a graph has recorded is not what this call gives."""
-
-
-class AddressChangedError(GuardError):
-    """A tensor that a graph reads or writes lies elsewhere now."""
-
-    @classmethod
-    def moved(
-        cls, what: str, batch: str, path: str, now: int, before: int
-    ) -> "AddressChangedError":
-        return cls(
-            f"{what}, {batch}: {path} is at {now:#x}, was at {before:#x} when captured.\n"
-            "  A CUDA graph reads the address it saw at capture. Write into the same buffer each "
-            "step, or call without a forward context, where inputs are copied."
-        )
-
-
-class HostValueChangedError(GuardError):
-    """A number, flag, layout or structure that a graph has recorded is another one now."""
-
-    @classmethod
-    def changed(
-        cls, what: str, batch: str, path: str, now: object, before: object
-    ) -> "HostValueChangedError":
-        return cls(
-            f"{what}, {batch}: {path} is {now}, was {before} when captured.\n"
-            "  A CUDA graph repeats the host values it saw at capture. Put what varies into the "
-            "batch descriptor (extra=...), into a tensor, or into the forward context."
         )
 
 
@@ -387,8 +248,3 @@ class PieceCompileError(CGCompileError, RuntimeError):
             f"{piece}: compiler {compiler!r} returned {found!r}; expected a callable that takes "
             "the inputs of the piece and returns the list of its outputs."
         )
-
-
-def missing_attribute(wrapper: str, wrapped: str, name: str) -> str:
-    """The text of an ``AttributeError``, which is Python's own and no error of this tree."""
-    return f"neither {wrapper} nor the {wrapped} that it wraps has an attribute {name!r}"

@@ -1,4 +1,4 @@
-"""How results of an eager piece reach the captured pieces that read them.
+"""How results of an eager segment reach the graph segments that read them.
 
 A graph reads the address it saw. A fresh tensor is copied into a buffer of ours, the bridge;
 several that share memory cross together, so that they still share it; a tensor in memory at a fixed
@@ -6,88 +6,106 @@ address is checked to be there again; a value that is no tensor must be the same
 is called with the list of results and puts in place what the graphs read.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from cgcompile import compat
 from cgcompile.errors import AddressChangedError, HostValueChangedError
-from cgcompile.graphs.copies import OwnedCopy, span
+from cgcompile.graphs.arena import Block, Frame
+from cgcompile.graphs.copies import OwnedCopy, address, span
 from cgcompile.graphs.guards import layout_text, same_layout, same_value
 
 Crossing = Callable[[list[Any]], None]
 
 
 class Place(NamedTuple):
-    """One result of an eager piece, for messages."""
+    """One result of an eager segment, for messages."""
 
-    piece: str
+    segment: str
     batch: str
     item: int
     name: str
 
     def changed(self, now: Any, before: Any) -> HostValueChangedError:
         return HostValueChangedError.changed(
-            self.piece, self.batch, f"result {self.item} {self.name!r}", now, before
+            self.segment, self.batch, f"result {self.item} {self.name!r}", now, before
         )
 
     def moved(self, now: int, before: int) -> AddressChangedError:
         path = f"result {self.item} {self.name!r}"
-        return AddressChangedError.moved(self.piece, self.batch, path, now, before)
+        return AddressChangedError.moved(self.segment, self.batch, path, now, before)
+
+
+class Bridged(NamedTuple):
+    """What :func:`crossings` found.
+
+    Attributes:
+        crossings: to be called with the results, in order.
+        blocks: the memory of each bridge, with the names of the results that cross in it.
+    """
+
+    crossings: list[Crossing]
+    blocks: list[tuple[Block, list[str]]]
+
+    @property
+    def replaced(self) -> set[str]:
+        """The names of the results that a bridge takes the place of."""
+        return {name for _, names in self.blocks for name in names}
 
 
 def crossings(
-    places: Sequence[Place], made: Sequence[Any], read: Set[str], fixed: set[int]
-) -> tuple[list[Crossing], set[str]]:
-    """What brings the results of a piece across, and the names of those that a buffer replaces.
+    places: Sequence[Place],
+    made: Sequence[Any],
+    read: Collection[str],
+    lasting: Collection[str],
+    fixed: set[int],
+    frame: Frame,
+) -> Bridged:
+    """What brings the results of an eager segment across.
 
     Args:
         places: of all results.
         made: the results of the recorded step.
         read: names of the results that are read at a fixed address.
+        lasting: names of the results whose memory, if it is at a fixed address, must stay there.
         fixed: where memory at fixed addresses begins; bridges are added.
+        frame: where bridges take memory.
     """
-    found: list[Crossing] = []
-    replaced: set[str] = set()
+    found = Bridged([], [])
     fresh: dict[int, list[Place]] = {}
     for place in places:
         value = made[place.item]
         if not isinstance(value, torch.Tensor):
             if place.name in read:
-                found.append(_SameValue(place, value))
+                found.crossings.append(_SameValue(place, value))
         elif address(value) in fixed:
-            if place.name in read:
-                found.append(_SameAddress(place, value))
+            if place.name in read or place.name in lasting:
+                found.crossings.append(_SameAddress(place, value))
         else:
             fresh.setdefault(address(value) or -1 - place.item, []).append(place)
     for members in fresh.values():
         if not any(place.name in read for place in members):
             continue
-        bridge = (
-            _Bridge(members[0], made[members[0].item])
-            if len(members) == 1
-            else _SharedBridge(members, made)
-        )
-        found.append(bridge)
-        fixed.add(bridge.address)
-        replaced |= {place.name for place in members}
-    return found, replaced
-
-
-def address(tensor: torch.Tensor) -> int:
-    """Where the storage of a tensor begins; 0 if it has no memory."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr() if storage.nbytes() else 0
+        bridge: _Bridge | _SharedBridge
+        if len(members) == 1:
+            bridge = _Bridge(members[0], made[members[0].item], frame)
+        else:
+            bridge = _SharedBridge(members, made, frame)
+        found.crossings.append(bridge)
+        found.blocks.append((bridge.block, [place.name for place in members]))
+        fixed.add(bridge.block.address)
+    return found
 
 
 class _Bridge:
     """Copies a fresh result to where the graphs after it read."""
 
-    def __init__(self, place: Place, made: torch.Tensor) -> None:
+    def __init__(self, place: Place, made: torch.Tensor, frame: Frame) -> None:
         self._place = place
-        self._buffer = OwnedCopy(made)
-        self.address = address(self._buffer.tensor)
+        self._buffer = OwnedCopy(made, frame)
+        self.block = self._buffer.block
 
     def __call__(self, made: list[Any]) -> None:
         value, buffer = made[self._place.item], self._buffer
@@ -100,20 +118,17 @@ class _Bridge:
 class _SharedBridge:
     """Copies the stretch of memory that several fresh results share."""
 
-    def __init__(self, places: Sequence[Place], made: Sequence[Any]) -> None:
+    def __init__(self, places: Sequence[Place], made: Sequence[Any], frame: Frame) -> None:
         self._places = places
         given = [made[place.item] for place in places]
         first, last = self._stretch(given)
         self._starts = _offsets(given, first)
-        with torch.inference_mode(False), torch.no_grad():
-            device = given[0].device
-            self._memory = torch.empty(last - first, dtype=torch.uint8, device=device)
-            storage = self._memory.untyped_storage()
-            self._views = [
-                _laid_over(storage, value, start)
-                for value, start in zip(given, self._starts, strict=True)
-            ]
-        self.address = address(self._memory)
+        self.block = frame.take(last - first, given[0].device)
+        self._memory = self.block.memory[: last - first]
+        self._views = [
+            _laid_over(self.block, value, start)
+            for value, start in zip(given, self._starts, strict=True)
+        ]
 
     def _stretch(self, given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """First and last byte that these tensors reach, counted from where their storage begins."""
@@ -131,18 +146,18 @@ class _SharedBridge:
         one_memory = len({address(value) for value in given}) == 1
         if not one_memory or _offsets(given, first) != self._starts:
             raise self._places[0].changed("memory shared in another way", "not")
-        source = torch.empty(0, dtype=torch.uint8, device=self._memory.device)
+        source = torch.empty(0, dtype=torch.uint8, device=given[0].device)
         source.set_(given[0].untyped_storage(), first, (last - first,), (1,))
         self._memory.copy_(source, non_blocking=True)
         for place, view in zip(self._places, self._views, strict=True):
             made[place.item] = view
 
 
-def _laid_over(storage: torch.UntypedStorage, layout: torch.Tensor, start: int) -> torch.Tensor:
-    """A tensor of some layout that begins at a byte of a storage."""
-    made = torch.empty(0, dtype=layout.dtype, device=layout.device)
-    made.set_(storage, start // layout.element_size(), layout.size(), layout.stride())
-    return compat.with_bits(made, layout.is_conj(), layout.is_neg())
+def _laid_over(block: Block, layout: torch.Tensor, start: int) -> torch.Tensor:
+    """A tensor of some layout that begins at a byte of a block."""
+    made = block.view(layout.dtype, layout.size(), layout.stride(), start)
+    with torch.inference_mode(False), torch.no_grad():
+        return compat.with_bits(made, layout.is_conj(), layout.is_neg())
 
 
 def _offsets(given: Sequence[torch.Tensor], first: int) -> list[Any]:

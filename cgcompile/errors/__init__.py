@@ -1,0 +1,28 @@
+"""Every error that cgcompile raises, with every message, in one tree.
+
+A message says what was expected, what was found (argument path, node and user source line where
+there is one) and what to do next. Messages are built here, by class methods, so that they are
+reviewed together and each has a snapshot in ``tests/test_errors.py``. Arguments are plain strings
+and numbers: these files import nothing of cgcompile and nothing of torch.
+"""
+
+from cgcompile.errors.compilation import (
+    BoundaryError,
+    ConfigError,
+    DescriptorError,
+    ForwardContextError,
+    PassError,
+    PieceCompileError,
+    SymbolError,
+)
+from cgcompile.errors.root import CGCompileError
+from cgcompile.errors.running import (
+    AddressChangedError,
+    CaptureBusyError,
+    CaptureError,
+    DispatchError,
+    GradientError,
+    GuardError,
+    HostValueChangedError,
+    missing_attribute,
+)

@@ -1,0 +1,18 @@
+"""The root of all errors, and what messages share. See ``cgcompile/errors/__init__.py``."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "(none)"
+
+
+def close(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'a' or 'b'?``, or nothing if no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+class CGCompileError(Exception):
+    """The root: ``except CGCompileError`` catches whatever cgcompile itself refuses."""

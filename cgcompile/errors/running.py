@@ -1,0 +1,135 @@
+"""Errors of capture, dispatch and replay. See ``cgcompile/errors/__init__.py``."""
+
+from cgcompile.errors.root import CGCompileError
+
+
+class GradientError(CGCompileError, RuntimeError):
+    """Gradients were asked for where they would be wrong."""
+
+    @classmethod
+    def recomputes(cls) -> "GradientError":
+        return cls(
+            "this step needs gradients (grad mode is on and an input requires it), and the model "
+            "uses torch.utils.checkpoint: outside of its own compiler, torch would recompute with "
+            "other random numbers.\n"
+            "  Call the model under torch.no_grad() or torch.inference_mode(), or train it with "
+            "another backend."
+        )
+
+
+class CaptureError(CGCompileError, RuntimeError):
+    """A capture that cannot begin, cannot go on, or could not end."""
+
+    @classmethod
+    def refused(cls, op: str) -> "CaptureError":
+        return cls(
+            f"{op}: operation not permitted when stream is capturing. The host would read what the "
+            "device computes, but nothing is computed while a graph is recorded.\n"
+            "  Keep the value on the device, or run the op outside of the graph: a splitting op or "
+            "cgcompile.eager_region()."
+        )
+
+    @classmethod
+    def nested(cls, what: str) -> "CaptureError":
+        return cls(
+            f"{what}: a capture runs in this thread already, and captures do not nest.\n"
+            "  Inside a capture call the plain function: its work becomes part of that graph."
+        )
+
+    @classmethod
+    def twice(cls, what: str) -> "CaptureError":
+        return cls(f"{what}: this graph holds a recording already.\n  Call reset() first.")
+
+    @classmethod
+    def empty(cls) -> "CaptureError":
+        return cls("replay() of a graph that holds no recording.\n  Capture first.")
+
+    @classmethod
+    def freed_input(cls, what: str, shape: str) -> "CaptureError":
+        return cls(
+            f"replay: {what} reads an input {shape} that was freed after the capture.\n"
+            "  A graph reads the memory it saw: keep the captured buffers alive, and write new "
+            "data into them."
+        )
+
+    @classmethod
+    def reentered(cls) -> "CaptureError":
+        return cls(
+            "a compiled graph was called from inside one of its own steps: its buffers hold that "
+            "step.\n  Call another compiled model there, or the plain one."
+        )
+
+
+class CaptureBusyError(CaptureError):
+    """A second capture, while one runs in this process."""
+
+    @classmethod
+    def busy(cls, what: str, running: str, same_thread: bool) -> "CaptureBusyError":
+        where = "in this thread" if same_thread else "in another thread"
+        return cls(
+            f"capture of {what}: the capture of {running} runs {where}, and a process can run one "
+            "at a time.\n  Capture one after the other; inside a capture call the plain function."
+        )
+
+
+class DispatchError(CGCompileError, RuntimeError):
+    """A step could not run as the forward context or ``strict`` demands."""
+
+    @classmethod
+    def no_descriptor(cls, what: str, mode: str) -> "DispatchError":
+        return cls(
+            f"{what}: the forward context asks for mode {mode} and has no batch descriptor, so "
+            "nothing says which graph to replay.\n"
+            "  set_forward_context(..., batch_descriptor=BatchDescriptor(num_tokens=...))."
+        )
+
+    @classmethod
+    def bad_mode(cls, mode: str) -> "DispatchError":
+        return cls(
+            f"CUDAGraphWrapper(runtime_mode={mode}): a wrapper serves one runtime mode that has "
+            "graphs.\n  Take CUDAGraphMode.PIECEWISE or CUDAGraphMode.FULL."
+        )
+
+    @classmethod
+    def strict(cls, what: str, reason: str, detail: str) -> "DispatchError":
+        return cls(
+            f"{what} would run without a graph: {reason}: {detail}.\n"
+            "  strict=True forbids that. Remove the cause, or set strict=False to count it."
+        )
+
+
+class GuardError(CGCompileError, RuntimeError):
+    """Something that a graph has recorded is not what this call gives."""
+
+
+class AddressChangedError(GuardError):
+    """A tensor that a graph reads or writes lies elsewhere now."""
+
+    @classmethod
+    def moved(
+        cls, what: str, batch: str, path: str, now: int, before: int
+    ) -> "AddressChangedError":
+        return cls(
+            f"{what}, {batch}: {path} is at {now:#x}, was at {before:#x} when captured.\n"
+            "  A CUDA graph reads the address it saw at capture. Write into the same buffer each "
+            "step, or call without a forward context, where inputs are copied."
+        )
+
+
+class HostValueChangedError(GuardError):
+    """A number, flag, layout or structure that a graph has recorded is another one now."""
+
+    @classmethod
+    def changed(
+        cls, what: str, batch: str, path: str, now: object, before: object
+    ) -> "HostValueChangedError":
+        return cls(
+            f"{what}, {batch}: {path} is {now}, was {before} when captured.\n"
+            "  A CUDA graph repeats the host values it saw at capture. Put what varies into the "
+            "batch descriptor (extra=...), into a tensor, or into the forward context."
+        )
+
+
+def missing_attribute(wrapper: str, wrapped: str, name: str) -> str:
+    """The text of an ``AttributeError``, which is Python's own and no error of this tree."""
+    return f"neither {wrapper} nor the {wrapped} that it wraps has an attribute {name!r}"

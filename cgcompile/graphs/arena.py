@@ -1,0 +1,100 @@
+"""Memory of our own at fixed addresses for steps that never run at the same time: :class:`Arena`.
+
+Staging of inputs and bridges live here. Each recorded step takes blocks through a :class:`Frame`,
+and all frames share the blocks: the step of the largest batch makes them, smaller ones use a
+prefix. Within a step a block that is given back serves the next taker. The rule: what lies in a
+block is valid until the next step of the same pool.
+"""
+
+from typing import Any
+
+import torch
+
+_ALIGNMENT = 256  # bytes; what CUDA's allocator gives
+
+
+class Block:
+    """Bytes at a fixed address.
+
+    Attributes:
+        memory: uint8 [nbytes].
+        poison: the byte that shows as NaN, or as a huge index, in what was stored last.
+    """
+
+    __slots__ = ("memory", "poison")
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.poison = 0xFF
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel()
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
+
+    def view(self, dtype: torch.dtype, size: Any, stride: Any, start: int = 0) -> torch.Tensor:
+        """A tensor that begins ``start`` bytes into the block, outside of autograd."""
+        self.poison = 0xFF if dtype.is_floating_point or dtype.is_complex else 0x7F
+        with torch.inference_mode(False), torch.no_grad():
+            made = torch.empty(0, dtype=dtype, device=self.memory.device)
+            offset = start // dtype.itemsize
+            return made.set_(self.memory.untyped_storage(), offset, size, stride)
+
+
+class Arena:
+    """All blocks of one pool."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Block] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def frame(self) -> "Frame":
+        """For one recorded step."""
+        return Frame(self._blocks)
+
+    def poison(self) -> None:
+        """Fill all blocks with what shows: nothing may be read there before it is written."""
+        for block in self._blocks:
+            block.memory.fill_(block.poison)
+
+    def clear(self) -> None:
+        """Let the blocks go, once the steps that use them have gone."""
+        self._blocks = []
+
+
+class Frame:
+    """The blocks that one recorded step uses; it keeps them.
+
+    Args:
+        blocks: of the arena; new ones are added.
+    """
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self._arena = blocks
+        self._free = list(blocks)
+        self._used: list[Block] = []
+
+    def take(self, nbytes: int, device: torch.device) -> Block:
+        """The smallest free block that is large enough; a new one if there is none."""
+        wanted = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
+        fitting = [b for b in self._free if b.nbytes >= wanted and b.memory.device == device]
+        if fitting:
+            found = min(fitting, key=lambda block: block.nbytes)
+            self._free.remove(found)
+        else:
+            found = Block(wanted, device)
+            self._arena.append(found)
+        self._used.append(found)
+        return found
+
+    def give(self, block: Block) -> None:
+        """Nothing that is recorded from now on reads the block: it may serve something else."""
+        self._free.append(block)

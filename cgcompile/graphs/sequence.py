@@ -1,0 +1,243 @@
+"""What one batch recorded: :class:`GraphSequence`, graph segments and eager segments in order.
+
+FULL capture, capture of FX pieces and breakable capture all end here; they differ in who makes the
+breaks. A replay is one loop over steps without arguments: a graph's ``replay``, or a function with
+everything bound that it was called with. Where each value of a step comes from:
+
+=============================== ============================ ============================ =========
+value                           read by a graph segment      read by an eager segment     released
+=============================== ============================ ============================ =========
+parameter, buffer               bound; guarded by identity   this call's                  never
+                                and address
+input that is only read         forward context: bound,      this call's                  step ends
+                                guarded by address; without:
+                                copied into the arena
+input that is written, or       bound by address, guarded,   this call's                  step ends
+shares memory with one          never copied
+integer, 0-dim CPU tensor       part of the key, or guarded  this call's                  step ends
+                                by value
+result of a graph segment       pool memory                  bound to that memory         last use
+result of an eager segment      copied over a bridge in the  the bridge; a slot, if no    last use
+                                arena; or checked, if it is  graph segment reads it
+                                memory at a fixed address
+returned to the caller          pool memory, an arena, or    -                            next call
+                                what an eager segment made
+=============================== ============================ ============================ =========
+
+Breakable capture does not run Python again, so there "this call's" values are bound too: what
+varies from step to step must come from the forward context. An eager segment always runs under the
+forward context of the present step.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from cgcompile.graphs.device import DeviceGraph
+
+Crossing = Callable[[list[Any]], None]
+"""Called with the results of an eager segment; puts in place what the graphs after it read."""
+
+
+class Slot(NamedTuple):
+    """A value of the present step: an input of this call, or what an eager segment just made."""
+
+    at: int
+
+
+@dataclass(frozen=True, eq=False)
+class GraphSegment:
+    """A recording between two eager segments.
+
+    Attributes:
+        name: for messages.
+        graph: the recording.
+        output: what it fills: tensors, held weakly where the pool owns their memory.
+    """
+
+    name: str
+    graph: DeviceGraph
+    output: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class EagerSegment:
+    """A function that runs at every replay.
+
+    Attributes:
+        name: for messages.
+        function: what runs.
+        args: its positional arguments: bound objects, or slots.
+        kwargs: its keyword arguments, bound.
+        leaves: its results as a list, from what it returned.
+        originals: (item, slot) of results that are handed on as the function made them.
+        crossings: what brings results to the graphs that read them.
+        stores: (item, slot) of results that are handed on as the crossings left them.
+        tails: tensors [N, ...] of N padded rows, of which those that are not real are zeroed.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    leaves: Callable[[Any], list[Any]] = list
+    originals: tuple[tuple[int, Slot], ...] = ()
+    crossings: tuple[Crossing, ...] = ()
+    stores: tuple[tuple[int, Slot], ...] = ()
+    tails: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def reads(self) -> set[int]:
+        """The slots that it reads."""
+        return {each.at for each in self.args if isinstance(each, Slot)}
+
+
+Segment = GraphSegment | EagerSegment
+
+
+class GraphSequence:
+    """The segments of one recorded step, to be replayed in order.
+
+    Not thread-safe: whoever owns the pool lets one step run at a time.
+
+    Args:
+        segments: in order.
+        inputs: (slot, position) of the inputs of a call that eager segments read.
+        slots: how many slots there are.
+        kept: slots that are read after the replay.
+
+    Attributes:
+        segments: in order.
+        slots: the values of the present step; empty between steps.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        inputs: Sequence[tuple[Slot, int]] = (),
+        slots: int = 0,
+        kept: Collection[Slot] = (),
+    ) -> None:
+        self.segments = tuple(segments)
+        self.slots: list[Any] = [None] * slots
+        self._empty = [None] * slots
+        self._inputs = tuple((slot.at, position) for slot, position in inputs)
+        self._real = 0
+        done = self._done_after({slot.at for slot in kept})
+        self._steps = tuple(
+            self._step(each, ends, False) for each, ends in zip(self.segments, done, strict=True)
+        )
+        self._padded_steps = self._steps
+        if any(isinstance(each, EagerSegment) and each.tails for each in self.segments):
+            pairs = zip(self.segments, done, strict=True)
+            self._padded_steps = tuple(self._step(each, ends, True) for each, ends in pairs)
+
+    # -------------------------------------------------------------- what a user may ask
+
+    @property
+    def num_graphs(self) -> int:
+        """How many recordings there are."""
+        return sum(isinstance(each, GraphSegment) for each in self.segments)
+
+    @property
+    def num_eager_breaks(self) -> int:
+        """How many functions run between them."""
+        return len(self.segments) - self.num_graphs
+
+    def text(self) -> str:
+        """One line for each segment, in order."""
+        kinds = {GraphSegment: "graph", EagerSegment: "eager"}
+        return "\n".join(f"{kinds[type(each)]} {each.name}" for each in self.segments)
+
+    # -------------------------------------------------------------- replay
+
+    def replay(self, inputs: Sequence[Any] = (), real: int | None = None) -> list[Any]:
+        """Run all segments on the current stream. Nothing synchronises.
+
+        Args:
+            inputs: what this call was given, where eager segments read it.
+            real: how many rows of the batch are real, where fewer are than were captured.
+
+        Returns:
+            The slots, to be read before :meth:`clear`.
+
+        Raises:
+            BaseException: what an eager segment raised; the slots are empty then.
+        """
+        slots = self.slots
+        for slot, position in self._inputs:
+            slots[slot] = inputs[position]
+        steps = self._steps
+        if real is not None:
+            self._real, steps = real, self._padded_steps
+        try:
+            for step in steps:
+                step()
+        except BaseException:
+            self.clear()
+            raise
+        return slots
+
+    def clear(self) -> None:
+        """Forget the values of the step: nothing that a caller made may be kept."""
+        self.slots[:] = self._empty
+
+    # -------------------------------------------------------------- steps
+
+    def _done_after(self, kept: set[int]) -> list[list[int]]:
+        """For each segment, the slots that it is the last to use."""
+        last: dict[int, int] = {}
+        for place, each in enumerate(self.segments):
+            if isinstance(each, EagerSegment):
+                made = {slot.at for _, slot in (*each.originals, *each.stores)}
+                last.update(dict.fromkeys(each.reads | made, place))
+        done: list[list[int]] = [[] for _ in self.segments]
+        given = {slot for slot, _ in self._inputs}
+        for slot, place in last.items():
+            if slot not in kept and slot not in given:
+                done[place].append(slot)
+        return done
+
+    def _step(self, segment: Segment, done: list[int], padded: bool) -> Callable[[], Any]:
+        if isinstance(segment, GraphSegment):
+            return segment.graph.replay
+        call = self._call(segment)
+        tails = segment.tails if padded else ()
+        handed_on = segment.originals or segment.crossings or segment.stores
+        if not (handed_on or tails or done):
+            return call
+        slots = self.slots
+
+        def run() -> None:
+            made = segment.leaves(call())
+            for item, slot in segment.originals:
+                slots[slot.at] = made[item]
+            for crossing in segment.crossings:
+                crossing(made)
+            for item, slot in segment.stores:
+                slots[slot.at] = made[item]
+            for tail in tails:
+                tail[self._real :].zero_()
+            for index in done:
+                slots[index] = None
+
+        return run
+
+    def _call(self, segment: EagerSegment) -> Callable[[], Any]:
+        """The function of a segment with its arguments bound."""
+        slots, function = self.slots, segment.function
+        live = [(k, each.at) for k, each in enumerate(segment.args) if isinstance(each, Slot)]
+        if not live:
+            return partial(function, *segment.args, **segment.kwargs)
+        template = tuple(segment.args)
+
+        def call() -> Any:
+            given = list(template)
+            for place, slot in live:
+                given[place] = slots[slot]
+            return function(*given, **segment.kwargs)
+
+        return call

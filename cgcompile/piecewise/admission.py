@@ -1,0 +1,119 @@
+"""Whether a step may have a graph, and of which kind: :class:`Admission`.
+
+Everything that can be said of a call before anything runs, apart from what its graphs demand of
+the inputs. The rule: a no is a :class:`~cgcompile.reasons.Why`.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+from cgcompile.boundaries import AttentionCGSupport
+from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.errors import DispatchError
+from cgcompile.forward_context import ForwardContext
+from cgcompile.graphs.capture import capture_allowed, capture_postponed, captured_elsewhere
+from cgcompile.piecewise.auto import AutoDispatch
+from cgcompile.piecewise.bindings import Binding, Bindings
+from cgcompile.piecewise.recording import Batch
+from cgcompile.piecewise.roles import allows_full
+from cgcompile.reasons import Ledger, Reason, Why
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+
+_MOVING = 64  # bindings that were seen and never captured, before that is called a reason
+
+
+class Admission:
+    """Decides for one compiled graph.
+
+    Args:
+        config: the settings.
+        support: how far the whole step can go into a FULL graph.
+        auto: what happens without a forward context.
+        bindings: the sets of weights that were seen.
+        ledger: where lesser modes are counted.
+
+    Attributes:
+        closed: whether captures have ended.
+    """
+
+    def __init__(
+        self,
+        config: CompilationConfig,
+        support: AttentionCGSupport,
+        auto: AutoDispatch,
+        bindings: Bindings,
+        ledger: Ledger,
+    ) -> None:
+        assert config.cudagraph_mode is not None
+        self.closed = False
+        self._config = config
+        self._wanted = config.cudagraph_mode
+        self._served = (self._wanted.decode_mode(), self._wanted.mixed_mode())
+        self._support = support
+        self._auto = auto
+        self._bindings = bindings
+        self._ledger = ledger
+
+    def mode_for(self, context: ForwardContext) -> CUDAGraphMode | Why:
+        """The mode of a step under a forward context, or why it has none."""
+        mode = context.cudagraph_runtime_mode
+        if mode is NONE:
+            return Why(Reason.MODE_NONE, "the forward context says NONE")
+        if context.batch_descriptor is None:
+            raise DispatchError.no_descriptor("the compiled model", mode.name)
+        if mode not in self._served:
+            detail = f"the context says {mode.name}, cudagraph_mode is {self._wanted.name}"
+            return Why(Reason.OTHER_MODE, detail)
+        if mode is FULL and not allows_full(self._support, context.batch_descriptor):
+            detail = (
+                f"a boundary supports {self._support.name} only, not {context.batch_descriptor}"
+            )
+            why = Why(Reason.ATTENTION_SUPPORT, detail)
+            if self._config.strict or PIECEWISE not in self._served:
+                return why
+            self._ledger.degraded(why)
+            return PIECEWISE
+        return mode
+
+    def why_not_now(
+        self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
+    ) -> Why | None:
+        """Why a step that is not recorded is not captured by this call."""
+        if self.closed or not capture_allowed():
+            detail = f"no graph for {batch.descriptor}, and capture is closed"
+            return Why(Reason.CAPTURE_FORBIDDEN, detail)
+        if batch.own_context:
+            why = self._auto.why_not(binding, inputs)
+            if why is not None:
+                return why
+        elif self._config.on_input_change == "recapture":
+            most = self._config.max_captured_shapes
+            if binding.captured >= most:
+                detail = f"{most} steps are captured (max_captured_shapes); on_input_change"
+                return Why(Reason.TOO_MANY_SHAPES, detail)
+        most = self._config.max_bindings
+        if not binding.captured and self._bindings.captured >= most:
+            detail = f"{most} sets of weights or written inputs have graphs (max_bindings)"
+            return Why(Reason.TOO_MANY_BINDINGS, detail)
+        warmed = binding.count_warming(key)
+        if capture_postponed():
+            return Why(Reason.WARMING, "a bulk capture runs all batches plain first")
+        if warmed < self._config.num_warmups:
+            detail = f"call {warmed + 1} of {self._config.num_warmups} before a capture"
+            warming = Why(Reason.WARMING, detail)
+            return self._why_still_warming(binding, warming) if batch.own_context else warming
+        if captured_elsewhere():
+            return Why(Reason.CAPTURE_BUSY, "another thread is capturing")
+        return None
+
+    def _why_still_warming(self, binding: Binding, warming: Why) -> Why:
+        """``warming``, or why it does not end: what must stay is another at every call."""
+        idle = self._bindings.idle
+        if idle > max(_MOVING, self._config.max_bindings):
+            detail = (
+                f"{idle} sets of weights or written inputs were seen once: an input "
+                "that the model writes, or a tensor of a module, is a new one at every call"
+            )
+            return Why(Reason.TOO_MANY_BINDINGS, detail)
+        return self._auto.why_still_warming(binding, warming)

@@ -1,0 +1,1843 @@
+"""Breakable capture: graphs from plain Python, cut at functions and operators that stay eager."""
+
+import contextlib
+import copy
+import functools
+import gc
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import library
+from graphs.breakable_support import (
+    FULL,
+    NONE,
+    PIECEWISE,
+    Asked,
+    Hook,
+    Stack,
+    assert_alternates,
+    assert_calls,
+    assert_counters,
+    assert_replays,
+    churn,
+    counted,
+    eager_segments,
+    in_thread,
+    layers,
+    operators,
+    outer_custom,
+    rand,
+    same,
+    soft,
+    step,
+)
+from torch import nn
+
+from cgcompile import BatchDescriptor, CompilationConfig, CUDAGraphMode, set_forward_context
+from cgcompile.boundaries import AttentionCGSupport, Boundaries, SplittingOp
+from cgcompile.errors import (
+    AddressChangedError,
+    CaptureBusyError,
+    CaptureError,
+    DispatchError,
+    GuardError,
+    HostValueChangedError,
+)
+from cgcompile.graphs.breakable import (
+    BreakableCUDAGraphCapture,
+    BreakableCUDAGraphWrapper,
+    eager_break_during_capture,
+)
+from cgcompile.graphs.capture import allow_capture
+from cgcompile.graphs.host import HostDevice
+from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.sequence import GraphSequence
+from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+from cgcompile.reasons import Reason
+
+SOFT = ("cgbreak::soft",)
+ATTEND = ("cgtest::attend",)
+
+
+@pytest.fixture(autouse=True)
+def with_operators():
+    operators(), library()
+
+
+@pytest.fixture
+def new_capture(device, pool):
+    """Makes raw captures on either device, into one pool unless told otherwise."""
+
+    def make(**settings):
+        pool_of_test = settings.pop("pool", pool)
+        return BreakableCUDAGraphCapture(pool_of_test, device=device, **settings)
+
+    return make
+
+
+@pytest.fixture
+def host_pool():
+    """For what only the host recorder shows: numbers of its pool."""
+    return GraphPool(HostDevice())
+
+
+@pytest.fixture
+def wrap():
+    """Makes a breakable wrapper that captures on either device."""
+
+    def make(runnable, mode=None, options=None, *, strict=False, splitting_ops=(), **more):
+        config = CompilationConfig(
+            capture_device="host", strict=strict, splitting_ops=splitting_ops
+        )
+        return BreakableCUDAGraphWrapper(runnable, config, mode, options, **more)
+
+    return make
+
+
+def assert_capture_works(new_capture, device, **settings):
+    """Nothing of what happened before is left: a new capture records, breaks and replays."""
+    assert BreakableCUDAGraphCapture.current() is None
+    assert not BreakableCUDAGraphCapture.is_active()
+    cut, calls = counted(soft)
+    x, cap = rand(device=device), new_capture(**settings)
+    with cap:
+        out = layers(2, x, cut)
+    assert_alternates(cap, 2)
+    assert_replays(cap, out, [x], lambda x: layers(2, x, soft))
+    assert len(calls) == 2 + 3 * 2
+
+
+def assert_fails(cap, body, kind, match=None):
+    """The block raises and keeps nothing; returns what it raised."""
+
+    def block():
+        with cap:
+            body()
+
+    with pytest.raises(kind, match=match) as caught:
+        block()
+    assert cap.segments == ()
+    assert (cap.num_graphs, cap.num_eager_breaks) == (0, 0)
+    assert BreakableCUDAGraphCapture.current() is None
+    with pytest.raises(CaptureError):
+        cap.replay()
+    return caught.value
+
+
+# ---------------------------------------------------------------- what is recorded
+
+
+def test_without_a_break_there_is_one_graph(device, new_capture) -> None:
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = (x.sin() + x * 2).relu()
+    assert_alternates(cap, 0)
+    assert_replays(cap, out, [x], lambda x: (x.sin() + x * 2).relu())
+
+
+@pytest.mark.parametrize("breaks", [1, 2, 5])
+def test_graphs_and_breaks_alternate(device, new_capture, breaks) -> None:
+    cut, calls = counted(soft)
+    x, cap = rand(device=device), new_capture(name="model")
+    with cap as entered:
+        out = layers(breaks, x, cut)
+    assert entered is cap or entered is None
+    assert len(calls) == breaks
+    assert_alternates(cap, breaks)
+    assert isinstance(cap.segments, tuple)
+    assert all("soft" in each.name for each in eager_segments(cap))
+    assert all(isinstance(each.name, str) and each.name for each in cap.segments)
+    assert_replays(cap, out, [x], lambda x: layers(breaks, x, soft), times=4)
+    assert len(calls) == breaks * 5
+
+
+def test_break_at_both_ends_and_twice_in_a_row(device, new_capture) -> None:
+    """Graphs begin and end the sequence, and stand between breaks, even where they are empty."""
+
+    cut, calls = counted(soft)
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        y = cut(x)
+        z = cut(y)
+        out = cut(z.sin())
+    kinds = [type(each).__name__ for each in cap.segments]
+    assert kinds == ["GraphSegment", *["EagerSegment", "GraphSegment"] * 3]
+    assert_replays(cap, out, [x], lambda x: soft(soft(soft(x)).sin()))
+    assert len(calls) == 3 * 4
+
+
+def test_capture_runs_eager_functions_once_and_graphs_not_at_all(device, new_capture) -> None:
+    x, cap = rand(device=device), new_capture()
+    in_graph, in_break = (torch.zeros((), device=device) for _ in range(2))
+    with cap:
+        in_graph.add_(1)
+        y = x * 2
+        cap.add_eager(lambda: in_break.add_(1) and None)
+        in_graph.add_(1)
+        out = y + 1
+    assert (in_graph.item(), in_break.item()) == (0, 1)
+    for replays in (1, 2, 3):
+        x.uniform_()
+        cap.replay()
+        assert same(out, x * 2 + 1)
+        assert (in_graph.item(), in_break.item()) == (2 * replays, 1 + replays)
+    assert_alternates(cap, 1)
+
+
+def test_side_effects_keep_their_order(device, new_capture) -> None:
+    x, log, cap = rand(device=device), torch.ones((), device=device), new_capture()
+
+    def plain(x, run=lambda function: function()):
+        log.fill_(1)
+        log.mul_(3)
+        run(lambda: log.add_(1) and None)
+        log.mul_(3)
+        run(lambda: log.add_(2) and None)
+        return x * log
+
+    with cap:
+        out = plain(x, cap.add_eager)
+    assert_alternates(cap, 2)
+    assert_replays(cap, out, [x], plain)
+    assert log.item() == (3 + 1) * 3 + 2
+
+
+def test_random_inputs_in_many_buffers(device, new_capture) -> None:
+    def model(a, b, c, cut):
+        mixed = cut(a @ b.t())
+        return cut(mixed @ b + c) - a
+
+    cut, calls = counted(soft)
+    a, b, c = (rand(device=device) for _ in range(3))
+    cap = new_capture()
+    with cap:
+        out = model(a, b, c, cut)
+    assert_alternates(cap, 2)
+    assert_replays(cap, out, [a, b, c], lambda a, b, c: model(a, b, c, soft), times=10)
+    assert len(calls) == 2 * 11
+
+
+# ---------------------------------------------------------------- what a break returns
+
+
+@dataclass
+class Pair:
+    """A value with fields."""
+
+    first: Any
+    rest: Any = None
+
+
+def total(value: Any) -> Any:
+    """Adds all tensors of a value, however nested."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, Pair):
+        return total((value.first, value.rest))
+    if isinstance(value, dict):
+        return total(tuple(value.values()))
+    if isinstance(value, tuple | list):
+        return sum(total(each) for each in value)
+    return 0
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors of a value, in order."""
+    if isinstance(value, Pair):
+        return tensors((value.first, value.rest))
+    if isinstance(value, dict):
+        return tensors(tuple(value.values()))
+    if isinstance(value, tuple | list):
+        return [leaf for each in value for leaf in tensors(each)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+VALUES = {
+    "none": lambda x: None,
+    "tensor": lambda x: x.sin(),
+    "strided": lambda x: x.sin().t().contiguous().t(),
+    "tuple": lambda x: (x.sin(), x.cos()),
+    "list": lambda x: [x.sin(), None],
+    "nested": lambda x: {"a": x.sin(), "b": (x.cos(), [x.exp(), None])},
+    "dataclass": lambda x: Pair(x.sin(), {"k": x.cos()}),
+    "dataclass inside": lambda x: [Pair((x.sin(),)), x.exp()],
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_add_eager_returns_the_value_in_bridges(device, new_capture, kind) -> None:
+    x, cap, made = rand(device=device), new_capture(), []
+
+    def function():
+        made.append(VALUES[kind](x))
+        return made[-1]
+
+    with cap:
+        y = x * 2
+        value = cap.add_eager(function)
+        assert type(value) is type(made[0])
+        out = y + total(value)
+    assert len(made) == 1
+    found, expected = tensors(value), tensors(made[0])
+    assert len(found) == len(expected)
+    for mine, its in zip(found, expected, strict=True):
+        assert torch.equal(mine, its)
+        assert mine.stride() == its.stride()
+        assert mine.data_ptr() != its.data_ptr()
+    assert_alternates(cap, 1)
+    (segment,) = eager_segments(cap)
+    assert segment.function is function
+    assert_replays(cap, out, [x], lambda x: x * 2 + total(VALUES[kind](x)), between=made.clear)
+    assert len(made) == 1
+    for mine, its in zip(tensors(value), tensors(made[0]), strict=True):
+        assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (lambda x: x.sin(), lambda x: x.sin()[:2]),
+        (lambda x: x.sin(), lambda x: x.sin().t()),
+        (lambda x: x.sin(), lambda x: x.sin().double()),
+        (lambda x: x.sin(), lambda x: None),
+        (lambda x: None, lambda x: x.sin()),
+        (lambda x: x.sin(), lambda x: (x.sin(),)),
+        (lambda x: (x.sin(), x.cos()), lambda x: (x.sin(),)),
+        (lambda x: {"a": x.sin()}, lambda x: {"b": x.sin()}),
+        (lambda x: {"a": x.sin()}, lambda x: [x.sin()]),
+        (lambda x: Pair(x.sin()), lambda x: (x.sin(), None)),
+        (lambda x: Pair(x.sin()), lambda x: Pair(None, x.sin())),
+        (lambda x: (x.sin(), 3), lambda x: (x.sin(), 4)),
+    ],
+)
+def test_changed_result_is_an_error(device, new_capture, before, now) -> None:
+    x, cap, kind = rand(device=device), new_capture(), [before]
+    with cap:
+        y = x * 2
+        value = cap.add_eager(lambda: kind[0](x))
+        out = y + total(value)
+    assert_replays(cap, out, [x], lambda x: x * 2 + total(before(x)), times=1)
+    kind[0] = now
+    with pytest.raises(HostValueChangedError):
+        cap.replay()
+    kind[0] = before
+    assert_alternates(cap, 1)
+    assert_replays(cap, out, [x], lambda x: x * 2 + total(before(x)))
+
+
+class Opaque:
+    """Nothing that could be replayed."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_result_of_an_unknown_kind_is_an_error(device, new_capture, wrapped) -> None:
+    x, cap = rand(device=device), new_capture()
+
+    def odd():
+        return (x, [Opaque(x.sin())]) if wrapped else Opaque(x.sin())
+
+    def body():
+        y = x * 2
+        cap.add_eager(odd)
+        y + 1
+
+    assert_fails(cap, body, CaptureError, "Opaque")
+    assert_capture_works(new_capture, device)
+
+
+@pytest.mark.parametrize(
+    "part", [lambda y: y, lambda y: y[1:], lambda y: y.t(), lambda y: y[:, ::2]]
+)
+def test_view_of_an_argument_is_not_copied(device, new_capture, part) -> None:
+    def write(y):
+        y.mul_(3)
+        return part(y)
+
+    cut, calls = counted(write)
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        y = x + 1
+        seen = cut(y)
+        assert seen.data_ptr() == part(y).data_ptr()
+        assert seen.stride() == part(y).stride()
+        out = seen * 2
+        y.add_(1)
+        after = seen + 0
+    assert_alternates(cap, 1)
+    assert_replays(
+        cap,
+        (out, after),
+        [x],
+        lambda x: (part((x + 1) * 3) * 2, part((x + 1) * 3 + 1)),
+    )
+    assert len(calls) == 4
+
+
+def test_argument_that_is_returned_must_be_the_same_one(device, new_capture) -> None:
+    choice = [0]
+    first, second, x = (rand(device=device) for _ in range(3))
+
+    @eager_break_during_capture
+    def pick(a, b):
+        return (a, b)[choice[0]]
+
+    cap = new_capture()
+    with cap:
+        y = x * 2
+        picked = pick(first, second)
+        out = y + picked
+    assert picked.data_ptr() == first.data_ptr()
+    assert_alternates(cap, 1)
+    assert_replays(cap, out, [x, first, second], lambda x, a, b: x * 2 + a)
+    choice[0] = 1
+    with pytest.raises(AddressChangedError, match="pick"):
+        cap.replay()
+    choice[0] = 0
+    assert_replays(cap, out, [x, first, second], lambda x, a, b: x * 2 + a)
+
+
+def test_fresh_result_in_place_of_an_argument_is_an_error(device, new_capture) -> None:
+    fresh = [False]
+
+    @eager_break_during_capture
+    def sometimes(y):
+        return y.clone() if fresh[0] else y
+
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = sometimes(x * 2) + 1
+    assert_alternates(cap, 1)
+    assert_replays(cap, out, [x], lambda x: x * 2 + 1)
+    fresh[0] = True
+    with pytest.raises(GuardError):
+        cap.replay()
+
+
+def test_fresh_results_that_share_memory_still_do(device, new_capture) -> None:
+    def both(y):
+        made = y.cos()
+        return made, made[1:]
+
+    def model(x, cut):
+        whole, part = cut(x * 2)
+        whole.mul_(5)
+        return part + 1, whole - 1
+
+    cut, calls = counted(both)
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = model(x, cut)
+    assert_alternates(cap, 1)
+    assert_replays(cap, out, [x], lambda x: model(x, both))
+    assert len(calls) == 4
+
+
+def test_results_that_the_caller_keeps_are_not_overwritten(device, new_capture) -> None:
+    """Bridges serve one break after the other only where nobody holds what lies in them."""
+
+    def model(x, cut):
+        kept = []
+        for _ in range(5):
+            x = cut(x * 2) + 1
+            kept.append(cut(x.sin()))
+        return kept, x
+
+    cut, calls = counted(soft)
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = model(x, cut)
+    assert_alternates(cap, 10)
+    assert_replays(cap, out, [x], lambda x: model(x, soft))
+    assert len(calls) == 40
+
+
+# ---------------------------------------------------------------- which capture is current
+
+
+def test_current_inside_and_outside(device, new_capture) -> None:
+    x, cap = rand(device=device), new_capture()
+    assert BreakableCUDAGraphCapture.current() is None
+    assert not BreakableCUDAGraphCapture.is_active()
+    with cap:
+        assert BreakableCUDAGraphCapture.current() is cap
+        assert BreakableCUDAGraphCapture.is_active()
+        y = x * 2
+        cap.add_eager(lambda: None)
+        assert BreakableCUDAGraphCapture.current() is cap
+        out = y + 1
+    assert BreakableCUDAGraphCapture.current() is None
+    assert not BreakableCUDAGraphCapture.is_active()
+    assert_alternates(cap, 1)
+    assert_replays(cap, out, [x], lambda x: x * 2 + 1)
+
+
+def test_current_is_per_thread(device, new_capture) -> None:
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        y = x * 2
+        found, error = in_thread(
+            lambda: (BreakableCUDAGraphCapture.current(), BreakableCUDAGraphCapture.is_active())
+        )
+        assert BreakableCUDAGraphCapture.current() is cap
+    assert (found, error) == ((None, False), None)
+    assert_replays(cap, y, [x], lambda x: x * 2)
+
+
+# ---------------------------------------------------------------- the decorator
+
+
+def test_decorated_function_outside_of_a_capture(device) -> None:
+    @eager_break_during_capture
+    def attention(x, *, scale=2):
+        """Scales."""
+        return x * scale
+
+    x = rand(device=device)
+    assert attention.__name__ == "attention"
+    assert attention.__doc__ == "Scales."
+    assert torch.equal(attention(x), x * 2)
+    assert torch.equal(attention(x, scale=3), x * 3)
+    marker = object()
+    assert eager_break_during_capture(lambda given: given)(marker) is marker
+
+
+def test_break_binds_arguments_and_keywords(device, new_capture) -> None:
+    class Attention:
+        def __init__(self):
+            self.scale = 1.5
+
+        @eager_break_during_capture
+        def attend(self, x, y, *, power, options):
+            return (x * self.scale + y) ** power - options["bias"][0]
+
+    x, bias, module, cap = rand(device=device), rand(device=device), Attention(), new_capture()
+
+    def model(x, bias):
+        return module.attend(x.sin(), x.cos(), power=2, options={"bias": (bias,)}) + 1
+
+    with cap:
+        out = model(x, bias)
+    assert_alternates(cap, 1)
+    assert "attend" in eager_segments(cap)[0].name
+    assert_replays(cap, out, [x, bias], model)
+    module.scale = -3.0
+    assert_replays(cap, out, [x, bias], model)
+
+
+def test_nested_breaks_run_inline(device, new_capture) -> None:
+    inner, inner_calls = counted(soft)
+
+    def outer(y):
+        return inner(inner(y * 3)) + 1
+
+    cut, calls = counted(outer)
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = cut(x * 2) - 1
+    assert_alternates(cap, 1)
+    assert (len(calls), len(inner_calls)) == (1, 2)
+    assert_replays(cap, out, [x], lambda x: soft(soft(x * 2 * 3)) + 1 - 1)
+    assert (len(calls), len(inner_calls)) == (4, 8)
+
+
+def test_add_eager_inside_a_break_runs_inline(device, new_capture) -> None:
+    x, cap, calls = rand(device=device), new_capture(), []
+
+    def outer():
+        calls.append("outer")
+        y = torch.ops.cgtest.unsafe(x)
+        return F.softmax(y, -1)
+
+    with cap:
+        z = x * 2
+        out = cap.add_eager(outer) + z
+    assert_alternates(cap, 1)
+    assert_replays(cap, out, [x], lambda x: F.softmax(x.sin() * 2, -1) + x * 2)
+    assert len(calls) == 4
+
+
+def test_full_mode_captures_breaks_inline(device, new_capture) -> None:
+    cut, calls = counted(soft)
+    x, cap = rand(device=device), new_capture()
+    with step(4, FULL), cap:
+        out = layers(3, x, cut)
+    assert_alternates(cap, 0)
+    assert len(calls) == 3
+    assert_replays(cap, out, [x], lambda x: layers(3, x, soft))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("mode", [PIECEWISE, NONE])
+def test_other_modes_break(device, new_capture, mode) -> None:
+    cut, calls = counted(soft)
+    x, cap = rand(device=device), new_capture()
+    with step(4, mode), cap:
+        out = layers(2, x, cut)
+    assert_alternates(cap, 2)
+    assert_replays(cap, out, [x], lambda x: layers(2, x, soft))
+    assert len(calls) == 8
+
+
+def test_decorator_over_one_with_side_effects(device, new_capture) -> None:
+    """As in a transfer of caches: wait, attend, save; each once a replay and in this order."""
+    log = []
+
+    def transfers(function):
+        @functools.wraps(function)
+        def around(*args):
+            log.append("wait")
+            result = function(*args)
+            log.append("save")
+            return result
+
+        return around
+
+    @eager_break_during_capture
+    @transfers
+    def attend(y, out):
+        log.append("attend")
+        out.copy_(soft(y))
+
+    def model(x):
+        y = x * 2
+        out = torch.empty_like(y)
+        attend(y, out)
+        return out + y
+
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = model(x)
+    assert log == ["wait", "attend", "save"]
+    assert_alternates(cap, 1)
+    for _ in range(3):
+        log.clear()
+        x.uniform_()
+        cap.replay()
+        assert log == ["wait", "attend", "save"]
+        assert same(out, soft(x * 2) + x * 2)
+
+
+def test_arguments_from_outside_are_held(device, new_capture) -> None:
+    class Metadata:
+        def __init__(self):
+            self.scale = 2.0
+
+    given = [rand(device=device), Metadata()]
+    scale, metadata = given[0].clone(), weakref.ref(given[1])
+
+    @eager_break_during_capture
+    def scaled(y, tensor, metadata):
+        return y * tensor * metadata.scale
+
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = scaled(x + 1, *given) - 1
+    given.clear()
+    gc.collect()
+    assert metadata() is not None
+    assert_alternates(cap, 1)
+    plain = lambda x: (x + 1) * scale * metadata().scale - 1  # noqa: E731
+    assert_replays(cap, out, [x], plain, between=lambda: churn(device))
+    metadata().scale = -0.5
+    assert_replays(cap, out, [x], plain, between=lambda: churn(device))
+    del cap
+    gc.collect()
+    assert metadata() is None
+
+
+# ---------------------------------------------------------------- registered operators
+
+
+def attended(x):
+    """An attention that writes its result in place."""
+    q, k, v = x.sin(), x.cos(), x * 2
+    out = torch.empty_like(q)
+    torch.ops.cgtest.attend(q, k, v, out)
+    return out + x
+
+
+def softened(x):
+    return torch.ops.cgbreak.soft(x * 2) + 1
+
+
+@pytest.mark.parametrize(
+    ("model", "entry", "name"),
+    [
+        (attended, "cgtest::attend", "cgtest::attend"),
+        (attended, "cgtest::*", "cgtest::attend"),
+        (softened, "cgbreak::soft", "cgbreak::soft"),
+        (softened, "cgbreak.soft", "cgbreak::soft"),
+        (lambda x: torch.ops.cgbreak.outer(x) * 2, "cgbreak::soft", "cgbreak::soft"),
+        (lambda x: outer_custom(x) * 2, "cgbreak::soft", "cgbreak::soft"),
+        (lambda x: torch.ops.cgbreak.outer(x) * 2, "cgbreak::outer", "cgbreak::outer"),
+        (lambda x: torch.ops.cgtest.unsafe(x * 2) + 1, None, "cgtest::unsafe"),
+    ],
+    ids=["in place", "pattern", "functional", "dotted", "in impl", "in custom op", "outer", "tag"],
+)
+@pytest.mark.parametrize("inference", [False, True])
+def test_registered_op_breaks_by_itself(device, new_capture, model, entry, name, inference) -> None:
+    boundaries = None if entry is None else Boundaries((entry,))
+    x, cap = rand(device=device), new_capture(boundaries=boundaries)
+    mode = torch.inference_mode() if inference else contextlib.nullcontext()
+    with mode, cap:
+        out = model(x)
+    assert_alternates(cap, 1)
+    assert name in eager_segments(cap)[0].name
+    assert_replays(cap, out, [x], model)
+
+
+def test_entry_objects_and_overloads_break(device, new_capture) -> None:
+    entries = (SplittingOp("cgbreak::soft"), torch.ops.cgbreak.hooked.default)
+    x, cap = rand(device=device), new_capture(boundaries=Boundaries(entries))
+
+    def model(x):
+        return torch.ops.cgbreak.hooked(torch.ops.cgbreak.soft(x * 2) + 1) + 1
+
+    with cap:
+        out = model(x)
+    assert_alternates(cap, 2)
+    names = [each.name for each in eager_segments(cap)]
+    assert "cgbreak::soft" in names[0]
+    assert "cgbreak::hooked" in names[1]
+    assert_replays(cap, out, [x], model)
+
+
+def test_registered_op_runs_its_kernel_at_each_replay(device, new_capture, monkeypatch) -> None:
+    calls = []
+    monkeypatch.setattr(Hook, "function", lambda x: calls.append(1) or x.cos())
+    x, cap = rand(device=device), new_capture(boundaries=Boundaries(("cgbreak::hooked",)))
+    with cap:
+        out = torch.ops.cgbreak.hooked(x * 2) + 1
+    assert len(calls) == 1
+    assert_alternates(cap, 1)
+    assert_replays(cap, out, [x], lambda x: (x * 2).cos() + 1)
+    assert len(calls) == 4
+
+
+def test_registered_op_inside_a_break_runs_inline(device, new_capture) -> None:
+    cut, calls = counted(softened)
+    x, cap = rand(device=device), new_capture(boundaries=Boundaries(SOFT))
+    with cap:
+        out = cut(x - 1) + 1
+    assert_alternates(cap, 1)
+    assert "softened" in eager_segments(cap)[0].name
+    assert_replays(cap, out, [x], lambda x: softened(x - 1) + 1)
+    assert len(calls) == 4
+
+
+def test_unregistered_op_is_captured(device, new_capture) -> None:
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = softened(x)
+    assert_alternates(cap, 0)
+    assert_replays(cap, out, [x], softened)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_builtin_attention_breaks_by_itself(device, new_capture, causal) -> None:
+    def model(x):
+        q, k, v = x.sin(), x.cos(), x * 2
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal) + x
+
+    x, cap = rand(2, 3, 4, 8, device=device), new_capture()
+    with torch.inference_mode(), cap:
+        out = model(x)
+    assert_alternates(cap, 1)
+    assert "scaled_dot_product" in eager_segments(cap)[0].name
+    with torch.inference_mode():
+        assert_replays(cap, out, [x], model)
+
+
+def test_builtin_attention_can_be_left_in_the_graph(device, new_capture) -> None:
+    x = rand(2, 3, 4, 8, device=device)
+    cap = new_capture(boundaries=Boundaries(builtin=False))
+    with torch.inference_mode(), cap:
+        out = F.scaled_dot_product_attention(x, x, x) + 1
+    assert_alternates(cap, 0)
+    with torch.inference_mode():
+        assert_replays(cap, out, [x], lambda x: F.scaled_dot_product_attention(x, x, x) + 1)
+
+
+def test_boundaries_that_never_ran_are_an_error(device, new_capture) -> None:
+    x, cap = rand(device=device), new_capture(boundaries=Boundaries(SOFT))
+    assert_fails(cap, lambda: x * 2, CaptureError, "cgbreak::soft")
+    assert_capture_works(new_capture, device)
+
+
+# ---------------------------------------------------------------- nesting and reuse
+
+
+def test_captures_do_not_nest(device, new_capture, new_pool) -> None:
+    x, cap = rand(device=device), new_capture(name="outside")
+    other = new_capture(pool=new_pool(), name="inside")
+    with contextlib.suppress(CaptureError), cap:
+        y = x * 2
+        with pytest.raises(CaptureError), other:
+            y + 1
+        assert BreakableCUDAGraphCapture.current() is cap
+    assert other.segments == ()
+    assert_capture_works(new_capture, device)
+
+
+def test_second_capture_in_another_thread_is_busy(device, new_capture, new_pool) -> None:
+    x, cap = rand(device=device), new_capture(name="first")
+    other = new_capture(pool=new_pool(), name="second")
+
+    def target():
+        with other:
+            rand(device=device)
+
+    with cap:
+        y = x * 2
+        _, error = in_thread(target)
+        out = y + 1
+    assert isinstance(error, CaptureBusyError)
+    assert other.segments == ()
+    assert_alternates(cap, 0)
+    assert_replays(cap, out, [x], lambda x: x * 2 + 1)
+    assert_capture_works(new_capture, device)
+
+
+def test_finished_capture_is_not_used_again(device, new_capture) -> None:
+    cut, _ = counted(soft)
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = layers(1, x, cut)
+    segments = cap.segments
+    with pytest.raises(CaptureError, match="holds a recording already"), cap:
+        x * 2
+    assert cap.segments == segments
+    assert_replays(cap, out, [x], lambda x: layers(1, x, soft))
+    assert_capture_works(new_capture, device)
+
+
+def test_replay_without_a_recording(device, new_capture) -> None:
+    cap = new_capture()
+    assert cap.segments == ()
+    with pytest.raises(CaptureError):
+        cap.replay()
+
+
+def test_replay_inside_of_a_capture(device, new_capture) -> None:
+    x, y, cap, other = *(rand(device=device) for _ in range(2)), new_capture(), new_capture()
+    with cap:
+        out = x * 2
+    x.uniform_()
+    cap.replay()
+    before = out.clone()
+    x.uniform_()
+    with contextlib.suppress(CaptureError), other:
+        z = y + 1
+        with pytest.raises(CaptureError):
+            cap.replay()
+        z + 1
+    assert torch.equal(out, before)
+    assert_replays(cap, out, [x], lambda x: x * 2)
+    assert_capture_works(new_capture, device)
+
+
+def test_captures_of_one_pool_replay_in_any_order(device, new_capture) -> None:
+    cut, _ = counted(soft)
+    captured = []
+    for size in (6, 4, 2):
+        x, cap = rand(size, 8, device=device), new_capture()
+        with cap:
+            out = layers(3, x, cut)
+        assert_alternates(cap, 3)
+        captured.append((cap, out, x))
+    for place in (2, 0, 1, 0, 2, 1):
+        cap, out, x = captured[place]
+        assert_replays(cap, out, [x], lambda x: layers(3, x, soft), times=2)
+
+
+# ---------------------------------------------------------------- what fails
+
+
+def raise_asked(*_):
+    raise Asked("on purpose")
+
+
+@eager_break_during_capture
+def decorated_failure(y):
+    raise_asked()
+
+
+BREAKS = {
+    "add_eager": lambda y: BreakableCUDAGraphCapture.current().add_eager(raise_asked),
+    "decorated": decorated_failure,
+    "op": lambda y: torch.ops.cgbreak.hooked(y),
+}
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Lets every way to break fail with the same error object."""
+    error = Asked("on purpose")
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(Hook, "function", fail)
+    monkeypatch.setitem(globals(), "raise_asked", fail)
+    return error
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+@pytest.mark.parametrize("first", [True, False])
+def test_error_in_a_break_is_raised_as_it_is(device, new_capture, failing, kind, first) -> None:
+    cut, _ = counted(soft)
+    x, cap = rand(device=device), new_capture(boundaries=Boundaries(("cgbreak::hooked",)))
+
+    def body():
+        BREAKS[kind](x * 2 if first else cut(x * 2) + 1)
+        raise AssertionError("the break has raised")
+
+    assert assert_fails(cap, body, Asked) is failing
+    assert_capture_works(new_capture, device)
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_swallowed_error_of_a_break_is_a_capture_error(device, new_capture, failing, kind) -> None:
+    x, cap = rand(device=device), new_capture(boundaries=Boundaries(("cgbreak::hooked",)))
+
+    def body():
+        y = x * 2
+        with contextlib.suppress(Asked):
+            BREAKS[kind](y)
+        y + 1
+
+    assert assert_fails(cap, body, CaptureError).__cause__ is failing
+    assert_capture_works(new_capture, device)
+
+
+@pytest.mark.parametrize("kind", [Asked, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("breaks", [0, 2])
+def test_error_in_the_body_is_raised_as_it_is(device, new_capture, kind, breaks) -> None:
+    cut, _ = counted(soft)
+    x, cap, error = rand(device=device), new_capture(), kind("on purpose")
+
+    def body():
+        layers(breaks, x * 2, cut)
+        raise error
+
+    assert assert_fails(cap, body, kind) is error
+    assert_capture_works(new_capture, device)
+
+
+def test_earlier_captures_survive_a_failure(device, new_capture) -> None:
+    cut, _ = counted(soft)
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = layers(2, x, cut)
+    assert_fails(new_capture(), lambda: raise_asked(layers(2, x, cut)), Asked)
+    assert_alternates(cap, 2)
+    assert_replays(cap, out, [x], lambda x: layers(2, x, soft))
+
+
+def test_error_of_a_break_at_replay(device, new_capture) -> None:
+    error, failing_now = Asked("at replay"), []
+
+    @eager_break_during_capture
+    def sometimes(y):
+        if failing_now:
+            raise error
+        return soft(y)
+
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = layers(2, x, sometimes)
+    assert_alternates(cap, 2)
+    assert_replays(cap, out, [x], lambda x: layers(2, x, soft))
+    failing_now.append(True)
+    with pytest.raises(Asked) as caught:
+        cap.replay()
+    assert caught.value is error
+    assert BreakableCUDAGraphCapture.current() is None
+    failing_now.clear()
+    assert_replays(cap, out, [x], lambda x: layers(2, x, soft))
+
+
+@pytest.mark.parametrize("breaks", [0, 1])
+def test_host_read_in_the_body_is_refused(device, new_capture, breaks) -> None:
+    cut, _ = counted(soft)
+    x, cap = rand(device=device), new_capture()
+    kind = CaptureError if device == "cpu" else RuntimeError
+    assert_fails(cap, lambda: layers(breaks, x, cut).sum().item(), kind)
+    assert_capture_works(new_capture, device)
+
+
+def test_host_read_in_a_break_follows_the_data(device, new_capture) -> None:
+    def by_value(y):
+        return y * 2 if y.sum().item() > 16 else y - 1
+
+    cut, calls = counted(by_value)
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = cut(x + 0.0) + 1
+    assert_alternates(cap, 1)
+    for shift in (0.0, 5.0, -5.0, 1.0):
+        x.copy_(torch.rand_like(x) + shift)
+        cap.replay()
+        assert same(out, by_value(x) + 1)
+    assert len(calls) == 5
+
+
+class NoBegin:
+    """A graph that cannot begin; it does the rest."""
+
+    def __init__(self, graph):
+        self._graph = graph
+
+    def __getattr__(self, name):
+        return getattr(self._graph, name)
+
+    def begin(self, pool):
+        raise RuntimeError("no capture")
+
+
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_stream_capture_that_cannot_begin(device, new_capture, pool, monkeypatch, good) -> None:
+    cut, _ = counted(soft)
+    x, cap, made = rand(device=device), new_capture(), []
+    new_graph = pool.device.new_graph
+
+    def sometimes():
+        made.append(new_graph())
+        return made[-1] if len(made) <= good else NoBegin(made[-1])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool.device, "new_graph", sometimes)
+        assert_fails(cap, lambda: layers(2, x, cut), RuntimeError, "no capture")
+    assert len(made) > good
+    assert_capture_works(new_capture, device)
+
+
+# ---------------------------------------------------------------- other threads
+
+
+def test_break_in_another_thread_on_memory_of_the_capture(device, new_capture) -> None:
+    cut, calls = counted(soft)
+    x, cap, errors = rand(device=device), new_capture(), []
+
+    def body():
+        y = x * 2
+        errors.append(in_thread(lambda: cut(y))[1])
+        y + 1
+
+    assert_fails(cap, body, CaptureError)
+    assert isinstance(errors[0], CaptureError)
+    assert not calls
+    assert_capture_works(new_capture, device)
+
+
+def test_break_in_another_thread_on_other_memory_runs_plain(device, new_capture) -> None:
+    cut, calls = counted(soft)
+    x, other, cap = rand(device=device), rand(device=device), new_capture()
+    with cap:
+        y = x * 2
+        found, error = in_thread(lambda: cut(other))
+        out = cut(y) + 1
+    assert error is None
+    assert same(found, soft(other))
+    assert_alternates(cap, 1)
+    assert len(calls) == 2
+    assert_replays(cap, out, [x], lambda x: soft(x * 2) + 1)
+    assert len(calls) == 5
+
+
+def test_replay_in_another_thread(device, new_capture) -> None:
+    cut, calls = counted(soft)
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = layers(2, x, cut)
+    assert_alternates(cap, 2)
+    for _ in range(3):
+        x.uniform_()
+        found, error = in_thread(lambda: (cap.replay(), out.clone())[1])
+        assert error is None
+        assert same(found, layers(2, x, soft))
+    assert len(calls) == 8
+
+
+# ---------------------------------------------------------------- debug
+
+
+class Shelf:
+    """Where a break leaves a tensor that it does not return."""
+
+    kept = None
+
+
+def hides(y):
+    Shelf.kept = y.cos()
+
+
+def hides_inside(y):
+    Shelf.kept = {"deep": [y.cos()]}
+
+
+@pytest.mark.parametrize(
+    ("function", "take"),
+    [(hides, lambda: Shelf.kept), (hides_inside, lambda: Shelf.kept["deep"][0])],
+)
+def test_debug_finds_a_tensor_that_was_not_returned(device, new_capture, function, take) -> None:
+    cut, _ = counted(function)
+    x, cap = rand(device=device), new_capture(debug=True)
+
+    def body():
+        y = x * 2
+        cut(y)
+        take() + y
+
+    assert_fails(cap, body, CaptureError, function.__name__)
+    assert_capture_works(new_capture, device, debug=True)
+
+
+def test_without_debug_a_tensor_that_was_not_returned_is_frozen(device, new_capture) -> None:
+    cut, _ = counted(hides)
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        y = x * 2
+        cut(y)
+        out = y + 1
+        hidden = Shelf.kept
+        stale = hidden + 0
+    assert_alternates(cap, 1)
+    assert_replays(cap, out, [x], lambda x: x * 2 + 1)
+    assert stale.shape == x.shape
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_debug_passes_what_is_right(device, new_capture, debug) -> None:
+    """In-place results, returned ones, parameters, and what only another break reads."""
+    weight = rand(device=device)
+
+    @eager_break_during_capture
+    def writes(y, out):
+        torch.mul(y, weight, out=out)
+
+    @eager_break_during_capture
+    def leaves(y):
+        Shelf.kept = y.cos()
+        return y.sin(), [y.exp()]
+
+    @eager_break_during_capture
+    def takes():
+        return Shelf.kept * 2
+
+    def model(x, weight):
+        y = x * 2
+        out = torch.empty_like(y)
+        writes(y, out)
+        first, (second,) = leaves(out + weight)
+        return first - second + takes() * weight
+
+    x, cap = rand(device=device), new_capture(debug=debug)
+    with cap:
+        out = model(x, weight)
+    assert_alternates(cap, 3)
+
+    def plain(x, weight):
+        y = x * 2 * weight + weight
+        return y.sin() - y.exp() + y.cos() * 2 * weight
+
+    assert_replays(cap, out, [x, weight], plain)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def chain_in_place(count, x, cut):
+    """A chain in which each cut writes into memory that a graph made."""
+    for k in range(count):
+        y = x.sin() + k
+        out = torch.empty_like(y)
+        cut(y, out)
+        x = out * 2 - y
+    return x
+
+
+def write_soft(y, out):
+    out.copy_(soft(y))
+
+
+@pytest.mark.parametrize(
+    ("chain", "function"), [(layers, soft), (chain_in_place, write_soft)], ids=["fresh", "in place"]
+)
+def test_memory_does_not_grow_with_the_layers(chain, function) -> None:
+    """What a break was given is free for later layers, as if there were no break."""
+    x, reserved = torch.rand(16, 8), {}
+    for count in (4, 24):
+        pool = GraphPool(HostDevice())
+        cut, calls = counted(function)
+        cap = BreakableCUDAGraphCapture(pool, device="cpu")
+        with cap:
+            out = chain(count, x, cut)
+        reserved[count] = pool.memory.reserved
+        assert_alternates(cap, count)
+        assert pool.memory.live <= 2 * out.nbytes
+        assert_replays(cap, out, [x], lambda x, count=count: chain(count, x, function), times=4)
+        assert len(calls) == count * 5
+    assert 0 < reserved[24] == reserved[4] <= 8 * x.nbytes, reserved
+
+
+def test_nothing_of_a_finished_capture_is_live(host_pool) -> None:
+    """The graphs and the bound arguments do not keep the memory that they use."""
+    x, target = torch.rand(4, 8), torch.zeros(4, 8)
+    cut, _ = counted(soft)
+    captures = []
+    for count in (3, 2):
+        cap = BreakableCUDAGraphCapture(host_pool, device="cpu")
+        with cap:
+            target.copy_(layers(count, x, cut))
+        assert host_pool.memory.live == 0
+        assert_alternates(cap, count)
+        captures.append((cap, count))
+    for cap, count in captures * 3:
+        x.uniform_()
+        churn("cpu")
+        cap.replay()
+        assert torch.equal(target, layers(count, x, soft))
+
+
+def test_replays_under_churn(device, new_capture) -> None:
+    def two(y, z):
+        return [y @ z.t(), {"k": z.cos()}]
+
+    def model(x, cut):
+        for _ in range(4):
+            first, more = cut(x.sin(), x + 1)
+            x = first @ more["k"] - x
+        return x
+
+    cut, calls = counted(two)
+    x, cap = rand(device=device), new_capture()
+    with cap:
+        out = model(x, cut)
+    assert_alternates(cap, 4)
+    assert_replays(cap, out, [x], lambda x: model(x, two), times=10, between=lambda: churn(device))
+    assert len(calls) == 4 * 11
+
+
+def test_bridges_of_a_chain_use_the_same_memory(device, new_capture, pool) -> None:
+    cut, calls = counted(soft)
+    x, cap = rand(8, 8, device=device), new_capture()
+    assert x.nbytes == 256
+    with cap:
+        out = layers(12, x, cut)
+    assert_alternates(cap, 12)
+    assert 0 < pool.arena.nbytes <= 3 * 256
+    assert_replays(cap, out, [x], lambda x: layers(12, x, soft), between=lambda: churn(device))
+    assert len(calls) == 12 * 4
+
+
+def test_in_place_breaks_need_no_bridge(device, new_capture, pool) -> None:
+    cut, calls = counted(write_soft)
+    x, cap = rand(8, 8, device=device), new_capture()
+    with cap:
+        out = chain_in_place(5, x, cut)
+    assert_alternates(cap, 5)
+    assert pool.arena.nbytes == 0
+    assert_replays(cap, out, [x], lambda x: chain_in_place(5, x, write_soft))
+    assert len(calls) == 5 * 4
+
+
+# ---------------------------------------------------------------- the wrapper: when it captures
+
+
+def broken_model(cut):
+    return lambda x: cut(x * 2) + cut(x.sin())
+
+
+PLAIN_MODEL = broken_model(soft)
+
+
+def test_wrapper_without_context_runs_plain(device, wrap) -> None:
+    cut, calls = counted(soft)
+    wrapper = wrap(broken_model(cut))
+    for _ in range(2):
+        x = rand(device=device)
+        assert same(wrapper(x), PLAIN_MODEL(x))
+    assert len(calls) == 4
+    assert not wrapper.concrete_cudagraph_entries
+    assert_counters(wrapper, plain={Reason.NO_CONTEXT: 2})
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "reason"),
+    [
+        (None, NONE, Reason.MODE_NONE),
+        (PIECEWISE, NONE, Reason.MODE_NONE),
+        (PIECEWISE, FULL, Reason.OTHER_MODE),
+        (FULL, PIECEWISE, Reason.OTHER_MODE),
+    ],
+)
+def test_wrapper_in_another_mode_runs_plain(device, wrap, own, asked, reason) -> None:
+    cut, calls = counted(soft)
+    wrapper, x = wrap(broken_model(cut), own), rand(device=device)
+    assert_calls(wrapper, PLAIN_MODEL, x, asked)
+    assert_counters(wrapper, plain={reason: 3})
+    assert len(calls) == 6
+    mine = own or PIECEWISE
+    assert_calls(wrapper, PLAIN_MODEL, x, mine)
+    assert_counters(wrapper, captures=1, replays=2, plain={reason: 3})
+    (entry,) = wrapper.concrete_cudagraph_entries.values()
+    assert_alternates(entry.sequence, 0 if mine is FULL else 2)
+
+
+def test_wrapper_captures_and_replays(device, wrap) -> None:
+    cut, calls = counted(soft)
+    wrapper, x = wrap(broken_model(cut)), rand(device=device)
+    assert_calls(wrapper, PLAIN_MODEL, x, times=5)
+    assert_counters(wrapper, captures=1, replays=4)
+    assert set(wrapper.concrete_cudagraph_entries) == {BatchDescriptor(4)}
+    entry = wrapper.concrete_cudagraph_entries[BatchDescriptor(4)]
+    assert isinstance(entry.sequence, GraphSequence)
+    assert_alternates(entry.sequence, 2)
+    assert all("soft" in each.name for each in eager_segments(entry.sequence))
+    assert len(calls) == 10
+    assert wrapper.runtime_mode is None
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        wrapper.concrete_cudagraph_entries[BatchDescriptor(5)] = entry
+
+
+def test_wrapper_serves_both_modes(device, wrap) -> None:
+    """FULL captures breaks inline; each mode has its own descriptor here."""
+    cut, calls = counted(soft)
+    wrapper = wrap(broken_model(cut))
+    x, y = rand(device=device), rand(6, 8, device=device)
+    assert_calls(wrapper, PLAIN_MODEL, x, FULL)
+    assert len(calls) == 2
+    assert_calls(wrapper, PLAIN_MODEL, y, PIECEWISE, tokens=6)
+    assert len(calls) == 2 + 6
+    assert_calls(wrapper, PLAIN_MODEL, x, FULL)
+    assert len(calls) == 2 + 6
+    entries = wrapper.concrete_cudagraph_entries
+    assert_alternates(entries[BatchDescriptor(4)].sequence, 0)
+    assert_alternates(entries[BatchDescriptor(6)].sequence, 2)
+    assert_counters(wrapper, captures=2, replays=7)
+
+
+@pytest.mark.parametrize("mode", [NONE, CUDAGraphMode.FULL_AND_PIECEWISE])
+def test_wrapper_refuses_modes_without_graphs(mode) -> None:
+    with pytest.raises(DispatchError):
+        BreakableCUDAGraphWrapper(soft, runtime_mode=mode)
+    assert BreakableCUDAGraphWrapper(soft).runtime_mode is None
+
+
+def test_wrapper_without_descriptor_is_an_error(device, wrap) -> None:
+    wrapper, x = wrap(soft, name="block"), rand(device=device)
+    context = set_forward_context(cudagraph_runtime_mode=PIECEWISE)
+    with context, pytest.raises(DispatchError, match="block"):
+        wrapper(x)
+    assert_counters(wrapper, failures=1)
+
+
+def test_wrapper_where_capture_is_forbidden(device, wrap) -> None:
+    cut, _ = counted(soft)
+    wrapper = wrap(broken_model(cut))
+    x, y = rand(device=device), rand(6, 8, device=device)
+    assert_calls(wrapper, PLAIN_MODEL, x)
+    with allow_capture(False):
+        assert_calls(wrapper, PLAIN_MODEL, y, tokens=6)
+        assert_calls(wrapper, PLAIN_MODEL, x)
+    assert_counters(wrapper, captures=1, replays=5, plain={Reason.CAPTURE_FORBIDDEN: 3})
+    strict = wrap(broken_model(cut), strict=True, name="block")
+    with allow_capture(False), step(4), pytest.raises(DispatchError, match="block"):
+        strict(x)
+    assert_counters(strict, failures=1)
+
+
+def test_wrapper_inside_of_a_capture_runs_plain(device, wrap, new_capture) -> None:
+    cut, calls = counted(soft)
+    wrapper, x, cap = wrap(broken_model(cut)), rand(device=device), new_capture()
+    with step(4), cap:
+        out = wrapper(x) + 1
+    assert_counters(wrapper, plain={Reason.INSIDE_CAPTURE: 1})
+    assert not wrapper.concrete_cudagraph_entries
+    assert_alternates(cap, 2)
+    assert_replays(cap, out, [x], lambda x: PLAIN_MODEL(x) + 1)
+    assert len(calls) == 8
+
+
+# ---------------------------------------------------------------- the wrapper: a capturing call
+
+
+class Cached(nn.Module):
+    """Counts its executions in graphs and in the break, and writes a cache."""
+
+    def __init__(self, cut):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(16, 8))
+        self.cut = cut
+
+    def forward(self, x, slots):
+        self.count += 1
+        self.cache.index_copy_(0, slots, x)
+        y = self.cut(self.cache, x)
+        self.count += 1
+        return y + self.cache.sum(0)
+
+
+def read_cache(cache, x):
+    cache.add_(1)
+    return cache.sum(0) + x
+
+
+def test_capturing_call_is_one_execution(device, wrap) -> None:
+    cut, calls = counted(read_cache)
+    module, plain = Cached(cut).to(device), Cached(read_cache).to(device)
+    wrapper = wrap(module)
+    x, slots = rand(2, 8, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    for call in range(1, 6):
+        x.uniform_()
+        slots.copy_(torch.tensor([2 * call, 2 * call + 1]))
+        with step(2):
+            found = wrapper(x, slots)
+        assert same(found, plain(x, slots))
+        assert module.count.item() == plain.count.item() == 2 * call
+        assert same(module.cache, plain.cache)
+        assert len(calls) == call
+    assert_counters(wrapper, captures=1, replays=4)
+
+
+def test_break_of_a_capturing_call_sees_computed_data(device, wrap) -> None:
+    seen = []
+
+    def look(y):
+        seen.append(y.clone())
+        return y.cos()
+
+    cut, _ = counted(look)
+    wrapper, x = wrap(lambda x: cut(cut(x * 2) + 1)), rand(device=device)
+    for _ in range(3):
+        seen.clear()
+        x.uniform_()
+        with step(4):
+            found = wrapper(x)
+        assert same(seen, [x * 2, (x * 2).cos() + 1])
+        assert same(found, ((x * 2).cos() + 1).cos())
+    assert_counters(wrapper, captures=1, replays=2)
+
+
+def test_structure_of_outputs(device, wrap) -> None:
+    def model(x, cut):
+        y = cut(x * 2)
+        return y, {"sum": x.sum(0), "more": [y + 1, None, 7, "text"]}, x
+
+    cut, _ = counted(soft)
+    wrapper = wrap(lambda x: model(x, cut))
+    x = rand(device=device)
+    assert_calls(wrapper, lambda x: model(x, soft), x)
+    with step(4):
+        found = wrapper(x)
+    assert found[1]["more"][1:] == [None, 7, "text"]
+    assert found[2].data_ptr() == x.data_ptr()
+    assert_counters(wrapper, captures=1, replays=3)
+
+
+@pytest.mark.parametrize("weak", [True, False])
+def test_weak_and_strong_outputs(device, wrap, weak) -> None:
+    cut, _ = counted(soft)
+    wrapper = wrap(broken_model(cut), options=CUDAGraphOptions(weak_ref_output=weak))
+    assert_calls(wrapper, PLAIN_MODEL, rand(device=device))
+    assert_calls(wrapper, PLAIN_MODEL, rand(6, 8, device=device), tokens=6)
+    assert_counters(wrapper, captures=2, replays=4)
+
+
+def test_failing_capturing_call_keeps_nothing(device, wrap) -> None:
+    error, failing_now = Asked("on purpose"), [True]
+
+    def sometimes(y):
+        if failing_now:
+            raise error
+        return soft(y)
+
+    cut, calls = counted(sometimes)
+    wrapper, x = wrap(broken_model(cut)), rand(device=device)
+    for failures in (1, 2):
+        with step(4), pytest.raises(Asked) as caught:
+            wrapper(x)
+        assert caught.value is error
+        assert len(calls) == failures
+        assert not wrapper.concrete_cudagraph_entries
+        assert BreakableCUDAGraphCapture.current() is None
+    failing_now.clear()
+    assert_calls(wrapper, PLAIN_MODEL, x)
+    assert_counters(wrapper, captures=1, replays=2, failures=2)
+
+
+def test_error_of_a_break_at_replay_of_a_wrapper(device, wrap) -> None:
+    failing_now = []
+
+    def sometimes(y):
+        if failing_now:
+            raise Asked("on purpose")
+        return soft(y)
+
+    cut, _ = counted(sometimes)
+    wrapper, x = wrap(broken_model(cut)), rand(device=device)
+    assert_calls(wrapper, PLAIN_MODEL, x)
+    failing_now.append(True)
+    with step(4), pytest.raises(Asked, match="on purpose"):
+        wrapper(x)
+    failing_now.clear()
+    assert_calls(wrapper, PLAIN_MODEL, x)
+    assert_counters(wrapper, captures=1, replays=5, failures=1)
+
+
+# ---------------------------------------------------------------- the wrapper: operators
+
+
+def test_wrapper_breaks_at_splitting_ops(device, wrap) -> None:
+    wrapper, x = wrap(attended, splitting_ops=ATTEND), rand(device=device)
+    assert_calls(wrapper, attended, x, times=5)
+    (entry,) = wrapper.concrete_cudagraph_entries.values()
+    assert_alternates(entry.sequence, 1)
+    assert "cgtest::attend" in eager_segments(entry.sequence)[0].name
+    assert_counters(wrapper, captures=1, replays=4)
+
+
+def test_wrapper_breaks_at_builtin_attention(device, wrap) -> None:
+    def model(x):
+        return F.scaled_dot_product_attention(x.sin(), x.cos(), x * 2) + x
+
+    wrapper, x = wrap(model), rand(2, 3, 4, 8, device=device)
+    with torch.inference_mode():
+        assert_calls(wrapper, model, x)
+    (entry,) = wrapper.concrete_cudagraph_entries.values()
+    assert_alternates(entry.sequence, 1)
+    assert_counters(wrapper, captures=1, replays=2)
+
+
+def test_splitting_ops_that_never_ran_are_an_error(device, wrap) -> None:
+    wrapper, x = wrap(torch.sin, splitting_ops=SOFT, name="block"), rand(device=device)
+    for _ in range(2):
+        with step(4), pytest.raises(CaptureError, match="cgbreak::soft"):
+            wrapper(x)
+    assert not wrapper.concrete_cudagraph_entries
+    assert_counters(wrapper, failures=2)
+    assert_calls(wrapper, torch.sin, x, FULL)
+    assert_counters(wrapper, failures=2, captures=1, replays=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "splitting_ops"),
+    [(softened, SOFT), (lambda x: torch.ops.cgbreak.outer(x), SOFT), (attended, ATTEND)],
+    ids=["plain", "in impl", "in place"],
+)
+def test_op_that_must_not_be_captured_is_an_error_in_full(
+    device, wrap, model, splitting_ops
+) -> None:
+    wrapper, x = wrap(model, splitting_ops=splitting_ops), rand(device=device)
+    with step(4, FULL), pytest.raises(CaptureError, match=splitting_ops[0]):
+        wrapper(x)
+    assert not wrapper.concrete_cudagraph_entries
+    assert_counters(wrapper, failures=1)
+    assert_calls(wrapper, model, x)
+    (entry,) = wrapper.concrete_cudagraph_entries.values()
+    assert_alternates(entry.sequence, 1)
+    assert_counters(wrapper, failures=1, captures=1, replays=2)
+
+
+def test_op_that_may_be_captured_is_inline_in_full(device, wrap) -> None:
+    ops = (SplittingOp("cgbreak::soft", support=AttentionCGSupport.ALWAYS),)
+    wrapper, x = wrap(softened, splitting_ops=ops), rand(device=device)
+    assert_calls(wrapper, softened, x, FULL)
+    (entry,) = wrapper.concrete_cudagraph_entries.values()
+    assert_alternates(entry.sequence, 0)
+    assert_counters(wrapper, captures=1, replays=2)
+
+
+def test_builtin_attention_is_inline_in_full(device, wrap) -> None:
+    def model(x):
+        return F.scaled_dot_product_attention(x.sin(), x.cos(), x * 2) + x
+
+    wrapper, x = wrap(model, FULL), rand(2, 3, 4, 8, device=device)
+    with torch.inference_mode():
+        assert_calls(wrapper, model, x, FULL)
+    (entry,) = wrapper.concrete_cudagraph_entries.values()
+    assert_alternates(entry.sequence, 0)
+    assert_counters(wrapper, captures=1, replays=2)
+
+
+@pytest.mark.parametrize("kind", ["op", "decorated"])
+def test_break_sees_the_context_of_the_present_step(device, wrap, kind) -> None:
+    cut, calls = counted(torch.ops.cgbreak.by_context)
+    scale = torch.ops.cgbreak.by_context if kind == "op" else cut
+    wrapper = wrap(lambda x: scale(x + 1) - x, splitting_ops=("cgbreak::by_context",))
+    x = rand(device=device)
+    for metadata in (2.0, -1.0, 0.25, 7.0):
+        x.uniform_()
+        with step(4, metadata=metadata) as context:
+            found = wrapper(x)
+        assert same(found, (x + 1) * metadata - x)
+        assert kind == "op" or calls[-1] is context
+    assert_counters(wrapper, captures=1, replays=3)
+
+
+# ---------------------------------------------------------------- the wrapper: guards, the rest
+
+
+def test_wrapper_guards_its_inputs(device, wrap) -> None:
+    cut, calls = counted(soft)
+    wrapper = wrap(lambda x, n, *, more: cut(x * n) + more["a"][0], name="block")
+    x, y, moved = (rand(device=device) for _ in range(3))
+    with step(4):
+        for n, given, error, path in (
+            (3, (x, y), HostValueChangedError, r"block, num_tokens=4: input 1 is 3, was 2"),
+            (2, (moved, y), AddressChangedError, r"block, num_tokens=4: input 0 is at 0x"),
+            (2, (x, moved), AddressChangedError, r"input 'more'\['a'\]\[0\] is at 0x"),
+            (2, (x[:2], y), HostValueChangedError, r"input 0 is"),
+        ):
+            x.uniform_()
+            y.uniform_()
+            assert same(wrapper(x, 2, more={"a": [y]}), soft(x * 2) + y)
+            ran = len(calls)
+            with pytest.raises(error, match=path):
+                wrapper(given[0], n, more={"a": [given[1]]})
+            assert len(calls) == ran
+    assert_counters(wrapper, captures=1, replays=3, failures=4)
+
+
+def test_wrapper_gradients_run_plain(device, wrap) -> None:
+    cut, _ = counted(soft)
+    wrapper, x = wrap(broken_model(cut)), rand(device=device)
+    tracked = x.detach().requires_grad_()
+    with step(4):
+        assert wrapper(tracked).requires_grad
+    assert_counters(wrapper, plain={Reason.GRADIENTS: 1})
+    assert_calls(wrapper, PLAIN_MODEL, x)
+    assert_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 1})
+
+
+def test_cleared_graphs_are_captured_again(device, wrap) -> None:
+    cut, calls = counted(soft)
+    wrapper, x, moved = wrap(broken_model(cut)), *(rand(device=device) for _ in range(2))
+    assert_calls(wrapper, PLAIN_MODEL, x)
+    wrapper.clear_graphs()
+    assert not wrapper.concrete_cudagraph_entries
+    assert_calls(wrapper, PLAIN_MODEL, moved)
+    assert_counters(wrapper, captures=2, replays=4)
+    assert len(calls) == 12
+
+
+def test_wrapper_passes_attributes_on(wrap) -> None:
+    module = nn.Linear(8, 4)
+    wrapper = wrap(module, name="block")
+    assert wrapper.in_features == 8
+    assert wrapper.weight is module.weight
+    assert not hasattr(wrapper, "missing")
+    with pytest.raises(AttributeError, match=r"Linear .* 'missing'"):
+        _ = wrapper.missing
+
+
+def test_unwrap_through_both_kinds(wrap) -> None:
+    module, config = nn.Linear(8, 4), CompilationConfig(capture_device="host")
+    inner = wrap(module, PIECEWISE)
+    assert inner.unwrap() is module
+    assert CUDAGraphWrapper(inner, config, FULL).unwrap() is module
+    assert wrap(CUDAGraphWrapper(module, config, FULL)).unwrap() is module
+    assert wrap(inner).unwrap() is module
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_have_no_graphs_and_work(device, wrap, copied) -> None:
+    model = Stack(2, 8).eval().to(device)
+    wrapper, x = wrap(model, PIECEWISE, splitting_ops=ATTEND, name="block"), rand(device=device)
+    assert_calls(wrapper, model, x)
+    other = copied(wrapper)
+    assert type(other) is BreakableCUDAGraphWrapper
+    assert (other.runtime_mode, other.name) == (PIECEWISE, "block")
+    assert not other.concrete_cudagraph_entries
+    assert_calls(other, model, x)
+    assert_counters(other, captures=1, replays=2)
+    assert_calls(wrapper, model, x)
+    assert_counters(wrapper, captures=1, replays=5)
+
+
+def test_full_wrapper_outside_of_a_breakable_one(device, wrap) -> None:
+    """The same step in both modes: one graph of all, or the pieces between breaks."""
+    cut, calls = counted(soft)
+    inner = wrap(lambda x: broken_model(cut)(x), PIECEWISE)
+    config = CompilationConfig(capture_device="host")
+    outer, x = CUDAGraphWrapper(lambda x: inner(x) + 1, config, FULL), rand(device=device)
+    for _ in range(2):
+        assert_calls(outer, lambda x: PLAIN_MODEL(x) + 1, x, PIECEWISE)
+        assert_calls(outer, lambda x: PLAIN_MODEL(x) + 1, x, FULL)
+    assert_counters(outer, captures=1, replays=5, plain={Reason.OTHER_MODE: 6})
+    assert_counters(inner, captures=1, replays=5, plain={Reason.OTHER_MODE: 1})
+    assert len(calls) == 2 * 6 + 2
+
+
+def test_wrappers_of_one_pool_do_not_disturb_each_other(device, wrap, pool) -> None:
+    cut, _ = counted(soft)
+    plains = [lambda x, f, k=k: f(x * k) + f(x.sin() - k) for k in (1, 2, 3)]
+    wrappers = [wrap(lambda x, p=plain: p(x, cut), pool=pool) for plain in plains]
+    x = rand(device=device)
+    for _ in range(4):
+        x.uniform_()
+        for wrapper, plain in zip(wrappers, plains, strict=True):
+            with step(4):
+                assert same(wrapper(x), plain(x, soft))
+    for wrapper in wrappers:
+        assert wrapper.pool is pool
+        assert_counters(wrapper, captures=1, replays=3)
+
+
+def test_other_thread_replays_in_its_own_context(device, wrap) -> None:
+    wrapper = wrap(torch.ops.cgbreak.by_context, splitting_ops=("cgbreak::by_context",))
+    x = rand(device=device)
+
+    def one(metadata):
+        with step(4, metadata=metadata):
+            return wrapper(x).clone()
+
+    for metadata in (2.0, 3.0):
+        x.uniform_()
+        assert same(one(metadata), x * metadata)
+    x.uniform_()
+    found, error = in_thread(lambda: one(-4.0))
+    assert error is None
+    assert same(found, x * -4.0)
+    assert_counters(wrapper, captures=1, replays=2)
+
+
+def test_many_threads_call_one_wrapper(device, wrap) -> None:
+    cut, calls = counted(soft)
+    wrapper = wrap(broken_model(cut))
+    buffers = {tokens: rand(tokens, 8, device=device) for tokens in (2, 3, 4)}
+    for tokens, buffer in buffers.items():
+        assert_calls(wrapper, PLAIN_MODEL, buffer, tokens=tokens, times=1)
+    expected = {tokens: PLAIN_MODEL(buffer) for tokens, buffer in buffers.items()}
+    lock, wrong = threading.Lock(), []
+
+    def target(tokens):
+        for _ in range(5):
+            with lock, step(tokens):
+                if not same(wrapper(buffers[tokens]), expected[tokens]):
+                    wrong.append(tokens)
+
+    threads = [threading.Thread(target=target, args=(tokens,)) for tokens in buffers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not wrong
+    assert_counters(wrapper, captures=3, replays=15)
+    assert len(calls) == 2 * 18
+
+
+def test_plain_module_of_eight_layers(device, wrap) -> None:
+    """Two sizes interleaved, the largest captured first, random numbers at each of 20 replays."""
+    torch.manual_seed(0)
+    model = Stack(8, 16).eval().to(device)
+    wrapper = wrap(model, splitting_ops=ATTEND, strict=True)
+    buffers = {tokens: rand(tokens, 16, device=device) for tokens in (12, 5)}
+    previous = {}
+    for round_ in range(21):
+        for tokens in (12, 5) if round_ % 3 else (5, 12) if round_ else (12, 5):
+            buffer = buffers[tokens]
+            buffer.copy_(torch.randn_like(buffer))
+            expected = model(buffer.clone())
+            churn(device)
+            with step(tokens):
+                found = wrapper(buffer)
+            assert same(found, expected)
+            assert tokens not in previous or not same(found, previous[tokens])
+            previous[tokens] = found.clone()
+    assert_counters(wrapper, captures=2, replays=40)
+    for tokens in buffers:
+        entry = wrapper.concrete_cudagraph_entries[BatchDescriptor(tokens)]
+        assert_alternates(entry.sequence, 8)
+
+
+# ---------------------------------------------------------------- streams
+
+
+@pytest.mark.gpu
+def test_capture_without_a_pool() -> None:
+    cut, calls = counted(soft)
+    x, cap = rand(device="cuda"), BreakableCUDAGraphCapture()
+    with cap:
+        out = layers(2, x, cut)
+    assert_alternates(cap, 2)
+    assert_replays(cap, out, [x], lambda x: layers(2, x, soft))
+    assert len(calls) == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_breaks_run_on_the_stream_of_capture_then_of_the_caller(new_capture, pool) -> None:
+    seen = []
+
+    @eager_break_during_capture
+    def look(y):
+        seen.append(torch.cuda.current_stream())
+        return y.sin()
+
+    x, cap, stream = rand(device="cuda"), new_capture(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with cap:
+        out = look(x * 2) + 1
+    assert seen == [pool.stream]
+    with torch.cuda.stream(stream):
+        assert_replays(cap, out, [x], lambda x: (x * 2).sin() + 1)
+    assert seen[1:] == [stream] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_wrapper_breaks_run_on_the_stream_of_the_caller(wrap, device) -> None:
+    seen = []
+
+    @eager_break_during_capture
+    def look(y):
+        seen.append(torch.cuda.current_stream())
+        return y.sin()
+
+    stream = torch.cuda.Stream()
+    wrapper = wrap(lambda x: look(x * 2) + 1)
+    with torch.cuda.stream(stream):
+        x = rand(device=device)
+        assert_calls(wrapper, lambda x: (x * 2).sin() + 1, x)
+    assert seen == [stream] * 3
+    assert_counters(wrapper, captures=1, replays=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_side_stream_must_be_joined_at_a_break(new_capture, device, joined) -> None:
+    x, side, cap = rand(device=device), torch.cuda.Stream(), new_capture()
+    cut, _ = counted(soft)
+
+    def body():
+        y = x + 1
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            z = y * 2
+        if joined:
+            main.wait_stream(side)
+        return cut(y) + (z if joined else y)
+
+    if not joined:
+        assert_fails(cap, body, RuntimeError)
+    else:
+        with cap:
+            out = body()
+        assert_alternates(cap, 1)
+        assert_replays(cap, out, [x], lambda x: soft(x + 1) + (x + 1) * 2)
+    torch.cuda.synchronize()
+    assert_capture_works(new_capture, device)

@@ -1,0 +1,435 @@
+"""Host data reaches the buffer whole, in order, and without the rows of a larger batch."""
+
+import random
+import re
+
+import pytest
+import torch
+
+from cgcompile.errors import CaptureError, ConfigError
+from cgcompile.graphs import staging as module
+from cgcompile.graphs.capture import capture
+from cgcompile.graphs.staging import HostStaging
+
+LONG = 50_000_000  # cycles; tens of milliseconds
+SHORT = 2_000_000  # about a millisecond, far more than the host needs for a fill
+
+
+def buffer_of(device, rows=8, *trailing, dtype=torch.int64, value=9):
+    return torch.full((rows, *trailing), value, dtype=dtype, device=device)
+
+
+def rows_of(count, *trailing, start=100, dtype=torch.int64):
+    size = torch.Size((count, *trailing))
+    return torch.arange(start, start + size.numel()).reshape(size).to(dtype)
+
+
+def state(staging):
+    slots = [(slot.memory.clone(), slot.real) for slot in staging._slots]
+    return staging.buffer.tolist(), slots, staging._next, staging._real
+
+
+def same_state(found, expected):
+    return str(found) == str(expected)
+
+
+# ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.complex64]
+)
+def test_rows_arrive_in_any_dtype(device, dtype) -> None:
+    buffer = buffer_of(device, 5, 2, 3, dtype=dtype, value=1)
+    rows = rows_of(4, 2, 3, start=0).remainder(3).to(dtype)
+    found = HostStaging(buffer).fill(rows)
+    assert torch.equal(found.cpu(), rows)
+    assert torch.equal(buffer[4].cpu(), torch.ones(2, 3, dtype=dtype))
+
+
+def test_returned_view_is_the_front_of_the_buffer(device) -> None:
+    buffer = buffer_of(device)
+    staging = HostStaging(buffer)
+    found = staging.fill(rows_of(3))
+    assert staging.buffer is buffer
+    assert found.data_ptr() == buffer.data_ptr()
+    assert found.shape == (3,)
+    assert found._base is buffer
+
+
+def test_rows_of_any_layout(device) -> None:
+    wide, buffer = rows_of(6, 4), buffer_of(device, 4, 6)
+    assert torch.equal(HostStaging(buffer).fill(wide.t()).cpu(), wide.t())
+    lazy = torch.randn(4, dtype=torch.complex64).conj()
+    found = HostStaging(buffer_of(device, 4, dtype=torch.complex64)).fill(lazy)
+    assert torch.equal(found.cpu(), lazy)
+
+
+def test_caller_may_overwrite_its_rows(device) -> None:
+    staging, rows = HostStaging(buffer_of(device)), rows_of(8)
+    expected = rows.clone()
+    found = staging.fill(rows)
+    rows.zero_()
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_all_rows_and_none(device) -> None:
+    staging = HostStaging(buffer_of(device), sentinel=-1)
+    assert staging.fill(rows_of(8)).tolist() == rows_of(8).tolist()
+    assert staging.fill(rows_of(0)).shape == (0,)
+    assert staging.buffer.tolist() == [-1] * 8
+
+
+def test_buffer_without_rows(device) -> None:
+    staging = HostStaging(buffer_of(device, 0, 3), sentinel=-1)
+    assert staging.fill(rows_of(0, 3)).shape == (0, 3)
+
+
+def test_fill_feeds_a_recorded_graph(device, pool) -> None:
+    buffer = buffer_of(device)
+    graph, found = capture(lambda: buffer * 2, pool, "doubled")
+    staging = HostStaging(buffer, num_slots=2, sentinel=0)
+    for count in (8, 3, 5, 0, 1):
+        staging.fill(rows_of(count, start=count))
+        graph.replay()
+        assert found.tolist() == [2 * (count + i) for i in range(count)] + [0] * (8 - count)
+
+
+# ---------------------------------------------------------------- tails
+
+
+def test_first_fill_clears_the_whole_tail(device) -> None:
+    staging = HostStaging(buffer_of(device), sentinel=-1)
+    staging.fill(rows_of(2))
+    assert staging.buffer.tolist() == [100, 101, *[-1] * 6]
+
+
+def test_first_fill_with_no_rows_clears_all(device) -> None:
+    staging = HostStaging(buffer_of(device), sentinel=-1)
+    staging.fill(rows_of(0))
+    assert staging.buffer.tolist() == [-1] * 8
+
+
+def test_without_a_sentinel_the_tail_stays(device) -> None:
+    staging = HostStaging(buffer_of(device), num_slots=2)
+    staging.fill(rows_of(4))
+    staging.fill(rows_of(2, start=0))
+    staging.fill(rows_of(0))
+    assert staging.buffer.tolist() == [0, 1, 102, 103, 9, 9, 9, 9]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("sentinel", [None, -1])
+def test_shrinking_and_growing(device, num_slots, sentinel) -> None:
+    draw, buffer = random.Random(0), buffer_of(device, 8, 2)
+    staging = HostStaging(buffer, num_slots=num_slots, sentinel=sentinel)
+    expected = buffer.cpu()
+    for step in range(60):
+        count = draw.choice([0, 1, 2, 5, 7, 8])
+        rows = rows_of(count, 2, start=100 * step)
+        found = staging.fill(rows)
+        if sentinel is not None:
+            expected.fill_(sentinel)
+        expected[:count] = rows
+        assert torch.equal(buffer.cpu(), expected)
+        assert torch.equal(found.cpu(), rows)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_rows_without_data_are_uploaded_once(device, num_slots, monkeypatch) -> None:
+    staging, extents = HostStaging(buffer_of(device), num_slots=num_slots, sentinel=-1), []
+    upload = staging._upload
+
+    def counted(slot, extent):
+        extents.append(extent)
+        upload(slot, extent)
+
+    monkeypatch.setattr(staging, "_upload", counted)
+    for count in (2, 5, 3, 3, 0, 0, 1):
+        staging.fill(rows_of(count))
+    assert extents == [8, 5, 5, 3, 3, 1]  # one each, and none for nothing after nothing
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sentinel"),
+    [
+        (torch.bool, True),
+        (torch.uint8, 255),
+        (torch.int32, -1),
+        (torch.int64, False),
+        (torch.float16, 0.1),
+        (torch.float32, float("nan")),
+        (torch.bfloat16, float("-inf")),
+    ],
+)
+def test_sentinels(device, dtype, sentinel) -> None:
+    buffer = buffer_of(device, 3, dtype=dtype, value=0)
+    HostStaging(buffer, sentinel=sentinel).fill(torch.zeros(1, dtype=dtype))
+    expected = torch.full((3,), sentinel, dtype=dtype)
+    expected[0] = 0
+    assert torch.equal(torch.nan_to_num(buffer.cpu()), torch.nan_to_num(expected))
+    assert torch.equal(buffer.cpu().isnan(), expected.isnan())
+
+
+# ---------------------------------------------------------------- modes of autograd
+
+
+@pytest.mark.parametrize("made_in", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_one_staging_serves_every_mode(device, made_in) -> None:
+    buffer = buffer_of(device, dtype=torch.float32)
+    with made_in():
+        staging = HostStaging(buffer, num_slots=2, sentinel=-1)
+    for count, mode in enumerate([torch.enable_grad, torch.no_grad, torch.inference_mode] * 2):
+        with mode():
+            found = staging.fill(rows_of(count, dtype=torch.float32))
+        assert found.tolist() == rows_of(count).tolist()
+        assert not buffer.is_inference()
+    assert not staging._slots[0].memory.is_inference()
+
+
+def test_rows_made_in_inference_mode_and_rows_with_gradients(device) -> None:
+    staging = HostStaging(buffer_of(device, dtype=torch.float32))
+    with torch.inference_mode():
+        rows = rows_of(3, dtype=torch.float32)
+    assert torch.equal(staging.fill(rows).cpu(), rows)
+    found = staging.fill(rows_of(3, dtype=torch.float32).requires_grad_())
+    assert not found.requires_grad
+
+
+# ---------------------------------------------------------------- refusals
+
+BAD_ROWS = {
+    "list": ([1, 2], "rows = [1, 2]; expected a torch.Tensor on the CPU"),
+    "many": (
+        torch.zeros(9, 2, dtype=torch.int64),
+        "rows.shape = [9, 2]; expected [n, 2] with n at most 8",
+    ),
+    "trailing": (torch.zeros(3, 3, dtype=torch.int64), "rows.shape = [3, 3]; expected [n, 2]"),
+    "dims": (torch.zeros(3, dtype=torch.int64), "rows.shape = [3]; expected [n, 2]"),
+    "scalar": (torch.tensor(3), "rows.shape = []; expected [n, 2]"),
+    "dtype": (
+        torch.zeros(3, 2, dtype=torch.int32),
+        "rows.dtype = torch.int32; expected torch.int64",
+    ),
+    "meta": (
+        torch.zeros(3, 2, dtype=torch.int64, device="meta"),
+        "rows.device = 'meta'; expected 'cpu'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+@pytest.mark.parametrize("used", [False, True])
+def test_bad_rows_change_nothing(device, case, used) -> None:
+    rows, message = BAD_ROWS[case]
+    staging = HostStaging(buffer_of(device, 8, 2), num_slots=2, sentinel=-1)
+    if used:
+        staging.fill(rows_of(4, 2))
+    before = state(staging)
+    with pytest.raises(ConfigError, match=re.escape(f"HostStaging.fill(): {message}")):
+        staging.fill(rows)
+    assert same_state(state(staging), before)
+    staging.fill(rows_of(1, 2))
+    assert staging.buffer.tolist() == [[100, 101], *[[-1, -1]] * 7]
+
+
+@pytest.mark.gpu
+def test_rows_on_the_device_are_refused() -> None:
+    staging = HostStaging(buffer_of("cuda"))
+    with pytest.raises(ConfigError, match=r"rows\.device = 'cuda:0'; expected 'cpu'"):
+        staging.fill(buffer_of("cuda"))
+
+
+def test_refused_inside_of_a_capture(device, pool) -> None:
+    staging = HostStaging(buffer_of(device), sentinel=-1)
+    before = state(staging)
+    with pytest.raises(CaptureError, match=r"HostStaging\.fill\(\): .* not permitted"):
+        capture(lambda: staging.fill(rows_of(3)), pool, "filling")
+    assert same_state(state(staging), before)
+    staging.fill(rows_of(1))
+    assert staging.buffer.tolist() == [100, *[-1] * 7]
+
+
+@pytest.mark.parametrize("num_slots", [0, -1, 1.5, None])
+def test_number_of_slots(device, num_slots) -> None:
+    with pytest.raises(ConfigError, match=r"HostStaging: num_slots = .*; expected .* at least 1"):
+        HostStaging(buffer_of(device), num_slots=num_slots)
+
+
+def test_buffers_that_cannot_serve(device) -> None:
+    for buffer, message in (
+        (
+            buffer_of(device, 4, 2).t(),
+            r"buffer\.stride\(\) = \(1, 2\); expected a contiguous tensor",
+        ),
+        (buffer_of(device)[::2], r"buffer\.stride\(\) = \(2,\)"),
+        (buffer_of(device)[0], r"buffer\.shape = \[\]; expected at least one dimension"),
+        (buffer_of("meta"), r"buffer\.device = 'meta'; expected 'cuda' or 'cpu'"),
+        ([1, 2], r"buffer = \[1, 2\]; expected a torch\.Tensor"),
+    ):
+        with pytest.raises(ConfigError, match=f"HostStaging: {message}"):
+            HostStaging(buffer)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sentinel"),
+    [
+        (torch.int64, 0.5),
+        (torch.uint8, -1),
+        (torch.int8, 200),
+        (torch.int32, float("nan")),
+        (torch.bool, 2),
+        (torch.int64, "0"),
+    ],
+)
+def test_sentinels_that_the_dtype_does_not_have(device, dtype, sentinel) -> None:
+    with pytest.raises(
+        ConfigError, match=r"HostStaging: sentinel = .*; expected a value that torch"
+    ):
+        HostStaging(buffer_of(device, dtype=dtype, value=0), sentinel=sentinel)
+
+
+# ---------------------------------------------------------------- slots
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_slots_take_turns(device, num_slots) -> None:
+    staging = HostStaging(buffer_of(device), num_slots=num_slots)
+    assert [slot.memory.is_pinned() for slot in staging._slots] == [device == "cuda"] * num_slots
+    for step in range(2 * num_slots):
+        staging.fill(rows_of(1, start=step))
+        assert staging._slots[step % num_slots].memory[0] == step
+    assert staging._next == 0
+
+
+class Unread:
+    """An event that comes once it is waited for; it keeps count."""
+
+    def __init__(self) -> None:
+        self.done, self.waits, self.records = True, 0, 0
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.waits, self.done = self.waits + 1, True
+
+    def record(self, stream) -> None:
+        self.records, self.done = self.records + 1, False
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_waits_only_for_the_upload_of_the_same_slot(num_slots) -> None:
+    staging = HostStaging(buffer_of("cuda"), num_slots=num_slots)
+    events = [Unread() for _ in range(num_slots)]
+    for slot, event in zip(staging._slots, events, strict=True):
+        slot.read = event
+    for _ in range(num_slots):
+        staging.fill(rows_of(3))
+    assert [(event.waits, event.records) for event in events] == [(0, 1)] * num_slots
+    staging.fill(rows_of(3))
+    assert [event.waits for event in events] == [1] + [0] * (num_slots - 1)
+    for event in events:
+        event.done = True
+    staging.fill(rows_of(3))
+    assert sum(event.waits for event in events) == 1
+
+
+# ---------------------------------------------------------------- races
+
+
+@pytest.mark.gpu
+def test_free_slot_never_synchronises() -> None:
+    staging = HostStaging(buffer_of("cuda"), num_slots=2, sentinel=-1)
+    staging.fill(rows_of(8))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    busy = torch.cuda.Event()
+    busy.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for count in (3, 5):  # one slot each
+            staging.fill(rows_of(count))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not busy.query(), "the fill waited for the device"
+    staging.fill(rows_of(1))
+    assert busy.query(), "a slot was overwritten before its upload was done"
+    assert staging.buffer.tolist() == [100, *[-1] * 7]
+
+
+def race(num_slots, steps=200):
+    """Fills that outrun the device, each followed by a reader; the buffers that the readers saw."""
+    buffer = buffer_of("cuda", 64, 16)
+    staging = HostStaging(buffer, num_slots=num_slots, sentinel=-1)
+    rows = torch.empty(64, 16, dtype=torch.int64)
+    found = [torch.empty_like(buffer) for _ in range(steps)]  # beforehand: cudaMalloc may wait
+    counts = [(step * 37) % 65 for step in range(steps)]
+    torch.cuda.synchronize()
+    outran = 0
+    for step, count in enumerate(counts):
+        rows.fill_(step)
+        torch.cuda._sleep(SHORT)
+        busy = torch.cuda.Event()
+        busy.record()
+        staging.fill(rows[:count])
+        rows.fill_(-7)
+        found[step].copy_(buffer)
+        outran += not busy.query()
+    torch.cuda.synchronize()
+    right = 0
+    for step, count in enumerate(counts):
+        expected = torch.full((64, 16), -1)
+        expected[:count] = step
+        right += torch.equal(found[step].cpu(), expected)
+    return right, outran
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_host_that_runs_ahead(num_slots) -> None:
+    right, outran = race(num_slots)
+    assert right == 200
+    assert outran, "nothing was raced"
+
+
+@pytest.mark.gpu
+def test_the_race_is_real(monkeypatch) -> None:
+    monkeypatch.setattr(module._Slot, "wait", lambda slot: None)
+    right, _ = race(2)
+    assert right < 200
+
+
+@pytest.mark.gpu
+def test_fills_on_several_streams_come_in_order() -> None:
+    buffer = buffer_of("cuda")
+    staging = HostStaging(buffer, num_slots=2, sentinel=-1)
+    staging.fill(rows_of(0))
+    found = [torch.empty_like(buffer) for _ in range(3)]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    for step, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LONG // (step + 1))
+            staging.fill(rows_of(3 - step, start=step))
+            torch.cuda._sleep(LONG // (step + 1))
+            found[step].copy_(buffer)  # a late reader: the next upload waits for it, too
+    torch.cuda.synchronize()
+    for step in range(3):
+        assert found[step].tolist() == [*range(step, 3), *[-1] * (5 + step)]
+    assert torch.equal(buffer, found[2])
+
+
+@pytest.mark.gpu
+def test_empty_fill_on_another_stream_comes_after_the_last_one() -> None:
+    buffer = buffer_of("cuda")
+    staging, found = HostStaging(buffer), torch.empty_like(buffer)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    staging.fill(rows_of(8))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        staging.fill(rows_of(0))
+        found.copy_(buffer)
+    torch.cuda.synchronize()
+    assert torch.equal(found.cpu(), rows_of(8))
