@@ -20,6 +20,7 @@ from torch import fx
 
 from cgcompile import compat
 from cgcompile.errors import BoundaryError
+from cgcompile.forward_context import BatchDescriptor
 
 REGION_MARK = {"cgcompile": "eager"}
 
@@ -31,6 +32,18 @@ class AttentionCGSupport(enum.IntEnum):
     UNIFORM_SINGLE_TOKEN_DECODE = 1  # batches in which each request has one token
     UNIFORM_BATCH = 2  # batches in which all requests have the same number of tokens
     ALWAYS = 3  # any batch
+
+
+def allows_full(support: AttentionCGSupport, descriptor: BatchDescriptor | None) -> bool:
+    """Whether ops of this support may be in the FULL graph of a batch; None means any batch."""
+    if support is AttentionCGSupport.ALWAYS:
+        return True
+    if descriptor is None or not descriptor.uniform:
+        return False
+    if support is AttentionCGSupport.UNIFORM_BATCH:
+        return True
+    single = descriptor.query_len == 1
+    return support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE and single
 
 
 def target_name(target: Any) -> str:
@@ -110,6 +123,8 @@ BUILTIN_SPLITTING_OPS: tuple[SplittingOp, ...] = (
     SplittingOp(F.scaled_dot_product_attention, support=_ALWAYS),
     SplittingOp("aten::scaled_dot_product_attention", support=_ALWAYS),
     SplittingOp("aten::_scaled_dot_product_*attention*", support=_ALWAYS),
+    SplittingOp("aten::_native_multi_head_attention", support=_ALWAYS),
+    SplittingOp("aten::_transformer_encoder_layer_fwd", support=_ALWAYS),
     SplittingOp(F.multi_head_attention_forward, support=_ALWAYS),
     SplittingOp("higher_order::flex_attention", support=_ALWAYS, compiled=True),
     # Packages that may not be installed: names as they register them.
@@ -206,6 +221,9 @@ class Boundaries:
             or ``SplittingOp`` objects.
         builtin: whether the built-in attention ops are boundaries.
 
+    Attributes:
+        declared: the names of the user's entries.
+
     Raises:
         BoundaryError: a name that nothing defines (with close matches), an object that is no op,
             or one op declared twice with different settings.
@@ -220,6 +238,7 @@ class Boundaries:
         for op in BUILTIN_SPLITTING_OPS if builtin else ():
             given.add(op)  # by name, resolved or not: its package may not be installed
         self._tables = (mine, given)
+        self.declared = tuple(op.name for op in mine)
 
     def __iter__(self) -> Iterator[SplittingOp]:
         for table in self._tables:

@@ -61,16 +61,28 @@ EXAMPLES: dict[str, CGCompileError] = {
         "piece_0", "inductor", "m.py:4 in forward", ValueError("no")
     ),
     "PieceCompileError.bad_outputs": PieceCompileError.bad_outputs("piece_0", "mine", 2, "no list"),
+    "GradientError.of_a_capture": GradientError.of_a_capture("Decoder"),
     "GradientError.recomputes": GradientError.recomputes(),
     "CaptureError.refused": CaptureError.refused("aten._local_scalar_dense.default"),
     "CaptureError.nested": CaptureError.nested("capture of piece_0"),
+    "CaptureError.no_segment": CaptureError.no_segment("add_eager()"),
+    "CaptureError.no_device": CaptureError.no_device("cuda"),
     "CaptureError.twice": CaptureError.twice("CudaGraph"),
     "CaptureError.empty": CaptureError.empty(),
     "CaptureError.freed_input": CaptureError.freed_input("aten.mm.default", "(2, 3) torch.float32"),
+    "CaptureError.opaque_result": CaptureError.opaque_result("attend", "a Cache object"),
+    "CaptureError.break_in_region": CaptureError.break_in_region("ns::attend"),
+    "CaptureError.math_attention": CaptureError.math_attention(),
+    "CaptureError.no_breaks": CaptureError.no_breaks("Decoder", "ns::attend"),
+    "CaptureError.inside_full": CaptureError.inside_full("ns::attend", "NEVER", "num_tokens=8"),
+    "CaptureError.swallowed": CaptureError.swallowed("Decoder", "attend", KeyError("x")),
+    "CaptureError.other_thread": CaptureError.other_thread("attend", "Decoder"),
+    "CaptureError.escaped": CaptureError.escaped("aten.mm.default", "attend"),
     "CaptureError.reentered": CaptureError.reentered(),
     "CaptureBusyError.busy": CaptureBusyError.busy("piece_1", "piece_0", True),
     "DispatchError.no_descriptor": DispatchError.no_descriptor("Linear", "FULL"),
     "DispatchError.bad_mode": DispatchError.bad_mode("NONE"),
+    "DispatchError.cannot_copy": DispatchError.cannot_copy("Decoder"),
     "DispatchError.strict": DispatchError.strict("the step", "host_sync", "item() reads a tensor"),
     "AddressChangedError.moved": AddressChangedError.moved(
         "piece_2", "num_tokens=64", "input 0 'out_1'", 0x7F3A80, 0x7F3A00
@@ -197,6 +209,8 @@ SymbolError.size_refused: cudagraph_capture_sizes: size 6 of s0 = x.size()[0] is
         self.check(
             "GradientError",
             """\
+GradientError.of_a_capture: Decoder: a result of the captured step requires grad, and graphs have no gradients. The step has run; nothing is kept.
+  Call it under torch.no_grad() or torch.inference_mode().
 GradientError.recomputes: this step needs gradients (grad mode is on and an input requires it), and the model uses torch.utils.checkpoint: outside of its own compiler, torch would recompute with other random numbers.
   Call the model under torch.no_grad() or torch.inference_mode(), or train it with another backend.""",
         )

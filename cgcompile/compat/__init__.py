@@ -12,9 +12,12 @@ from cgcompile.compat.capture import (
     StorageLife,
     alias,
     autocast_off,
+    below_autograd,
     compiled_region,
     cuda_is_capturing,
     cuda_stream_is_capturing,
+    functionalized_op,
+    holds_compiled_code,
     identities,
     is_plain_tensor,
     memory_at,
@@ -24,6 +27,7 @@ from cgcompile.compat.capture import (
     reads_on_host,
     replay_of,
     stop_allocating_to,
+    storage_identity,
     weak_tensor,
     with_bits,
     without_modes,
@@ -61,6 +65,7 @@ from cgcompile.compat.dynamo import (
     tree_unflatten,
 )
 from cgcompile.compat.operators import (
+    add_note,
     all_op_names,
     custom_op_overload,
     higher_order_ops,

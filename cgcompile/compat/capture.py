@@ -32,6 +32,12 @@ def memory_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=device).set_(raw, 0, (nbytes,), (1,))
 
 
+def storage_identity(tensor: torch.Tensor) -> int:
+    """Equal for tensors of one storage object, not of one memory, while it lives."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """As :func:`weak_tensor`, but keeping the memory alive."""
     return _over(tensor.untyped_storage(), tensor)
@@ -256,24 +262,56 @@ def is_named(op: Any, name: str) -> bool:
     return isinstance(op, torch._ops.HigherOrderOperator) and op.name() == name
 
 
-def python_kernel(op: Any) -> Callable[..., Any] | None:
-    """What runs on the CPU for an op whose CPU kernel is written in Python, else None.
+def python_kernel(op: Any, device_type: str = "cpu") -> Callable[..., Any] | None:
+    """What runs on a device for an op whose kernel there is written in Python, else None.
 
     Calling it does not go through the dispatcher for ``op`` itself; the ops in its body do.
     """
     key = torch._C.DispatchKey
+    own = getattr(key, device_type.upper())
     if isinstance(op, torch._ops.HigherOrderOperator):
-        found = op.py_kernels.get(key.CompositeExplicitAutograd) or op.py_kernels.get(key.CPU)
+        found = op.py_kernels.get(key.CompositeExplicitAutograd) or op.py_kernels.get(own)
         return found
     if not isinstance(op, torch._ops.OpOverload):
         return None
     from torch.library import _impls
 
     name = op.name().split("::")[-1]
-    for backend in (key.CPU, key.CompositeExplicitAutograd):
+    for backend in (own, key.CompositeExplicitAutograd):
         if f"{op.namespace}/{name}/{backend.name}" in _impls:
             return lambda *args, **kwargs: op._op_dk(backend, *args, **kwargs)
     return None
+
+
+def functionalized_op(op: Any, args: tuple[Any, ...]) -> Any:
+    """The op that a call of ``auto_functionalized`` is made for; None for any other call."""
+    if is_named(op, "auto_functionalized") or is_named(op, "auto_functionalized_v2"):
+        return args[0]
+    return None
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """A context in which ops skip autograd, as in inference mode.
+
+    A dispatch mode then sees composite ops whole. Code that Dynamo compiled outside of it compiles
+    again inside.
+    """
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def holds_compiled_code(function: Any) -> bool:
+    """Whether ``torch.compile`` made a function, or a module or one of the modules in it."""
+    owner = getattr(function, "__self__", function)
+    if getattr(function, "_torchdynamo_orig_callable", None) is not None:
+        return True
+    if not isinstance(owner, torch.nn.Module):
+        return False
+    return any(
+        isinstance(each, torch._dynamo.OptimizedModule)
+        or getattr(each, "_compiled_call_impl", None) is not None
+        or getattr(each.__dict__.get("forward"), "_torchdynamo_orig_callable", None) is not None
+        for each in owner.modules()
+    )
 
 
 def reads_on_host(op: Any) -> bool:

@@ -66,6 +66,12 @@ def written_arguments(op: torch._ops.OpOverload) -> Iterator[tuple[int, str]]:
             yield position, argument.name
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """A line below the traceback; Python 3.10 has no notes and shows nothing."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+
+
 def process_group_backend(group: Any) -> str | None:
     """The backend name of a process group given by object or registered name; None if unknown."""
     import torch.distributed as dist

@@ -7,6 +7,14 @@ class GradientError(CGCompileError, RuntimeError):
     """Gradients were asked for where they would be wrong."""
 
     @classmethod
+    def of_a_capture(cls, what: str) -> "GradientError":
+        return cls(
+            f"{what}: a result of the captured step requires grad, and graphs have no gradients. "
+            "The step has run; nothing is kept.\n"
+            "  Call it under torch.no_grad() or torch.inference_mode()."
+        )
+
+    @classmethod
     def recomputes(cls) -> "GradientError":
         return cls(
             "this step needs gradients (grad mode is on and an input requires it), and the model "
@@ -37,6 +45,20 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def no_segment(cls, what: str) -> "CaptureError":
+        return cls(
+            f"{what}: no graph segment is being captured here.\n"
+            "  Call it inside of the with block of the capture, and not inside of a break."
+        )
+
+    @classmethod
+    def no_device(cls, found: str) -> "CaptureError":
+        return cls(
+            f"capture: device {found!r} has no graphs here.\n"
+            "  Expected a CUDA device, or 'cpu' for the host recorder."
+        )
+
+    @classmethod
     def twice(cls, what: str) -> "CaptureError":
         return cls(f"{what}: this graph holds a recording already.\n  Call reset() first.")
 
@@ -50,6 +72,72 @@ class CaptureError(CGCompileError, RuntimeError):
             f"replay: {what} reads an input {shape} that was freed after the capture.\n"
             "  A graph reads the memory it saw: keep the captured buffers alive, and write new "
             "data into them."
+        )
+
+    @classmethod
+    def opaque_result(cls, name: str, found: str) -> "CaptureError":
+        return cls(
+            f"eager break {name!r} returned {found}: no graph could read it at the next replay.\n"
+            "  Return dense tensors and plain values, in lists, tuples, dicts or dataclasses, or "
+            "write into a tensor that was passed in."
+        )
+
+    @classmethod
+    def break_in_region(cls, op: str) -> "CaptureError":
+        return cls(
+            f"splitting op {op!r} ran inside of code that Inductor compiled: the host recorder "
+            "sees that code as one call and cannot break in it.\n"
+            "  On the CPU compile with backend='aot_eager', or leave the model uncompiled; on CUDA "
+            "this works."
+        )
+
+    @classmethod
+    def math_attention(cls) -> "CaptureError":
+        return cls(
+            "scaled_dot_product_attention takes its math kernel here, and under no_grad arrives as "
+            "many small ops, so that it cannot be a break.\n"
+            "  Call the model under torch.inference_mode(), where it arrives as one op; or put its "
+            "caller under cgcompile.eager_break_during_capture."
+        )
+
+    @classmethod
+    def no_breaks(cls, what: str, names: str) -> "CaptureError":
+        return cls(
+            f"capture of {what}: splitting ops were declared ({names}), and none of them ran. "
+            "Attention that the graph holds would repeat this step's metadata for ever.\n"
+            "  Check the names against the ops that really run, or declare none."
+        )
+
+    @classmethod
+    def inside_full(cls, op: str, support: str, batch: str) -> "CaptureError":
+        return cls(
+            f"splitting op {op!r} (support {support}) ran inside of a FULL graph for {batch}.\n"
+            "  Capture this batch in mode PIECEWISE, or declare how far the op can go: "
+            "SplittingOp(..., support=AttentionCGSupport....)."
+        )
+
+    @classmethod
+    def swallowed(cls, what: str, name: str, error: BaseException) -> "CaptureError":
+        return cls(
+            f"capture of {what}: {name} raised {type(error).__name__}, and the program went on: "
+            "what came after it was not recorded.\n"
+            "  Let the exception pass through the capture, or handle it inside of the break."
+        )
+
+    @classmethod
+    def other_thread(cls, name: str, what: str) -> "CaptureError":
+        return cls(
+            f"{name}: called with memory of the capture of {what}, from another thread than the "
+            "one that captures. Nothing would record it.\n"
+            "  Call it in the thread that captures."
+        )
+
+    @classmethod
+    def escaped(cls, op: str, name: str) -> "CaptureError":
+        return cls(
+            f"{op} is captured and reads a tensor that the eager break {name!r} made and did not "
+            "return: the next replay makes it anew, somewhere else.\n"
+            "  Return the tensor from the break, or write into one that was passed in."
         )
 
     @classmethod
@@ -88,6 +176,14 @@ class DispatchError(CGCompileError, RuntimeError):
         return cls(
             f"CUDAGraphWrapper(runtime_mode={mode}): a wrapper serves one runtime mode that has "
             "graphs.\n  Take CUDAGraphMode.PIECEWISE or CUDAGraphMode.FULL."
+        )
+
+    @classmethod
+    def cannot_copy(cls, what: str) -> "DispatchError":
+        return cls(
+            f"{what}: on_input_change='copy', but a wrapper does not know which inputs its "
+            "runnable writes.\n  Write into the same buffers, take 'raise', 'recapture' or "
+            "'eager', or compile the model: its entry knows."
         )
 
     @classmethod

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from cgcompile import compat
+
 _ALIGNMENT = 256  # bytes; what CUDA's allocator gives
 
 
@@ -19,14 +21,27 @@ class Block:
     Attributes:
         memory: uint8 [nbytes].
         poison: the byte that shows as NaN, or as a huge index, in what was stored last.
+        life: of what was lent outside of any recorded step, or None.
     """
 
-    __slots__ = ("memory", "poison")
+    __slots__ = ("life", "memory", "poison")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.poison = 0xFF
+        self.life: compat.StorageLife | None = None
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody still holds what was lent."""
+        return self.life is not None and not self.life.ended
+
+    def lend(self, layout: torch.Tensor) -> torch.Tensor:
+        """A tensor of the block with a life of its own: the block is in use while it lives."""
+        lent = compat.weak_tensor(layout)
+        self.life = compat.StorageLife(lent)
+        return lent
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +71,10 @@ class Arena:
         """Bytes of all blocks."""
         return sum(block.nbytes for block in self._blocks)
 
+    def owns(self, address: int) -> bool:
+        """Whether a storage that begins there is a block."""
+        return any(block.address == address for block in self._blocks)
+
     def frame(self) -> "Frame":
         """For one recorded step."""
         return Frame(self._blocks)
@@ -79,7 +98,7 @@ class Frame:
 
     def __init__(self, blocks: list[Block]) -> None:
         self._arena = blocks
-        self._free = list(blocks)
+        self._free = [block for block in blocks if not block.is_lent]
         self._used: list[Block] = []
 
     def take(self, nbytes: int, device: torch.device) -> Block:

@@ -62,15 +62,17 @@ class _Turn:
         self._lock = threading.Lock()
         self._what = ""
         self._thread = 0
+        self.holder: object = None
 
     @contextmanager
-    def taken(self, what: str) -> Iterator[None]:
+    def taken(self, what: str, holder: object = None) -> Iterator[None]:
         if not self._lock.acquire(blocking=False):
             raise CaptureBusyError.busy(what, self._what, self._thread == threading.get_ident())
-        self._what, self._thread = what, threading.get_ident()
+        self._what, self._thread, self.holder = what, threading.get_ident(), holder
         try:
             yield
         finally:
+            self.holder = None
             self._lock.release()
 
     def is_elsewhere(self) -> bool:
@@ -93,17 +95,31 @@ def inside_capture() -> bool:
     return _turn.is_here() or any_capture()
 
 
-def capture_turn(what: str) -> AbstractContextManager[None]:
+def who_captures_here() -> object:
+    """The holder of the turn, if it is this thread's; else None."""
+    return _turn.holder if _turn.is_here() else None
+
+
+def who_captures_elsewhere() -> object:
+    """The holder of the turn, if it is another thread's; else None."""
+    return _turn.holder if _turn.is_elsewhere() else None
+
+
+def capture_turn(what: str, holder: object) -> AbstractContextManager[None]:
     """The right to capture, of which a process has one.
+
+    Args:
+        what: what is captured, for messages.
+        holder: what others find as the one who captures.
 
     Raises:
         CaptureBusyError: on entering, another capture runs, in this thread or another one.
     """
-    return _turn.taken(what)
+    return _turn.taken(what, holder)
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """A collection could free a graph or a module of kernels, which ends a running capture."""
     enabled = gc.isenabled()
     gc.disable()
@@ -127,7 +143,7 @@ def bulk_capture() -> Iterator[None]:
         gc.freeze()
     token = _in_bulk.set(True)
     try:
-        with _without_garbage_collection():
+        with without_garbage_collection():
             yield
     finally:
         _in_bulk.reset(token)
@@ -175,7 +191,7 @@ def capture(
         if collect and not _in_bulk.get():
             gc.collect()
         graph = pool.device.new_graph()
-        with _without_garbage_collection(), pool.device.on_stream(pool.stream):
+        with without_garbage_collection(), pool.device.on_stream(pool.stream):
             graph.begin(pool.memory)
             try:
                 result = function()

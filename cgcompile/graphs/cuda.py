@@ -115,7 +115,7 @@ class CudaDevice:
         self.is_capturing: Callable[[], bool] = compat.cuda_stream_is_capturing
         self.stream_key: Callable[[], int] = compat.raw_stream_of(index)
 
-    def new_pool(self) -> CudaPool:
+    def new_pool(self, lasting: Callable[[int], bool] | None = None) -> CudaPool:
         return CudaPool(self.device)
 
     def new_graph(self) -> CudaGraph:

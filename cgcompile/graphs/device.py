@@ -50,8 +50,12 @@ class CaptureDevice(Protocol):
     tensor_type: str
     notices_freed: bool
 
-    def new_pool(self) -> Any:
-        """Memory for graphs that never run at the same time; it lives while it is referenced."""
+    def new_pool(self, lasting: Callable[[int], bool] = ...) -> Any:
+        """Memory for graphs that never run at the same time; it lives while it is referenced.
+
+        Args:
+            lasting: tells of an address whether other memory begins there that lives as long.
+        """
 
     def new_graph(self) -> DeviceGraph:
         """A graph without a recording."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile import compat
-from cgcompile.errors import AddressChangedError, HostValueChangedError
+from cgcompile.errors import AddressChangedError, GuardError, HostValueChangedError
 
 _BY_VALUE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), torch.Size)
 _BY_VALUE += (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -46,6 +46,11 @@ def layout_text(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return str(_Layout.of(leaf))
     return repr(leaf) if isinstance(leaf, _BY_VALUE) else f"a {type(leaf).__name__} object"
+
+
+def is_plain_value(leaf: Any) -> bool:
+    """Whether a leaf is a number, a text or the like, which can be compared."""
+    return isinstance(leaf, _BY_VALUE)
 
 
 def same_value(now: Any, before: Any) -> bool:
@@ -140,6 +145,14 @@ class ArgumentGuard:
                 )
             else:
                 self._check_tensor(leaf, known, self._paths[position], what, batch)
+
+    def holds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether :meth:`check` raises nothing."""
+        try:
+            self.check(args, kwargs, "", "")
+        except GuardError:
+            return False
+        return True
 
     def _is_scalar(self, leaf: Any) -> bool:
         """Whether a leaf is a 0-dim CPU tensor among tensors of another device."""

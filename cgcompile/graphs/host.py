@@ -30,7 +30,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.host_pool import HostPool
+from cgcompile.graphs.host_pool import HostPool, nowhere
 
 _active = threading.local()  # .graph: the one that records in this thread; CUDA keeps the same
 
@@ -239,7 +239,7 @@ class _Recorder(compat.DispatchMode):
         def held(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.untyped_storage().nbytes() == 0:
                 return leaf
-            if not self._pool.holds(leaf.untyped_storage().data_ptr()):
+            if not self._pool.lasts(leaf.untyped_storage().data_ptr()):
                 shape = f"{tuple(leaf.shape)} {leaf.dtype}"
                 outside.append((compat.StorageLife(leaf), shape))
             return compat.weak_tensor(leaf)
@@ -344,8 +344,8 @@ class HostDevice:
     tensor_type = "cpu"
     notices_freed = True
 
-    def new_pool(self) -> HostPool:
-        return HostPool()
+    def new_pool(self, lasting: Callable[[int], bool] = nowhere) -> HostPool:
+        return HostPool(lasting)
 
     def new_graph(self) -> HostGraph:
         return HostGraph()

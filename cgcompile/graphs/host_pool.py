@@ -6,6 +6,7 @@ replay has written shows.
 """
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
@@ -46,10 +47,20 @@ class _Block:
         ctypes.memset(self.address, value, self.nbytes)
 
 
-class HostPool:
-    """Blocks for graphs that never run at the same time."""
+def nowhere(address: int) -> bool:
+    """No other memory lives as long as a pool."""
+    return False
 
-    def __init__(self) -> None:
+
+class HostPool:
+    """Blocks for graphs that never run at the same time.
+
+    Args:
+        lasting: tells of an address whether other memory begins there that lives as long.
+    """
+
+    def __init__(self, lasting: Callable[[int], bool] = nowhere) -> None:
+        self._lasting = lasting
         self._blocks: list[_Block] = []
         self._handed_out: set[_Block] = set()
 
@@ -65,6 +76,10 @@ class HostPool:
 
     def holds(self, address: int) -> bool:
         return any(b.address <= address < b.address + b.nbytes for b in self._blocks)
+
+    def lasts(self, address: int) -> bool:
+        """Whether memory that begins there lives as long as the pool."""
+        return self.holds(address) or self._lasting(address)
 
     def begin(self) -> None:
         """A capture begins."""

@@ -10,12 +10,15 @@ from typing import Any, Protocol
 
 import torch
 
+from cgcompile import compat
 from cgcompile.graphs.arena import Arena
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph
 
 
 class _HasGraphs(Protocol):
     def clear_graphs(self) -> None: ...
+
+    def lent(self) -> Iterable[torch.Tensor]: ...
 
 
 class GraphPool:
@@ -46,7 +49,7 @@ class GraphPool:
     def memory(self) -> Any:
         """The device's pool; made when it is first needed."""
         if self._memory is None:
-            self._memory = self.device.new_pool()
+            self._memory = self.device.new_pool(self.arena.owns)
         return self._memory
 
     def add_user(self, user: _HasGraphs) -> None:
@@ -66,6 +69,14 @@ class GraphPool:
             self._last_stream = self.device.current_stream()
             self._stream_key = key
 
+    def lends(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether a tensor is, or is a view of, what a replay of one of the graphs returns.
+
+        Nobody holds that memory, so a capture may use it.
+        """
+        lent = {compat.storage_identity(each) for user in self._users for each in user.lent()}
+        return any(compat.storage_identity(each) in lent for each in tensors)
+
     def poison(self, inputs: Iterable[Any] = ()) -> None:
         """Fill the memory of the pool and of the arena, so that reading what is stale shows.
 
@@ -79,12 +90,12 @@ class GraphPool:
         self.device.poison(self._memory)
         self.arena.poison()
 
-    def retire(self, broken: DeviceGraph) -> None:
+    def retire(self, *broken: DeviceGraph) -> None:
         """After a failed capture: keep what may still be in use, capture into new memory.
 
         Graphs that were captured before stay usable: each keeps the memory that it was captured in.
         """
-        self._parked.append(broken)
+        self._parked += broken
         self._memory = None
         self.device.recover()
 

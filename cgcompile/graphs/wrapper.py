@@ -9,8 +9,7 @@ compiled.
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -18,10 +17,19 @@ import torch
 
 from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.errors import DispatchError, missing_attribute
+from cgcompile.errors import DispatchError, GuardError, missing_attribute
 from cgcompile.forward_context import BatchDescriptor, ForwardContext, callers_context
 from cgcompile.graphs.capture import capture, capture_allowed, inside_capture
-from cgcompile.graphs.device import DeviceGraph, capture_device
+from cgcompile.graphs.copies import address
+from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.entries import (
+    Captured,
+    CUDAGraphEntry,
+    CUDAGraphOptions,
+    gradients_due,
+    holds_parameters_with_grad,
+    tensors_of,
+)
 from cgcompile.graphs.guards import ArgumentGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
@@ -29,51 +37,11 @@ from cgcompile.reasons import EXPECTED, Counters, Reason
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class CUDAGraphOptions:
-    """How a wrapper captures.
-
-    Attributes:
-        debug_log_enable: log each capture (level INFO; DEBUG where False).
-        gc_disable: do not collect garbage before a capture. Collecting costs 30 ms and more, and
-            gives the memory of dead tensors back; whoever captures many graphs does it once.
-            Automatic collection is off inside of every capture, whatever is set here.
-        weak_ref_output: let the outputs of a capture go when the caller drops them, so that later
-            captures of the pool use their memory. False keeps the memory of each descriptor's
-            outputs for itself, so that they outlive the replays of other descriptors.
-    """
-
-    debug_log_enable: bool = True
-    gc_disable: bool = False
-    weak_ref_output: bool = True
-
-
-@dataclass(frozen=True, eq=False)
-class CUDAGraphEntry:
-    """What one descriptor captured.
-
-    Attributes:
-        batch_descriptor: the key.
-        sequence: what was recorded; ``sequence.replay()`` runs it.
-        output: what every replay returns: tensors in pool memory, valid until another graph of the
-            pool runs; and memory from outside of the pool, held here.
-        guard: what the arguments must be.
-        needs_grad: whether gradients would be due if grad mode were on.
-    """
-
-    batch_descriptor: BatchDescriptor
-    sequence: GraphSequence
-    output: Any
-    guard: ArgumentGuard
-    needs_grad: bool
-
-    @property
-    def graph(self) -> DeviceGraph:
-        """The recording of a step that is one graph."""
-        (segment,) = self.sequence.segments
-        assert isinstance(segment, GraphSegment)
-        return segment.graph
+_LENT = (
+    "an input is what a replay of another graph of this pool returned: its memory is not held, and "
+    "a capture may use it. Capture all in one step, or set weak_ref_output=False"
+)
+_GRADIENTS = "grad mode is on, and an input, a parameter or an output requires grad"
 
 
 class CUDAGraphWrapper:
@@ -118,9 +86,12 @@ class CUDAGraphWrapper:
         self.options = CUDAGraphOptions() if cudagraph_options is None else cudagraph_options
         self.counters = Counters()
         self.name: str = name or getattr(runnable, "__name__", None) or type(runnable).__name__
-        self._entries: dict[BatchDescriptor, CUDAGraphEntry] = {}
+        self._modes: tuple[CUDAGraphMode, ...] = (runtime_mode,)
+        # Per mode and descriptor: one entry, or with on_input_change="recapture" several.
+        self._entries: dict[tuple[CUDAGraphMode, BatchDescriptor], list[CUDAGraphEntry]] = {}
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
         self._lock = threading.RLock()
+        self._poison = self.config.poison and pool is None  # what is shared may be in use
         self._pool = pool
         if pool is not None:
             pool.add_user(self)
@@ -157,7 +128,7 @@ class CUDAGraphWrapper:
         if context is None:
             return self._plain(Reason.NO_CONTEXT, "no forward context", args, kwargs)
         mode = context.cudagraph_runtime_mode
-        if mode is not self.runtime_mode:
+        if mode not in self._modes:
             none = mode is CUDAGraphMode.NONE
             reason = Reason.MODE_NONE if none else Reason.OTHER_MODE
             return self._plain(reason, f"the context says {mode.name}", args, kwargs)
@@ -167,15 +138,48 @@ class CUDAGraphWrapper:
         if descriptor is None:
             raise DispatchError.no_descriptor(self.name, mode.name)
         with self._lock:
-            entry = self._entries.get(descriptor)
-            if entry is None:
-                return self._first(descriptor, args, kwargs)
-            if _gradients_due(entry.needs_grad, args, kwargs):
+            entries = self._entries.get((mode, descriptor))
+            if not entries:
+                return self._first(mode, descriptor, args, kwargs)
+            if gradients_due(entries[0].needs_grad, args, kwargs):
                 return self._plain(Reason.GRADIENTS, _GRADIENTS, args, kwargs)
-            return self._replay(entry, args, kwargs)
+            try:
+                entries[0].guard.check(args, kwargs, self.name, descriptor)
+            except GuardError as error:
+                return self._changed(error, mode, entries, args, kwargs)
+            return self._replay(entries[0], args, kwargs)
+
+    def _changed(
+        self,
+        error: GuardError,
+        mode: CUDAGraphMode,
+        entries: list[CUDAGraphEntry],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The input is not that of the entry that served last."""
+        chosen = self.config.on_input_change
+        if chosen == "eager":
+            return self._plain(Reason.INPUT_CHANGED, str(error).splitlines()[0], args, kwargs)
+        if chosen != "recapture":
+            raise error
+        descriptor = entries[0].batch_descriptor
+        for place, entry in enumerate(entries):
+            if entry.guard.holds(args, kwargs):
+                entries.insert(0, entries.pop(place))
+                return self._replay(entry, args, kwargs)
+        most = self.config.max_captured_shapes
+        if sum(map(len, self._entries.values())) >= most:
+            detail = f"{most} steps are captured (max_captured_shapes); on_input_change"
+            return self._plain(Reason.TOO_MANY_SHAPES, detail, args, kwargs)
+        return self._first(mode, descriptor, args, kwargs)
 
     def _first(
-        self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         if not capture_allowed():
             detail = f"no graph for {descriptor}, and allow_capture(False) is set"
@@ -190,12 +194,16 @@ class CUDAGraphWrapper:
                 return self._plain(Reason.NO_DEVICE, f"tensors are on {devices[0]}", args, kwargs)
             self._pool = GraphPool(found)
             self._pool.add_user(self)
-        needs_grad = _holds_parameters_with_grad(self.runnable) or descriptor in self._grads
-        if not _gradients_due(needs_grad, args, kwargs):
+        if self.config.on_input_change == "copy":
+            raise DispatchError.cannot_copy(self.name)
+        if self._pool.lends(tensors_of((args, kwargs))):
+            return self._plain(Reason.UNSUPPORTED_INPUT, _LENT, args, kwargs)
+        needs_grad = holds_parameters_with_grad(self.runnable) or descriptor in self._grads
+        if not gradients_due(needs_grad, args, kwargs):
             captured = self.record(descriptor, args, kwargs)
             if captured is not None:
                 result = captured.run()
-                self.keep(captured.entry)
+                self.keep(captured.entry, mode)
                 self.counters.captures += 1
                 return result
             self._grads.add(descriptor)
@@ -216,46 +224,63 @@ class CUDAGraphWrapper:
         """
         pool = self._pool
         assert pool is not None, "a wrapper captures into a pool"
-        what = f"{self.name} ({self.runtime_mode.name}, {descriptor})"
-        level = logging.INFO if self.options.debug_log_enable else logging.DEBUG
-        log.log(level, "capturing %s", what)
         graph, result = capture(
             lambda: self.runnable(*args, **kwargs),
             pool,
-            what,
+            self._log_capture(descriptor),
             collect=not self.options.gc_disable,
         )
-        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in _tensors(result)):
-            graph.reset()
+        segment = GraphSegment(self.name, graph)
+        return self._captured(descriptor, GraphSequence((segment,)), result, args, kwargs)
+
+    def _log_capture(self, descriptor: BatchDescriptor) -> str:
+        """What is about to be captured, in words."""
+        what = f"{self.name} ({descriptor})"
+        level = logging.INFO if self.options.debug_log_enable else logging.DEBUG
+        log.log(level, "capturing %s", what)
+        return what
+
+    def _captured(
+        self,
+        descriptor: BatchDescriptor,
+        sequence: GraphSequence,
+        result: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        executed: bool = False,
+    ) -> Captured | None:
+        assert self._pool is not None
+        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors_of(result)):
             return None
-        output = compat.tree_map(self._kept, result)
         entry = CUDAGraphEntry(
             descriptor,
-            GraphSequence((GraphSegment(self.name, graph, output),)),
-            output,
-            ArgumentGuard(args, kwargs, pool.device.tensor_type),
-            _holds_parameters_with_grad(self.runnable),
+            sequence,
+            compat.tree_map(self._kept, result),
+            ArgumentGuard(args, kwargs, self._pool.device.tensor_type),
+            holds_parameters_with_grad(self.runnable),
         )
-        return Captured(self, entry, result)
+        return Captured(self._pool, entry, result, executed)
 
-    def keep(self, entry: CUDAGraphEntry) -> None:
-        """Let later calls of the entry's descriptor replay it."""
+    def keep(self, entry: CUDAGraphEntry, mode: CUDAGraphMode | None = None) -> None:
+        """Let later calls of the entry's descriptor replay it, in the wrapper's mode or another."""
         with self._lock:
-            self._entries[entry.batch_descriptor] = entry
+            key = (mode or self.runtime_mode, entry.batch_descriptor)
+            self._entries.setdefault(key, []).insert(0, entry)
 
     def _kept(self, leaf: Any) -> Any:
         """How an entry keeps an output: weakly where the pool owns the memory, if so asked."""
         assert self._pool is not None
-        if not isinstance(leaf, torch.Tensor) or not leaf.untyped_storage().nbytes():
+        if not isinstance(leaf, torch.Tensor) or not address(leaf):
             return leaf
-        if not self._pool.owns(leaf):
+        if not (self._pool.owns(leaf) or self._pool.arena.owns(address(leaf))):
             return leaf
         return compat.weak_tensor(leaf) if self.options.weak_ref_output else compat.alias(leaf)
 
     def _replay(self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        entry.guard.check(args, kwargs, self.name, entry.batch_descriptor)
         assert self._pool is not None
         self._pool.follow_stream()
+        if self._poison:
+            self._pool.poison(tensors_of((args, kwargs)))
         entry.sequence.replay()
         self.counters.replays += 1
         return entry.output
@@ -273,7 +298,7 @@ class CUDAGraphWrapper:
 
     def _tensor_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.device]:
         """Where the tensors of the call and of the module are; the CPU only if all are there."""
-        found = _tensors((args, kwargs))
+        found = tensors_of((args, kwargs))
         if isinstance(self.runnable, torch.nn.Module):
             found += [*self.runnable.parameters(), *self.runnable.buffers()]
         devices = dict.fromkeys(tensor.device for tensor in found)
@@ -283,13 +308,31 @@ class CUDAGraphWrapper:
 
     @property
     def concrete_cudagraph_entries(self) -> Mapping[BatchDescriptor, CUDAGraphEntry]:
-        """What is captured, by descriptor; read-only."""
-        return MappingProxyType(self._entries)
+        """What is captured, by descriptor; read-only.
+
+        Of a wrapper that serves two modes, PIECEWISE hides FULL; with ``on_input_change`` set to
+        ``"recapture"`` this is the entry that served last.
+        """
+        found: dict[BatchDescriptor, CUDAGraphEntry] = {}
+        for mode in reversed(self._modes):
+            for (served, descriptor), entries in self._entries.items():
+                if served is mode and entries:
+                    found[descriptor] = entries[0]
+        return MappingProxyType(found)
 
     @property
     def pool(self) -> GraphPool | None:
         """The memory of the graphs; None before the first capture, if none was given."""
         return self._pool
+
+    def lent(self) -> Iterator[torch.Tensor]:
+        """The tensors that replays return and that do not hold their memory."""
+        if self._pool is None or not self.options.weak_ref_output:
+            return
+        for entries in self._entries.values():
+            for leaf in tensors_of([entry.output for entry in entries]):
+                if self._pool.owns(leaf) or self._pool.arena.owns(address(leaf)):
+                    yield leaf
 
     def unwrap(self) -> Callable[..., Any]:
         """The innermost callable, through wrappers in wrappers."""
@@ -306,7 +349,7 @@ class CUDAGraphWrapper:
     def drop(self, descriptor: BatchDescriptor) -> None:
         """Drop the graph of one descriptor, if there is one: its step was not finished."""
         with self._lock:
-            self._entries.pop(descriptor, None)
+            self._entries.pop((self.runtime_mode, descriptor), None)
 
     def clear_all_graphs(self) -> None:
         """Drop the graphs of all wrappers that share this one's pool, and the pool's memory."""
@@ -344,55 +387,7 @@ class CUDAGraphWrapper:
 
     def __repr__(self) -> str:
         return (
-            f"CUDAGraphWrapper({self.name}, {self.runtime_mode.name}, "
-            f"{len(self._entries)} captured)"
+            f"{type(self).__name__}({self.name}, "
+            f"{' or '.join(mode.name for mode in self._modes)}, "
+            f"{sum(map(len, self._entries.values()))} captured)"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Captured:
-    """A capture that has just been made; nothing has been executed yet.
-
-    Attributes:
-        wrapper: whose it is.
-        entry: what later calls replay.
-        result: what the captured call returned: tensors that hold nothing yet.
-    """
-
-    wrapper: CUDAGraphWrapper
-    entry: CUDAGraphEntry
-    result: Any
-
-    def run(self) -> Any:
-        """Execute what was captured, on the current stream.
-
-        Returns:
-            The result, computed: tensors that keep their memory while they live.
-        """
-        pool = self.wrapper.pool
-        assert pool is not None
-        pool.follow_stream()
-        self.entry.sequence.replay()
-        return self.result
-
-
-_GRADIENTS = "grad mode is on, and an input, a parameter or an output requires grad"
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in compat.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _gradients_due(needed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return needed or any(leaf.requires_grad for leaf in _tensors((args, kwargs)))
-
-
-def _holds_parameters_with_grad(runnable: Any) -> bool:
-    while isinstance(runnable, CUDAGraphWrapper):
-        runnable = runnable.runnable
-    module = getattr(runnable, "__self__", runnable)  # of a bound method such as module.forward
-    if not isinstance(module, torch.nn.Module):
-        return False
-    return any(each.requires_grad for each in module.parameters())

@@ -7,7 +7,7 @@ the inputs. The rule: a no is a :class:`~cgcompile.reasons.Why`.
 from collections.abc import Hashable
 from typing import Any
 
-from cgcompile.boundaries import AttentionCGSupport
+from cgcompile.boundaries import AttentionCGSupport, allows_full
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError
 from cgcompile.forward_context import ForwardContext
@@ -15,7 +15,6 @@ from cgcompile.graphs.capture import capture_allowed, capture_postponed, capture
 from cgcompile.piecewise.auto import AutoDispatch
 from cgcompile.piecewise.bindings import Binding, Bindings
 from cgcompile.piecewise.recording import Batch
-from cgcompile.piecewise.roles import allows_full
 from cgcompile.reasons import Ledger, Reason, Why
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE

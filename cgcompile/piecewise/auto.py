@@ -7,13 +7,14 @@ from the concrete sizes. Shapes are not known beforehand, so their number is bou
 from collections.abc import Hashable
 from typing import Any
 
+from cgcompile.boundaries import allows_full
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.forward_context import BatchDescriptor
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.bindings import Binding, picker
 from cgcompile.piecewise.growth import Growth
 from cgcompile.piecewise.recording import number
-from cgcompile.piecewise.roles import Roles, allows_full, full_support
+from cgcompile.piecewise.roles import Roles, full_support
 from cgcompile.reasons import Reason, Why
 
 

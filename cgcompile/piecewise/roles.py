@@ -26,7 +26,6 @@ import torch
 from cgcompile import compat
 from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.config import CUDAGraphMode
-from cgcompile.forward_context import BatchDescriptor
 from cgcompile.passes.nodes import is_symbolic_number, storages, tensors
 from cgcompile.passes.pieces import Value
 from cgcompile.passes.split import SplitGraph
@@ -108,18 +107,6 @@ def full_support(split: SplitGraph) -> AttentionCGSupport:
                 if found.device.type == "cpu" and found.dim():
                     return AttentionCGSupport.NEVER
     return min((piece.support for piece in split.pieces), default=AttentionCGSupport.ALWAYS)
-
-
-def allows_full(support: AttentionCGSupport, descriptor: BatchDescriptor | None) -> bool:
-    """Whether ops of this support may be in the FULL graph of a batch; None means any batch."""
-    if support is AttentionCGSupport.ALWAYS:
-        return True
-    if descriptor is None or not descriptor.uniform:
-        return False
-    if support is AttentionCGSupport.UNIFORM_BATCH:
-        return True
-    single = descriptor.query_len == 1
-    return support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE and single
 
 
 def why_never(split: SplitGraph, wanted: CUDAGraphMode, has_device: bool) -> Why | None:

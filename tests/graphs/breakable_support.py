@@ -113,7 +113,9 @@ def _same(found: Any, expected: Any) -> bool:
 def assert_alternates(recorded: Any, breaks: int) -> None:
     """A graph, then an eager segment and a graph for each break; and something was recorded."""
     kinds = [type(each) for each in recorded.segments]
-    assert kinds == [GraphSegment, *[EagerSegment, GraphSegment] * breaks], recorded.segments
+    assert kinds == [GraphSegment, *[EagerSegment, GraphSegment] * breaks], [
+        each.name for each in recorded.segments
+    ]
     assert (recorded.num_graphs, recorded.num_eager_breaks) == (breaks + 1, breaks)
     graphs = [each.graph for each in recorded.segments if isinstance(each, GraphSegment)]
     recordings = [graph.ops for graph in graphs if hasattr(graph, "ops")]

@@ -1161,7 +1161,7 @@ def chain_in_place(count, x, cut):
         y = x.sin() + k
         out = torch.empty_like(y)
         cut(y, out)
-        x = out * 2 - y
+        x = out * 2 - x
     return x
 
 
@@ -1304,7 +1304,6 @@ def test_wrapper_captures_and_replays(device, wrap) -> None:
     assert_alternates(entry.sequence, 2)
     assert all("soft" in each.name for each in eager_segments(entry.sequence))
     assert len(calls) == 10
-    assert wrapper.runtime_mode is None
     with pytest.raises(TypeError, match="does not support item assignment"):
         wrapper.concrete_cudagraph_entries[BatchDescriptor(5)] = entry
 
@@ -1330,7 +1329,6 @@ def test_wrapper_serves_both_modes(device, wrap) -> None:
 def test_wrapper_refuses_modes_without_graphs(mode) -> None:
     with pytest.raises(DispatchError):
         BreakableCUDAGraphWrapper(soft, runtime_mode=mode)
-    assert BreakableCUDAGraphWrapper(soft).runtime_mode is None
 
 
 def test_wrapper_without_descriptor_is_an_error(device, wrap) -> None:
@@ -1657,12 +1655,26 @@ def test_copies_have_no_graphs_and_work(device, wrap, copied) -> None:
     assert_calls(wrapper, model, x)
     other = copied(wrapper)
     assert type(other) is BreakableCUDAGraphWrapper
-    assert (other.runtime_mode, other.name) == (PIECEWISE, "block")
+    assert (other.runtime_mode, other.name) == (wrapper.runtime_mode, "block")
     assert not other.concrete_cudagraph_entries
     assert_calls(other, model, x)
     assert_counters(other, captures=1, replays=2)
     assert_calls(wrapper, model, x)
     assert_counters(wrapper, captures=1, replays=5)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_serve_the_modes_of_the_original(device, wrap, copied) -> None:
+    model = Stack(1, 8).eval().to(device)
+    ops = (SplittingOp("cgtest::attend", support=AttentionCGSupport.ALWAYS),)
+    other, x = copied(wrap(model, splitting_ops=ops)), rand(device=device)
+    y = rand(6, 8, device=device)
+    assert_calls(other, model, x, FULL)
+    assert_calls(other, model, y, PIECEWISE, tokens=6)
+    entries = other.concrete_cudagraph_entries
+    assert_alternates(entries[BatchDescriptor(4)].sequence, 0)
+    assert_alternates(entries[BatchDescriptor(6)].sequence, 1)
+    assert_counters(other, captures=2, replays=4)
 
 
 def test_full_wrapper_outside_of_a_breakable_one(device, wrap) -> None:
@@ -1712,7 +1724,7 @@ def test_other_thread_replays_in_its_own_context(device, wrap) -> None:
     assert_counters(wrapper, captures=1, replays=2)
 
 
-def test_many_threads_call_one_wrapper(device, wrap) -> None:
+def test_threads_take_turns_with_one_wrapper(device, wrap) -> None:
     cut, calls = counted(soft)
     wrapper = wrap(broken_model(cut))
     buffers = {tokens: rand(tokens, 8, device=device) for tokens in (2, 3, 4)}

@@ -1,0 +1,144 @@
+"""Find splitting ops while they run: :class:`BreakMode`, a dispatch mode around each segment.
+
+Without it an attention op that nobody decorated would be captured, and its metadata with it. It
+sees the ops of the thread that captures, those in the Python kernels of other ops and those that a
+compiled model calls included.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from cgcompile import compat
+from cgcompile.boundaries import Boundaries, SplittingOp
+from cgcompile.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+class Breaker(Protocol):
+    """What is told of splitting ops, and of all other ops."""
+
+    def meet(
+        self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A splitting op is called: run it, in a break or not, and return its result."""
+
+    def pass_by(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Another op is about to be captured."""
+
+
+class BreakMode(compat.DispatchMode):
+    """Sees each op of the segments of one capture.
+
+    Args:
+        breaker: what is told.
+        boundaries: which ops are splitting ops.
+        tensor_type: the device type of the tensors that are captured.
+        sees_composites: whether an op such as SDPA arrives whole, whichever kernel it takes.
+    """
+
+    def __init__(
+        self, breaker: Breaker, boundaries: Boundaries, tensor_type: str, sees_composites: bool
+    ) -> None:
+        super().__init__()
+        self._breaker = breaker
+        self._boundaries = boundaries
+        self._tensor_type = tensor_type
+        self._sees_composites = sees_composites
+        self._known: dict[Any, SplittingOp | None] = {}
+        self._in_region = False
+        sdpa = aten.scaled_dot_product_attention.default
+        self._sdpa_breaks = boundaries.match_call(sdpa) is not None
+        self.on = False  # whether it is on torch's stack of modes now
+
+    def switch_on(self) -> None:
+        super().switch_on()
+        self.on = True
+
+    def switch_off(self) -> None:
+        """Does nothing in an op of its own, where torch has switched it off."""
+        if self.on:
+            self.on = False
+            super().switch_off()
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.on = False
+        try:
+            return self._call(func, args, kwargs)
+        finally:
+            self.on = True
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        entry = self._match(func, args)
+        if entry is not None and self._in_region:
+            raise CaptureError.break_in_region(entry.name)
+        if entry is not None:
+            return self._breaker.meet(entry, func, args, kwargs)
+        if func is aten._safe_softmax.default and self._sdpa_breaks and not self._sees_composites:
+            raise CaptureError.math_attention()
+        self._breaker.pass_by(func, args, kwargs)
+        if self._tensor_type == "cpu" and compat.compiled_region(func, args) is not None:
+            # The host recorder sees it as one call, so that nothing can break inside.
+            return func(self._watched(args[0]), *args[1:], **kwargs)
+        kernel = compat.python_kernel(func, self._tensor_type)
+        if kernel is None:
+            return func(*args, **kwargs)
+        self.on = True
+        with self:  # the ops in its body count
+            return kernel(*args, **kwargs)
+
+    def _match(self, func: Any, args: tuple[Any, ...]) -> SplittingOp | None:
+        op = compat.functionalized_op(func, args) or func
+        if op not in self._known:
+            self._known[op] = self._boundaries.match_call(op)
+        return self._known[op]
+
+    def _watched(self, code: Callable[..., Any]) -> Callable[..., Any]:
+        """Compiled code that raises where a splitting op runs in it."""
+
+        def run(*inputs: Any) -> Any:
+            before, self._in_region, self.on = self._in_region, True, True
+            try:
+                with self:
+                    return code(*inputs)
+            finally:
+                self._in_region, self.on = before, False
+
+        return run
+
+
+class Makers(compat.DispatchMode):
+    """Notes the memory that ops make, to find what a break leaves behind. For debugging."""
+
+    def __init__(self, tensor_type: str) -> None:
+        super().__init__()
+        self._tensor_type = tensor_type
+        self._lives: dict[int, compat.StorageLife] = {}
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kernel = compat.python_kernel(func, self._tensor_type)
+        if kernel is not None:
+            with self:
+                made = kernel(*args, **kwargs)
+        else:
+            made = func(*args, **kwargs)
+        given = {_address(leaf) for leaf in _tensors((args, kwargs))}
+        for leaf in _tensors(made):
+            if _address(leaf) not in given | {0}:
+                self._lives[_address(leaf)] = compat.StorageLife(leaf)
+        return made
+
+    @property
+    def alive(self) -> dict[int, compat.StorageLife]:
+        """Where memory begins that was made here and still lives."""
+        return {address: life for address, life in self._lives.items() if not life.ended}
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in compat.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

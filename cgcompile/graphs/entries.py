@@ -1,0 +1,109 @@
+"""What a wrapper keeps of a capture: :class:`CUDAGraphEntry`; and how it captures."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgcompile import compat
+from cgcompile.forward_context import BatchDescriptor
+from cgcompile.graphs.device import DeviceGraph
+from cgcompile.graphs.guards import ArgumentGuard
+from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.sequence import GraphSegment, GraphSequence
+
+
+@dataclass(frozen=True)
+class CUDAGraphOptions:
+    """How a wrapper captures.
+
+    Attributes:
+        debug_log_enable: log each capture (level INFO; DEBUG where False).
+        gc_disable: do not collect garbage before a capture. Collecting costs 30 ms and more, and
+            gives the memory of dead tensors back; whoever captures many graphs does it once.
+            Automatic collection is off inside of every capture, whatever is set here.
+        weak_ref_output: let the outputs of a capture go when the caller drops them, so that later
+            captures of the pool use their memory. False keeps the memory of each descriptor's
+            outputs for itself, so that they outlive the replays of other descriptors.
+        debug_breaks: find tensors that an eager break makes and leaves for captured ops to read,
+            instead of returning them. Slow; for breakable wrappers.
+    """
+
+    debug_log_enable: bool = True
+    gc_disable: bool = False
+    weak_ref_output: bool = True
+    debug_breaks: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class CUDAGraphEntry:
+    """What one descriptor captured.
+
+    Attributes:
+        batch_descriptor: the key.
+        sequence: what was recorded; ``sequence.replay()`` runs it.
+        output: what every replay returns: tensors in pool memory, valid until another graph of the
+            pool runs; and memory from outside of the pool, held here.
+        guard: what the arguments must be.
+        needs_grad: whether gradients would be due if grad mode were on.
+    """
+
+    batch_descriptor: BatchDescriptor
+    sequence: GraphSequence
+    output: Any
+    guard: ArgumentGuard
+    needs_grad: bool
+
+    @property
+    def graph(self) -> DeviceGraph:
+        """The recording of a step that is one graph."""
+        (segment,) = self.sequence.segments
+        assert isinstance(segment, GraphSegment)
+        return segment.graph
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A capture that has just been made.
+
+    Attributes:
+        pool: whose graphs it has.
+        entry: what later calls replay.
+        result: what the captured call returned; tensors that hold nothing before :meth:`run`.
+        executed: whether it has been executed on the way.
+    """
+
+    pool: GraphPool
+    entry: CUDAGraphEntry
+    result: Any
+    executed: bool
+
+    def run(self) -> Any:
+        """Execute what was captured, on the current stream, if that is still to be done.
+
+        Returns:
+            The result, computed: tensors that keep their memory while they live.
+        """
+        if not self.executed:
+            self.pool.follow_stream()
+            self.entry.sequence.replay()
+        return self.result
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in compat.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def gradients_due(needed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return needed or any(leaf.requires_grad for leaf in tensors_of((args, kwargs)))
+
+
+def holds_parameters_with_grad(runnable: Any) -> bool:
+    unwrap = getattr(runnable, "unwrap", None)
+    runnable = unwrap() if callable(unwrap) else runnable
+    module = getattr(runnable, "__self__", runnable)  # of a bound method such as module.forward
+    if not isinstance(module, torch.nn.Module):
+        return False
+    return any(each.requires_grad for each in module.parameters())

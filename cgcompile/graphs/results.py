@@ -1,0 +1,86 @@
+"""What an eager break returns, as a flat list and back: lists, tuples, dicts and dataclasses.
+
+A bridge takes the place of each tensor; everything around them must be the same at every replay.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from cgcompile import compat
+from cgcompile.errors import CaptureError
+from cgcompile.graphs.guards import is_plain_value
+
+
+class _Fields(NamedTuple):
+    """A dataclass among the leaves of a container."""
+
+    kind: type
+    names: tuple[str, ...]
+    inside: tuple["Structure", ...]
+
+
+class Structure(NamedTuple):
+    """Containers without what is in them; equal for values that are built alike."""
+
+    spec: Any
+    leaves: tuple[_Fields | None, ...]
+
+
+def flatten(value: Any) -> tuple[list[Any], Structure]:
+    """The leaves of a value in order, and what is around them."""
+    found: list[Any] = []
+    tops = compat.tree_leaves(value)
+    fields = tuple(_fields(leaf, found) for leaf in tops)
+    return found, Structure(compat.tree_spec(value), fields)
+
+
+def _fields(leaf: Any, found: list[Any]) -> _Fields | None:
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        found.append(leaf)
+        return None
+    names = tuple(field.name for field in dataclasses.fields(leaf))
+    inside = []
+    for name in names:
+        leaves, structure = flatten(getattr(leaf, name))
+        found += leaves
+        inside.append(structure)
+    return _Fields(type(leaf), names, tuple(inside))
+
+
+def rebuilt(value: Any, leaves: Sequence[Any]) -> Any:
+    """A value built like another one, of other leaves."""
+    return _rebuilt(value, iter(leaves))
+
+
+def _rebuilt(value: Any, leaves: Iterator[Any]) -> Any:
+    tops = []
+    for leaf in compat.tree_leaves(value):
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            tops.append(next(leaves))
+            continue
+        made = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            inner = _rebuilt(getattr(leaf, field.name), leaves)
+            object.__setattr__(made, field.name, inner)  # a frozen one too: it is a copy
+        tops.append(made)
+    return compat.tree_unflatten(tops, compat.tree_spec(value))
+
+
+def check_leaves(leaves: Sequence[Any], name: str) -> None:
+    """Refuse what no bridge can carry.
+
+    Raises:
+        CaptureError: a leaf is neither a dense tensor nor a plain value.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if not compat.is_plain_tensor(leaf):
+                raise CaptureError.opaque_result(
+                    name, f"a {type(leaf).__name__} of no dense memory"
+                )
+        elif not is_plain_value(leaf):
+            raise CaptureError.opaque_result(name, f"a {type(leaf).__name__} object")

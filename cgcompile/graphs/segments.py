@@ -1,0 +1,317 @@
+"""Record a step from plain Python, segment by segment: :class:`SegmentRecorder`.
+
+It is a transaction. Between :meth:`~SegmentRecorder.start` and :meth:`~SegmentRecorder.finish` the
+work of this thread goes into graphs, with a break wherever a splitting op or a decorated function
+runs; at the end there is a :class:`~cgcompile.graphs.sequence.GraphSequence`, or nothing and the
+first exception. ``breakable.py`` has what users call.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from cgcompile import compat
+from cgcompile.boundaries import Boundaries, SplittingOp, allows_full, target_name
+from cgcompile.config import CUDAGraphMode
+from cgcompile.errors import CaptureError, HostValueChangedError
+from cgcompile.forward_context import current_forward_context
+from cgcompile.graphs.arena import Block
+from cgcompile.graphs.breaks import BreakMode, Makers
+from cgcompile.graphs.bridges import Place, crossings
+from cgcompile.graphs.capture import capture_turn, without_garbage_collection
+from cgcompile.graphs.copies import address
+from cgcompile.graphs.device import DeviceGraph
+from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.results import Structure, check_leaves, flatten, rebuilt
+from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence, Segment
+
+
+class SegmentRecorder:
+    """Records one step.
+
+    Args:
+        pool: where memory comes from.
+        name: of what is captured, for messages.
+        boundaries: which ops break.
+        execute: replay each graph segment on the caller's stream as soon as it has ended, and run
+            eager segments there, so that the recording is one execution of the step. Otherwise
+            graph segments are not executed, and eager ones run on the capture stream.
+        sees_composites: let ops skip autograd, so that composite ones arrive whole.
+        debug: find tensors that a break makes and leaves behind.
+        batch: what is captured, for messages.
+
+    Attributes:
+        is_full: whether the forward context asks for one graph without breaks.
+    """
+
+    def __init__(
+        self,
+        pool: GraphPool,
+        name: str,
+        boundaries: Boundaries,
+        *,
+        execute: bool,
+        sees_composites: bool = False,
+        debug: bool = False,
+        batch: str = "one batch",
+    ) -> None:
+        self.pool = pool
+        self.name = name
+        self._boundaries = boundaries
+        self._execute = execute
+        self._below_autograd = sees_composites
+        self._debug = debug
+        self._batch = batch
+        self._frame = pool.arena.frame()
+        self._segments: list[Segment] = []
+        self._graph: DeviceGraph | None = None
+        self._failed: tuple[str, BaseException] | None = None
+        self._bridges: list[Block] = []
+        self._left_behind: dict[int, tuple[compat.StorageLife, str]] = {}
+        self._stack = ExitStack()
+
+    # -------------------------------------------------------------- begin and end
+
+    def start(self) -> None:
+        """Begin to record; on an exception nothing is left behind.
+
+        Raises:
+            CaptureBusyError: another capture runs, in this thread or another one.
+            CaptureError: the current stream is being captured by someone else.
+        """
+        device = self.pool.device
+        if device.is_capturing():
+            raise CaptureError.nested(f"capture of {self.name}")
+        context = current_forward_context()
+        full = context is not None and context.cudagraph_runtime_mode is CUDAGraphMode.FULL
+        self.is_full = full
+        self._descriptor = None if context is None else context.batch_descriptor
+        composites = self._below_autograd or torch.is_inference_mode_enabled()
+        self._mode = BreakMode(self, self._boundaries, device.tensor_type, composites)
+        with ExitStack() as stack:
+            stack.enter_context(capture_turn(self.name, self))
+            stack.enter_context(without_garbage_collection())
+            self._callers_stream = device.current_stream()
+            stack.enter_context(device.on_stream(self.pool.stream))
+            device.wait_for(self._callers_stream)
+            if self._below_autograd:
+                stack.enter_context(compat.below_autograd())
+            self._begin()
+            self._stack = stack.pop_all()
+
+    def finish(self) -> GraphSequence:
+        """End the recording.
+
+        Raises:
+            CaptureError: an exception of a break was swallowed; a thread took part that must not;
+                no declared splitting op ran.
+        """
+        try:
+            if self._graph is not None:
+                self._end()
+            if self._failed is not None:
+                name, error = self._failed
+                raise CaptureError.swallowed(self.name, name, error) from error
+            breaks = any(isinstance(each, EagerSegment) for each in self._segments)
+            if self._boundaries.declared and not breaks and not self.is_full:
+                raise CaptureError.no_breaks(self.name, ", ".join(self._boundaries.declared))
+        except BaseException:
+            self.abandon()
+            raise
+        self._leave()
+        return GraphSequence(self._segments)
+
+    def abandon(self) -> None:
+        """End the recording after an exception; nothing of it is kept. Never raises."""
+        self._mode.switch_off()
+        broken = [each.graph for each in self._segments if isinstance(each, GraphSegment)]
+        if self._graph is not None:
+            self._graph.abandon()
+            broken.append(self._graph)
+            self._graph = None
+        self._segments = []
+        self.pool.retire(*broken)
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._stack:
+            pass
+        self.pool.device.wait_for(self.pool.stream)  # on which breaks may have run
+
+    def fail(self, name: str, error: BaseException) -> None:
+        """Whatever the program does now, the recording is lost."""
+        self._failed = self._failed or (name, error)
+
+    # -------------------------------------------------------------- segments
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a graph segment is open."""
+        return self._graph is not None
+
+    @property
+    def reached(self) -> str:
+        """How far it has come, for messages."""
+        breaks = [each.name for each in self._segments if isinstance(each, EagerSegment)]
+        return f"after break {len(breaks)} ({breaks[-1]})" if breaks else "before the first break"
+
+    def _begin(self) -> None:
+        graph = self.pool.device.new_graph()
+        graph.begin(self.pool.memory)
+        self._graph = graph
+        self._mode.switch_on()
+
+    def _end(self) -> None:
+        assert self._graph is not None
+        self._mode.switch_off()
+        self._graph.end()  # where it raises, the graph is still there to be abandoned
+        graph, self._graph = self._graph, None
+        number = sum(isinstance(each, GraphSegment) for each in self._segments)
+        self._segments.append(GraphSegment(f"{self.name}[{number}]", graph))
+        if self._execute:
+            with self.pool.device.on_stream(self._callers_stream):
+                self.pool.follow_stream()
+                graph.replay()
+
+    # -------------------------------------------------------------- breaks
+
+    def pass_by(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See :class:`~cgcompile.graphs.breaks.Breaker`."""
+        for leaf in _tensors((args, kwargs)) if self._left_behind else ():
+            life, name = self._left_behind.get(address(leaf), (None, ""))
+            if life is not None and not life.ended:
+                raise CaptureError.escaped(str(op), name)
+
+    def meet(
+        self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """See :class:`~cgcompile.graphs.breaks.Breaker`."""
+        if not self.is_full:
+            own = entry.impl_for(self.pool.device.tensor_type) if not kwargs else None
+            return self.run_eager(target_name(op), own or op, args, kwargs)
+        if not allows_full(entry.support, self._descriptor):
+            raise CaptureError.inside_full(entry.name, entry.support.name, self._batch)
+        return op(*args, **kwargs)
+
+    def run_eager(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """End the segment, run a function, and begin the next segment.
+
+        Returns:
+            What the function returned, with bridges in place of the tensors that it made.
+
+        Raises:
+            BaseException: what the function raised, unchanged; the recording is lost then.
+        """
+        kwargs = kwargs or {}
+        self._end()
+        try:
+            self._bring_back_bridges()
+            made = self._run(name, function, args, kwargs)
+            result = self._record(name, function, args, kwargs, made)
+        except BaseException as error:
+            self.fail(name, error)
+            raise
+        self._begin()
+        return result
+
+    def _run(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        with ExitStack() as stack:
+            if self._execute:
+                stack.enter_context(self.pool.device.on_stream(self._callers_stream))
+            if not self._debug:
+                return function(*args, **kwargs)
+            with Makers(self.pool.device.tensor_type) as makers:
+                made = function(*args, **kwargs)
+        returned = {address(leaf) for leaf in flatten(made)[0] if isinstance(leaf, torch.Tensor)}
+        for where, life in makers.alive.items():
+            if where not in returned:
+                self._left_behind[where] = (life, name)
+        return made
+
+    def _record(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        made: Any,
+    ) -> Any:
+        leaves, structure = ([], None) if made is None else flatten(made)
+        check_leaves(leaves, name)
+        places = [Place(name, self._batch, item, f"[{item}]") for item in range(len(leaves))]
+        names = {place.name for place in places}
+        ours = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and self._owns(leaf)]
+        fixed = {address(tensor) for tensor in (*_tensors((args, kwargs)), *ours)} - {0}
+        with ExitStack() as stack:
+            if self._execute:
+                stack.enter_context(self.pool.device.on_stream(self._callers_stream))
+            across = crossings(places, leaves, names, (), fixed, self._frame)
+            for crossing in across.crossings:
+                crossing(leaves)
+        for block, crossed in across.blocks:
+            self._bridges.append(block)
+            for place in places:
+                if place.name in crossed:
+                    leaves[place.item] = block.lend(leaves[place.item])
+        self._segments.append(
+            EagerSegment(
+                name,
+                function,
+                compat.tree_map(self._held, args),
+                compat.tree_map(self._held, dict(kwargs)),
+                leaves=self._opened(name, made, structure),
+                crossings=tuple(across.crossings),
+            )
+        )
+        return None if made is None else rebuilt(made, leaves)
+
+    def _opened(
+        self, name: str, made: Any, structure: Structure | None
+    ) -> Callable[[Any], list[Any]]:
+        """What makes a list of a result, and refuses one that is built in another way."""
+        if isinstance(made, torch.Tensor):
+            return lambda again: [again]
+        return lambda again: _same_structure(again, structure, name, self._batch)
+
+    def _owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory that lives as long as the recording."""
+        return self.pool.owns(tensor) or self.pool.arena.owns(address(tensor))
+
+    def _held(self, leaf: Any) -> Any:
+        """How a segment keeps an argument: weakly where the memory is ours, or it could not be
+        used again; strongly where nobody else may keep it."""
+        if isinstance(leaf, torch.Tensor) and address(leaf) and self._owns(leaf):
+            return compat.weak_tensor(leaf)
+        return leaf
+
+    def _bring_back_bridges(self) -> None:
+        """Let bridges that the program holds no more serve this break."""
+        for block in [block for block in self._bridges if not block.is_lent]:
+            self._bridges.remove(block)
+            self._frame.give(block)
+
+
+def _same_structure(made: Any, structure: Structure | None, name: str, batch: str) -> list[Any]:
+    leaves, now = flatten(made)
+    if now != structure:
+        found, was = "built in another way", "not"
+        raise HostValueChangedError.changed(name, batch, "the result", found, was)
+    return leaves
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in compat.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
