@@ -51,24 +51,36 @@ class BreakMode(compat.DispatchMode):
         self._in_region = False
         sdpa = aten.scaled_dot_product_attention.default
         self._sdpa_breaks = boundaries.match_call(sdpa) is not None
-        self.on = False  # whether it is on torch's stack of modes now
+        self._on = False  # whether it is on torch's stack of modes
+        self._kept_by_torch = False  # whether torch puts it there again by itself
 
     def switch_on(self) -> None:
-        super().switch_on()
-        self.on = True
+        if not self._kept_by_torch and not self._on:
+            super().switch_on()
+            self._on = True
 
     def switch_off(self) -> None:
-        """Does nothing in an op of its own, where torch has switched it off."""
-        if self.on:
-            self.on = False
+        if self._on:
+            self._on = False
             super().switch_off()
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.on = False
+        before = self._kept_by_torch
+        self._on, self._kept_by_torch = False, True
         try:
             return self._call(func, args, kwargs)
         finally:
-            self.on = True
+            self._on, self._kept_by_torch = True, before
+
+    def _inside(self, call: Callable[[], Any]) -> Any:
+        """Run something within an op of its own, and see the ops of it."""
+        self._kept_by_torch = False
+        self.switch_on()
+        try:
+            return call()
+        finally:
+            self.switch_off()  # a capture that was abandoned has done so
+            self._kept_by_torch = True
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entry = self._match(func, args)
@@ -85,9 +97,7 @@ class BreakMode(compat.DispatchMode):
         kernel = compat.python_kernel(func, self._tensor_type)
         if kernel is None:
             return func(*args, **kwargs)
-        self.on = True
-        with self:  # the ops in its body count
-            return kernel(*args, **kwargs)
+        return self._inside(lambda: kernel(*args, **kwargs))  # the ops in its body count
 
     def _match(self, func: Any, args: tuple[Any, ...]) -> SplittingOp | None:
         op = compat.functionalized_op(func, args) or func
@@ -99,12 +109,13 @@ class BreakMode(compat.DispatchMode):
         """Compiled code that raises where a splitting op runs in it."""
 
         def run(*inputs: Any) -> Any:
-            before, self._in_region, self.on = self._in_region, True, True
+            if not self._kept_by_torch:  # at replay: nothing is captured
+                return code(*inputs)
+            before, self._in_region = self._in_region, True
             try:
-                with self:
-                    return code(*inputs)
+                return self._inside(lambda: code(*inputs))
             finally:
-                self._in_region, self.on = before, False
+                self._in_region = before
 
         return run
 

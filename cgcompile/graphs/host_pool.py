@@ -63,6 +63,7 @@ class HostPool:
         self._lasting = lasting
         self._blocks: list[_Block] = []
         self._handed_out: set[_Block] = set()
+        self._data: dict[_Block, bytes | None] = {}  # in use when the capture began
 
     @property
     def reserved(self) -> int:
@@ -84,11 +85,21 @@ class HostPool:
     def begin(self) -> None:
         """A capture begins."""
         self._handed_out.clear()
+        self._data = {block: None for block in self._blocks if not block.free}
 
     def end(self) -> None:
-        """A capture ends: what it allocated holds nothing yet."""
+        """A capture ends: what it allocated holds nothing yet.
+
+        Memory that was in use when it began, was freed and used again, holds what it held: the
+        capture may have read it before.
+        """
         for block in self._handed_out:
-            block.poison()
+            data = self._data.get(block)
+            if data is None:
+                block.poison()
+            else:
+                ctypes.memmove(block.address, data, block.nbytes)
+        self._data.clear()
 
     def poison(self) -> None:
         """Nothing that the blocks hold is good any more."""
@@ -106,6 +117,8 @@ class HostPool:
         if block is None:
             block = _Block(wanted)
             self._blocks.append(block)
+        if block in self._data and self._data[block] is None:
+            self._data[block] = ctypes.string_at(block.address, block.nbytes)
         block.dtype = dtype
         block.poison()
         self._handed_out.add(block)

@@ -250,7 +250,8 @@ class SegmentRecorder:
         kwargs: Mapping[str, Any],
         made: Any,
     ) -> Any:
-        leaves, structure = ([], None) if made is None else flatten(made)
+        nothing = made is None and compat.is_op(function)  # and so it is by its schema
+        leaves, structure = ([], None) if nothing else flatten(made)
         check_leaves(leaves, name)
         places = [Place(name, self._batch, item, f"[{item}]") for item in range(len(leaves))]
         names = {place.name for place in places}
@@ -277,7 +278,7 @@ class SegmentRecorder:
                 crossings=tuple(across.crossings),
             )
         )
-        return None if made is None else rebuilt(made, leaves)
+        return None if nothing else rebuilt(made, leaves)
 
     def _opened(
         self, name: str, made: Any, structure: Structure | None

@@ -372,15 +372,17 @@ class CUDAGraphWrapper:
             raise AttributeError(text) from None
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("runnable", "config", "runtime_mode", "options", "name")
+        names = ("runnable", "config", "_modes", "options", "name")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        CUDAGraphWrapper.__init__(
+        modes = state["_modes"]
+        mode: Any = modes[0] if len(modes) == 1 else None  # a breakable one may serve both
+        type(self).__init__(
             self,
             state["runnable"],
             state["config"],
-            state["runtime_mode"],
+            mode,
             state["options"],
             name=state["name"],
         )

@@ -37,6 +37,7 @@ from graphs.breakable_support import (
     step,
 )
 from torch import nn
+from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 
 from cgcompile import BatchDescriptor, CompilationConfig, CUDAGraphMode, set_forward_context
 from cgcompile.boundaries import AttentionCGSupport, Boundaries, SplittingOp
@@ -67,6 +68,16 @@ ATTEND = ("cgtest::attend",)
 @pytest.fixture(autouse=True)
 def with_operators():
     operators(), library()
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left():
+    """What a capture puts on torch's stack of modes is gone after it, whatever happened."""
+    yield
+    left = []
+    while _len_torch_dispatch_stack():
+        left.append(type(_pop_mode()).__name__)
+    assert not left
 
 
 @pytest.fixture
