@@ -17,8 +17,19 @@ from cgcompile.forward_context import (
     override_forward_context,
     set_forward_context,
 )
+from cgcompile.graphs.breakable import (
+    BreakableCUDAGraphCapture,
+    BreakableCUDAGraphWrapper,
+    eager_break_during_capture,
+)
+from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import allow_capture
-from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+from cgcompile.graphs.entries import CUDAGraphEntry, CUDAGraphOptions
+from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
+from cgcompile.graphs.staging import HostStaging
+from cgcompile.graphs.verify import Difference, verify_wrapper
+from cgcompile.graphs.weights import update_weights
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters, Reason
 from cgcompile.version import __version__
 
@@ -27,22 +38,35 @@ __all__ = [
     "Backend",
     "BatchDescriptor",
     "Boundaries",
+    "BreakableCUDAGraphCapture",
+    "BreakableCUDAGraphWrapper",
+    "BulkCapture",
     "CGCompileError",
+    "CUDAGraphEntry",
     "CUDAGraphMode",
     "CUDAGraphOptions",
     "CUDAGraphWrapper",
     "CompilationConfig",
     "CompilationMode",
     "Counters",
+    "Difference",
+    "EagerSegment",
     "ForwardContext",
+    "GraphSegment",
+    "GraphSequence",
+    "HostStaging",
     "Reason",
     "SplittingOp",
     "__version__",
     "allow_capture",
+    "capture_all",
+    "eager_break_during_capture",
     "eager_region",
     "get_forward_context",
     "is_forward_context_available",
     "override_forward_context",
     "runtime",
     "set_forward_context",
+    "update_weights",
+    "verify_wrapper",
 ]

@@ -8,7 +8,7 @@ torch resolves a name to one object per process.
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,9 @@ from cgcompile import compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CompilationMode
 from cgcompile.entry import CompiledGraph
-from cgcompile.errors import ConfigError
+from cgcompile.errors import ConfigError, DispatchError
+from cgcompile.graphs.bulk import BulkCapture, capture_all
+from cgcompile.graphs.verify import Difference
 from cgcompile.passes import split_graph
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
 from cgcompile.reasons import Counters
@@ -44,6 +46,7 @@ class Backend:
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._graphs: list[weakref.ref[CompiledGraph]] = []
         self._capture_closed = False
+        self._compiled = 0  # how often torch.compile called
 
     @property
     def graphs(self) -> tuple[CompiledGraph, ...]:
@@ -58,6 +61,92 @@ class Backend:
     def counters(self) -> Counters:
         """What all calls of these graphs did, in one sum."""
         return sum((graph.counters for graph in self.graphs), Counters())
+
+    def capture(
+        self,
+        step: Callable[[Any], Any],
+        batches: Iterable[Any],
+        *,
+        size: Callable[[Any], int] | None = None,
+    ) -> BulkCapture:
+        """Warm and capture all batches of a model, the largest first.
+
+        Args:
+            step: ``step(batch)`` prepares inputs afresh and calls the compiled model once, in a
+                forward context or without one. It is called for each batch at least twice.
+            batches: numbers of tokens, batch descriptors, or whatever ``step`` takes.
+            size: what is larger; left out: the number itself, or its ``num_tokens``.
+
+        Returns:
+            Which batches have graphs now, and why the others have none.
+
+        Raises:
+            DispatchError: with ``strict``, a batch has no graph.
+            BaseException: what ``step`` raised.
+        """
+        return capture_all(
+            step,
+            batches,
+            self,
+            size=size,
+            settled=lambda: self._compiled,
+            warmups=self.config.num_warmups,
+            strict=self.config.strict,
+        )
+
+    def verify(
+        self,
+        model: Callable[..., Any],
+        *args: Any,
+        rtol: float = 0.0,
+        atol: float = 0.0,
+        **kwargs: Any,
+    ) -> list[Difference]:
+        """Call a model, replay its steps and run them plain, and compare piece by piece.
+
+        One step is run: inputs that the model writes are put back in between. Synchronises. Use
+        ``poison=True`` to find stale reads as well.
+
+        Args:
+            model: what ``torch.compile`` returned for this backend.
+            *args: of the call, in the forward context that it needs.
+            rtol: relative tolerance; 0 for bitwise.
+            atol: absolute tolerance.
+            **kwargs: of the call.
+
+        Returns:
+            The first difference of each compiled graph that has one.
+
+        Raises:
+            DispatchError: nothing was replayed.
+            BaseException: what the model raised.
+        """
+        found: list[Difference | None] = []
+        graphs = self.graphs
+        before = self.counters
+        for graph in graphs:
+            graph.verifying(found, rtol, atol)
+        try:
+            model(*args, **kwargs)
+        finally:
+            for graph in graphs:
+                graph.verifying(None)
+        if not found:
+            after = self.counters
+            whys = [f"{r.value}: {after.details.get(r, '-')}" for r in after.plain - before.plain]
+            raise DispatchError.nothing_verified("; ".join(whys) or "no graph of it was called")
+        return [each for each in found if each is not None]
+
+    def invalidate(self, reason: str) -> None:
+        """Drop all graphs because something that they hold is not so any more.
+
+        Steps warm up and capture again, unless capture is closed.
+
+        Args:
+            reason: what has changed; for the log.
+        """
+        for graph in self.graphs:
+            graph.invalidate(reason)
 
     def close_capture(self) -> None:
         """Capture nothing any more, in any thread, what is compiled later included.
@@ -106,6 +195,7 @@ class Backend:
             return compat.compile_whole(gm, example_inputs, inductor_patches(self.config))
         if self.config.mode is CompilationMode.DYNAMO_TRACE_ONCE:
             raise ConfigError.trace_once_needs_guards_dropped()
+        self._compiled += 1
         graph = _compile_piecewise(gm, self.config)
         if self._capture_closed:
             graph.close_capture()

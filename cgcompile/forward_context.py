@@ -180,6 +180,12 @@ def current_forward_context() -> ForwardContext | None:
     return entry[0]
 
 
+def in_full_mode() -> bool:
+    """Whether there is a forward context that asks for one graph without breaks."""
+    context = current_forward_context()
+    return context is not None and context.cudagraph_runtime_mode is CUDAGraphMode.FULL
+
+
 def callers_context() -> ForwardContext | None:
     """The forward context that a caller has set; None if there is none, or one of our own."""
     entry = _current.get()

@@ -21,6 +21,7 @@ from cgcompile.errors import (
     PassError,
     PieceCompileError,
     SymbolError,
+    WeightsError,
 )
 
 KNOWN = ("compiler", "splitting_ops")
@@ -83,7 +84,11 @@ EXAMPLES: dict[str, CGCompileError] = {
     "DispatchError.no_descriptor": DispatchError.no_descriptor("Linear", "FULL"),
     "DispatchError.bad_mode": DispatchError.bad_mode("NONE"),
     "DispatchError.cannot_copy": DispatchError.cannot_copy("Decoder"),
+    "DispatchError.other_breaks": DispatchError.other_breaks("Decoder", ["attend"], []),
+    "DispatchError.nothing_verified": DispatchError.nothing_verified("warming: call 1 of 1"),
     "DispatchError.strict": DispatchError.strict("the step", "host_sync", "item() reads a tensor"),
+    "WeightsError.unknown": WeightsError.unknown("up.wieght", ("up.weight",)),
+    "WeightsError.shape": WeightsError.shape("up.weight", "(4, 2)", "(2, 4)"),
     "AddressChangedError.moved": AddressChangedError.moved(
         "piece_2", "num_tokens=64", "input 0 'out_1'", 0x7F3A80, 0x7F3A00
     ),

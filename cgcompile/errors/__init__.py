@@ -24,5 +24,6 @@ from cgcompile.errors.running import (
     GradientError,
     GuardError,
     HostValueChangedError,
+    WeightsError,
     missing_attribute,
 )

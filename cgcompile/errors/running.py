@@ -1,6 +1,8 @@
 """Errors of capture, dispatch and replay. See ``cgcompile/errors/__init__.py``."""
 
-from cgcompile.errors.root import CGCompileError
+from collections.abc import Sequence
+
+from cgcompile.errors.root import CGCompileError, close
 
 
 class GradientError(CGCompileError, RuntimeError):
@@ -187,10 +189,45 @@ class DispatchError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def other_breaks(cls, what: str, now: Sequence[str], before: Sequence[str]) -> "DispatchError":
+        return cls(
+            f"{what}: the plain step breaks at {', '.join(now) or 'nothing'}; recorded were "
+            f"{', '.join(before) or 'none'}.\n"
+            "  Its Python takes another way than at capture: put what it depends on into the "
+            "batch descriptor (extra=...)."
+        )
+
+    @classmethod
+    def nothing_verified(cls, why: str) -> "DispatchError":
+        return cls(
+            f"verify: this call replays no graph, so there is nothing to compare: {why}.\n"
+            "  Call the model until its step is captured, and verify then."
+        )
+
+    @classmethod
     def strict(cls, what: str, reason: str, detail: str) -> "DispatchError":
         return cls(
             f"{what} would run without a graph: {reason}: {detail}.\n"
             "  strict=True forbids that. Remove the cause, or set strict=False to count it."
+        )
+
+
+class WeightsError(CGCompileError, ValueError):
+    """New weights that do not fit the module."""
+
+    @classmethod
+    def unknown(cls, name: str, known: Sequence[str]) -> "WeightsError":
+        return cls(
+            f"update_weights(): the module has no parameter or buffer {name!r}."
+            f"{close(name, known)}\n  Nothing was written."
+        )
+
+    @classmethod
+    def shape(cls, name: str, found: str, expected: str) -> "WeightsError":
+        return cls(
+            f"update_weights(): {name!r} is {found}; expected a tensor {expected}.\n"
+            "  Nothing was written. A graph keeps the shapes of its weights: another shape needs "
+            "another model."
         )
 
 

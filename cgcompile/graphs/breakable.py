@@ -20,7 +20,8 @@ from cgcompile import compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import CaptureError, GradientError
-from cgcompile.forward_context import BatchDescriptor, current_forward_context
+from cgcompile.forward_context import BatchDescriptor, in_full_mode
+from cgcompile.graphs.breaks import Breaker
 from cgcompile.graphs.capture import inside_capture, who_captures_elsewhere, who_captures_here
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import Captured, CUDAGraphOptions
@@ -52,12 +53,10 @@ def eager_break_during_capture(function: F_) -> F_:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         recorder = who_captures_here()
-        if not isinstance(recorder, SegmentRecorder):
+        if not isinstance(recorder, Breaker):
             _refuse_other_thread(name, args, kwargs)
             return function(*args, **kwargs)
-        context = current_forward_context()
-        full = context is not None and context.cudagraph_runtime_mode is CUDAGraphMode.FULL
-        if full or not recorder.is_recording:
+        if in_full_mode() or not recorder.is_recording:
             return function(*args, **kwargs)
         return recorder.run_eager(name, function, args, kwargs)
 
@@ -231,6 +230,9 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         cudagraph_options: how to capture.
         pool: memory shared with other wrappers.
         name: what messages call it.
+
+    Attributes:
+        boundaries: which ops break.
     """
 
     def __init__(
@@ -254,7 +256,14 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         if runtime_mode is None:
             self._modes = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
         ops, builtin = self.config.splitting_ops, self.config.builtin_splitting_ops
-        self._boundaries = Boundaries(ops, builtin=builtin)
+        self.boundaries = Boundaries(ops, builtin=builtin)
+
+    @property
+    def sees_composites(self) -> bool:
+        """Whether a capture here lets ops skip autograd, so that composite ones arrive whole."""
+        if torch.is_inference_mode_enabled():
+            return False  # they do so anyway
+        return not compat.holds_compiled_code(self.runnable)  # it would compile again
 
     def record(
         self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -268,13 +277,12 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             BaseException: what ``runnable`` raised, unchanged, with a note of how far it came.
         """
         assert self._pool is not None
-        composites = not torch.is_inference_mode_enabled()
         recorder = SegmentRecorder(
             self._pool,
             self._log_capture(descriptor),
-            self._boundaries,
+            self.boundaries,
             execute=True,
-            sees_composites=composites and not compat.holds_compiled_code(self.runnable),
+            sees_composites=self.sees_composites,
             debug=self.options.debug_breaks,
             batch=str(descriptor),
         )

@@ -5,8 +5,8 @@ sees the ops of the thread that captures, those in the Python kernels of other o
 compiled model calls included.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -17,16 +17,32 @@ from cgcompile.errors import CaptureError
 aten = torch.ops.aten
 
 
-class Breaker(Protocol):
-    """What is told of splitting ops, and of all other ops."""
+class Breaker:
+    """What is told of splitting ops and of decorated functions."""
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether it is outside of any break."""
+        raise NotImplementedError
 
     def meet(
         self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A splitting op is called: run it, in a break or not, and return its result."""
+        raise NotImplementedError
 
     def pass_by(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Another op is about to be captured."""
+        """Another op is about to be called."""
+
+    def run_eager(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """A function is called that breaks: run it and return its result."""
+        raise NotImplementedError
 
 
 class BreakMode(compat.DispatchMode):

@@ -14,11 +14,10 @@ import torch
 
 from cgcompile import compat
 from cgcompile.boundaries import Boundaries, SplittingOp, allows_full, target_name
-from cgcompile.config import CUDAGraphMode
 from cgcompile.errors import CaptureError, HostValueChangedError
-from cgcompile.forward_context import current_forward_context
+from cgcompile.forward_context import current_forward_context, in_full_mode
 from cgcompile.graphs.arena import Block
-from cgcompile.graphs.breaks import BreakMode, Makers
+from cgcompile.graphs.breaks import Breaker, BreakMode, Makers
 from cgcompile.graphs.bridges import Place, crossings
 from cgcompile.graphs.capture import capture_turn, without_garbage_collection
 from cgcompile.graphs.copies import address
@@ -28,7 +27,7 @@ from cgcompile.graphs.results import Structure, check_leaves, flatten, rebuilt
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence, Segment
 
 
-class SegmentRecorder:
+class SegmentRecorder(Breaker):
     """Records one step.
 
     Args:
@@ -85,8 +84,7 @@ class SegmentRecorder:
         if device.is_capturing():
             raise CaptureError.nested(f"capture of {self.name}")
         context = current_forward_context()
-        full = context is not None and context.cudagraph_runtime_mode is CUDAGraphMode.FULL
-        self.is_full = full
+        self.is_full = in_full_mode()
         self._descriptor = None if context is None else context.batch_descriptor
         composites = self._below_autograd or torch.is_inference_mode_enabled()
         self._mode = BreakMode(self, self._boundaries, device.tensor_type, composites)

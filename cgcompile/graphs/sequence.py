@@ -111,6 +111,7 @@ class GraphSequence:
 
     Attributes:
         segments: in order.
+        steps: what runs for each of them.
         slots: the values of the present step; empty between steps.
     """
 
@@ -127,10 +128,10 @@ class GraphSequence:
         self._inputs = tuple((slot.at, position) for slot, position in inputs)
         self._real = 0
         done = self._done_after({slot.at for slot in kept})
-        self._steps = tuple(
+        self.steps = tuple(
             self._step(each, ends, False) for each, ends in zip(self.segments, done, strict=True)
         )
-        self._padded_steps = self._steps
+        self._padded_steps = self.steps
         if any(isinstance(each, EagerSegment) and each.tails for each in self.segments):
             pairs = zip(self.segments, done, strict=True)
             self._padded_steps = tuple(self._step(each, ends, True) for each, ends in pairs)
@@ -170,7 +171,7 @@ class GraphSequence:
         slots = self.slots
         for slot, position in self._inputs:
             slots[slot] = inputs[position]
-        steps = self._steps
+        steps = self.steps
         if real is not None:
             self._real, steps = real, self._padded_steps
         try:
@@ -179,6 +180,19 @@ class GraphSequence:
         except BaseException:
             self.clear()
             raise
+        return slots
+
+    def watch(
+        self, inputs: Sequence[Any], real: int | None, after: Callable[[int], None]
+    ) -> list[Any]:
+        """As :meth:`replay`, telling ``after`` of each segment that has run; for debugging."""
+        slots = self.slots
+        for slot, position in self._inputs:
+            slots[slot] = inputs[position]
+        self._real = real or 0
+        for place, step in enumerate(self.steps if real is None else self._padded_steps):
+            step()
+            after(place)
         return slots
 
     def clear(self) -> None:

@@ -19,7 +19,12 @@ from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError, GuardError, missing_attribute
 from cgcompile.forward_context import BatchDescriptor, ForwardContext, callers_context
-from cgcompile.graphs.capture import capture, capture_allowed, inside_capture
+from cgcompile.graphs.capture import (
+    capture,
+    capture_allowed,
+    capture_postponed,
+    inside_capture,
+)
 from cgcompile.graphs.copies import address
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import (
@@ -184,6 +189,8 @@ class CUDAGraphWrapper:
         if not capture_allowed():
             detail = f"no graph for {descriptor}, and allow_capture(False) is set"
             return self._plain(Reason.CAPTURE_FORBIDDEN, detail, args, kwargs)
+        if capture_postponed():
+            return self._plain(Reason.WARMING, "a bulk capture comes", args, kwargs)
         devices = self._tensor_devices(args, kwargs)
         if len(devices) > 1:
             detail = f"tensors are on {', '.join(map(str, devices))}; a graph holds one device"
@@ -319,6 +326,11 @@ class CUDAGraphWrapper:
                 if served is mode and entries:
                     found[descriptor] = entries[0]
         return MappingProxyType(found)
+
+    def entry_of(self, mode: CUDAGraphMode, batch: BatchDescriptor) -> CUDAGraphEntry | None:
+        """What serves a batch in a runtime mode; None if nothing does."""
+        entries = self._entries.get((mode, batch))
+        return entries[0] if entries else None
 
     @property
     def pool(self) -> GraphPool | None:

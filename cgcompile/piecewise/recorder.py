@@ -101,7 +101,7 @@ def _record_full(
     full.keep(captured.entry)
     fixed = {address(leaf) for leaf in tensors((result, recording.given))} - {0}
     returns = recording.returns(result, compat.tree_leaves(captured.entry.output), fixed)
-    recording.finish(captured.entry.sequence, returns)
+    recording.finish(captured.entry.sequence, returns, {})
     return Outcome(recording, None, True, returns.make((), inputs))
 
 
@@ -199,7 +199,9 @@ class _Recorder:
         ]
         returns = self._recording.returns(made, sources, self._fixed)
         sequence = GraphSequence(self._segments, self._inputs, len(self._slots), returns.slots)
-        self._recording.finish(sequence, returns)
+        made_here = {name for piece in self._program.split.pieces for name in piece.outputs}
+        known = {name: source for name, source in self._sources.items() if name in made_here}
+        self._recording.finish(sequence, returns, known)
         return returns.make(self._slots, inputs)
 
     def drop(self) -> None:

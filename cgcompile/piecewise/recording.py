@@ -4,7 +4,7 @@
 numbers that graphs have seen, the sequence of segments, and how the result of a replay is made.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,7 @@ class Recording:
         frame: where its bridges and copies of inputs take memory.
         given: until it is finished, ``inputs`` with buffers in place of what is copied.
         sequence: once it is finished, what a replay runs.
+        sources: where a replay leaves the values that pieces make, by name, as far as it is known.
     """
 
     def __init__(self, program: Program, roles: Roles, batch: Batch, inputs: Sequence[Any]) -> None:
@@ -91,6 +92,7 @@ class Recording:
         self.roles = roles
         self.frame = program.pool.arena.frame()
         self.sequence: GraphSequence
+        self.sources: Mapping[str, Any] = {}
         self._program = program
         self._poison = program.config.poison
         own = ForwardContext.synthetic(batch.mode, batch.descriptor)
@@ -173,12 +175,7 @@ class Recording:
         Returns:
             What the graph returns: the caller's own, or without copies views of pool memory.
         """
-        pool = self._program.pool
-        pool.follow_stream()
-        if self._poison:
-            pool.poison(inputs)
-        for position, buffer in self._copied:
-            buffer.fill(inputs[position])
+        self._prepare(inputs)
         slots = self._run(inputs, real)
         if not slots:
             return self._returns.make(slots, inputs)
@@ -186,6 +183,32 @@ class Recording:
             return self._returns.make(slots, inputs)
         finally:
             self.sequence.clear()
+
+    def watch(
+        self,
+        inputs: Sequence[Any],
+        real: int | None,
+        after: Callable[[int, Sequence[Any]], None],
+    ) -> Any:
+        """As :meth:`replay`, telling ``after`` of each segment that has run, and the slots."""
+        self._prepare(inputs)
+        sequence = self.sequence
+
+        def run() -> Any:
+            return sequence.watch(inputs, real, lambda place: after(place, sequence.slots))
+
+        try:
+            return self._returns.make(self.in_context(run)(), inputs)
+        finally:
+            sequence.clear()
+
+    def _prepare(self, inputs: Sequence[Any]) -> None:
+        pool = self._program.pool
+        pool.follow_stream()
+        if self._poison:
+            pool.poison(inputs)
+        for position, buffer in self._copied:
+            buffer.fill(inputs[position])
 
     def in_context(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``step`` in the forward context of this batch, where no caller has set one."""
@@ -200,9 +223,16 @@ class Recording:
 
         return run
 
-    def finish(self, sequence: GraphSequence, returns: Returns) -> None:
-        """The step is recorded: keep what replays it and what makes its result."""
+    def finish(self, sequence: GraphSequence, returns: Returns, sources: Mapping[str, Any]) -> None:
+        """The step is recorded: keep what replays it, and what makes its result.
+
+        Args:
+            sequence: what a replay runs.
+            returns: what makes the result.
+            sources: where a replay leaves the values that pieces make, by name.
+        """
         self.sequence = sequence
+        self.sources = sources
         run = self.in_context(sequence.replay)
         self._run = restoring_grad_mode(run) if self._program.split.sets_grad_mode else run
         self._returns = returns

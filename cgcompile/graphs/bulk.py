@@ -1,0 +1,118 @@
+"""Capture many batches at once: :func:`capture_all`.
+
+Each batch runs plain first, so that nothing compiles inside of a capture; then all are captured,
+the largest first, so that the smaller ones fit into its memory; garbage is collected once.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from cgcompile.errors import DispatchError
+from cgcompile.graphs.capture import bulk_capture, postponed_capture
+from cgcompile.reasons import Counters
+
+log = logging.getLogger(__name__)
+
+B_ = TypeVar("B_")
+
+_PASSES = 8  # plain, before recompiling for ever is taken to be the model's way
+
+
+class HasCounters(Protocol):
+    """A backend, or a wrapper."""
+
+    @property
+    def counters(self) -> Counters: ...
+
+
+@dataclass(frozen=True)
+class BulkCapture:
+    """How a bulk capture went.
+
+    Attributes:
+        captured: the batches that have graphs now, in the order of capture.
+        missing: those that have none, with the reason as text.
+        passes: how often all batches ran plain before.
+        seconds: of host time, all in all.
+    """
+
+    captured: tuple[Any, ...]
+    missing: tuple[tuple[Any, str], ...]
+    passes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        rows = [f"{len(self.captured)} batches captured in {self.seconds:.2f} s"]
+        return "\n".join(rows + [f"  {batch}: {why}" for batch, why in self.missing])
+
+
+def capture_all(
+    step: Callable[[B_], Any],
+    batches: Iterable[B_],
+    target: HasCounters,
+    *,
+    size: Callable[[B_], int] | None = None,
+    settled: Callable[[], Any] = tuple,
+    warmups: int = 1,
+    strict: bool = False,
+) -> BulkCapture:
+    """Warm and capture all batches.
+
+    Args:
+        step: runs one step of a batch, on inputs prepared afresh, and calls the model once. It is
+            called for each batch several times.
+        batches: numbers of tokens, batch descriptors, or whatever ``step`` takes.
+        target: what counts the captures.
+        size: what is larger; left out: the number itself, or its ``num_tokens``.
+        settled: something that stays equal once nothing compiles any more.
+        warmups: how often each batch runs plain at least.
+        strict: raise where a batch has no graph in the end.
+
+    Raises:
+        DispatchError: ``strict``, and a batch has no graph.
+        BaseException: what ``step`` raised.
+    """
+    start = time.perf_counter()
+    ordered = sorted(batches, key=size or _size, reverse=True)
+    passes = _warm(step, ordered, settled, warmups)
+    captured: list[Any] = []
+    missing: list[tuple[Any, str]] = []
+    with bulk_capture():
+        for batch in ordered:
+            before = target.counters + Counters()  # a wrapper goes on counting in its own
+            step(batch)
+            after = target.counters
+            if after.captures + after.replays > before.captures + before.replays:
+                captured.append(batch)
+                continue
+            reasons = after.plain - before.plain
+            why = "; ".join(f"{r.value}: {after.details.get(r, '-')}" for r in reasons)
+            missing.append((batch, why or "the model was not called"))
+            if strict:
+                raise DispatchError.strict(f"batch {batch}", "bulk capture", missing[-1][1])
+    found = BulkCapture(tuple(captured), tuple(missing), passes, time.perf_counter() - start)
+    log.info("%s", found)
+    return found
+
+
+def _warm(
+    step: Callable[[B_], Any], batches: list[B_], settled: Callable[[], Any], warmups: int
+) -> int:
+    """Run all batches plain until a whole pass compiles nothing; how many passes that took."""
+    with postponed_capture():
+        for done in range(1, _PASSES + 1):
+            before = settled()
+            for batch in batches:
+                step(batch)
+            if done >= warmups and settled() == before:
+                return done
+    log.warning("after %d passes something still compiles", _PASSES)
+    return _PASSES
+
+
+def _size(batch: Any) -> int:
+    found: int = getattr(batch, "num_tokens", batch)
+    return found

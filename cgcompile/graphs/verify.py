@@ -1,0 +1,247 @@
+"""Run a step both ways, plain and replayed, and find the first part that differs.
+
+Graphs repeat what they saw. Where something that varies was frozen by mistake, or memory is used
+twice, the result is wrong without an error; :func:`first_difference` and :func:`verify_wrapper`
+say where it begins.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgcompile import compat
+from cgcompile.boundaries import SplittingOp, target_name
+from cgcompile.errors import DispatchError
+from cgcompile.forward_context import callers_context, in_full_mode
+from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
+from cgcompile.graphs.breaks import Breaker, BreakMode
+from cgcompile.graphs.capture import capture_turn
+from cgcompile.graphs.entries import CUDAGraphEntry, tensors_of
+from cgcompile.graphs.guards import layout_text, same_layout, same_value
+from cgcompile.graphs.sequence import EagerSegment
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing in which a replay is not the plain step.
+
+    Attributes:
+        where: the part of the step: a piece, a break, or the result.
+        what: which value of it.
+        largest: the largest absolute difference of its numbers; NaN where only one is a number,
+            and for a value that is no tensor.
+        rows: the first rows in which it differs, at most eight.
+        detail: in words.
+    """
+
+    where: str
+    what: str
+    largest: float
+    rows: tuple[int, ...]
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}: {self.detail}"
+
+
+def first_difference(
+    where: str,
+    plain: Mapping[str, Any],
+    replayed: Mapping[str, Any],
+    rtol: float,
+    atol: float,
+) -> Difference | None:
+    """Compare values of the same names; synchronises.
+
+    Args:
+        where: the part of the step that has them.
+        plain: as the plain step made them.
+        replayed: as the replay made them.
+        rtol: relative tolerance; 0 for bitwise.
+        atol: absolute tolerance.
+    """
+    for name, expected in plain.items():
+        found = replayed[name]
+        tensor = isinstance(expected, torch.Tensor)
+        same = same_layout(found, expected) if tensor else same_value(found, expected)
+        if not same:
+            text = f"{layout_text(found)} in the replay, {layout_text(expected)} in the plain step"
+            return Difference(where, name, float("nan"), (), text)
+        close = not tensor or torch.allclose(found, expected, rtol=rtol, atol=atol, equal_nan=True)
+        if not close:
+            return _of_numbers(where, name, expected, found, rtol, atol)
+    return None
+
+
+def _of_numbers(
+    where: str, name: str, plain: torch.Tensor, found: torch.Tensor, rtol: float, atol: float
+) -> Difference:
+    wrong = ~torch.isclose(found, plain, rtol=rtol, atol=atol, equal_nan=True)
+    wide = torch.complex128 if plain.dtype.is_complex else torch.float64
+    largest = (found.to(wide) - plain.to(wide)).abs()[wrong].max().item()
+    flat = wrong.reshape(wrong.shape[0], -1).any(1) if wrong.dim() else wrong.reshape(1)
+    rows = tuple(flat.nonzero()[:8, 0].tolist())
+    count, total = int(wrong.sum()), wrong.numel()
+    text = f"{count} of {total} numbers differ, by up to {largest:.3g}, first in rows {list(rows)}"
+    return Difference(where, name, largest, rows, text)
+
+
+def copies(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as they are now: tensors are copied."""
+    with torch.no_grad():
+        return {
+            name: each.detach().clone() if isinstance(each, torch.Tensor) else each
+            for name, each in values.items()
+        }
+
+
+@contextmanager
+def put_back(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What happens inside leaves these tensors, and the random generators, as they were."""
+    devices = {each.device.index for each in tensors if each.device.type == "cuda"}
+    with torch.random.fork_rng(sorted(index for index in devices if index is not None)):
+        before = [(each, each.detach().clone()) for each in tensors]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for each, was in before:
+                    with torch.inference_mode(each.is_inference()):
+                        each.copy_(was)
+
+
+def verify_wrapper(
+    wrapper: CUDAGraphWrapper,
+    *args: Any,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    **kwargs: Any,
+) -> Difference | None:
+    """Replay a step of a wrapper and run it plain, on the same inputs; compare every break.
+
+    The arguments of each eager break are compared as it leaves them, tensors and plain values, and
+    what comes out in the end. Tensors among the arguments, and the buffers of a module, are put
+    back in between, so that in the end one step has run. Synchronises.
+
+    Args:
+        wrapper: whose step it is.
+        *args: as a call takes them, in the forward context of the step.
+        rtol: relative tolerance; 0 for bitwise.
+        atol: absolute tolerance.
+        **kwargs: as a call takes them.
+
+    Returns:
+        The first difference, or None.
+
+    Raises:
+        DispatchError: no graph serves the step, or the plain step breaks at other places than the
+            recorded one.
+        GuardError: an input is not that of the capture.
+    """
+    entry = _entry(wrapper)
+    entry.guard.check(args, kwargs, wrapper.name, entry.batch_descriptor)
+    state = tensors_of((args, dict(kwargs)))
+    module = wrapper.unwrap()
+    if isinstance(module, torch.nn.Module):
+        state += list(module.buffers())
+    breaks = [each for each in entry.sequence.segments if isinstance(each, EagerSegment)]
+    with put_back(state):
+        watcher = _Watcher(wrapper)
+        plain = copies(_named(watcher.run(args, kwargs)))
+    names = [name for name, _ in watcher.seen]
+    if wrapper.pool is not None:
+        wrapper.pool.follow_stream()
+    replayed: list[dict[str, Any]] = []
+    for segment, step in zip(entry.sequence.segments, entry.sequence.steps, strict=True):
+        step()
+        if isinstance(segment, EagerSegment):
+            replayed.append(copies(_named((segment.args, dict(segment.kwargs)))))
+    if names != [each.name for each in breaks]:
+        raise DispatchError.other_breaks(wrapper.name, names, [each.name for each in breaks])
+    for place, (name, given) in enumerate(watcher.seen):
+        found = first_difference(f"break {place} ({name})", given, replayed[place], rtol, atol)
+        if found is not None:
+            return found
+    return first_difference("the result", plain, copies(_named(entry.output)), rtol, atol)
+
+
+def _entry(wrapper: CUDAGraphWrapper) -> CUDAGraphEntry:
+    """What serves the step of the forward context."""
+    context = callers_context()
+    if context is None or context.batch_descriptor is None:
+        raise DispatchError.nothing_verified("no forward context with a batch descriptor")
+    mode, descriptor = context.cudagraph_runtime_mode, context.batch_descriptor
+    found = wrapper.entry_of(mode, descriptor)
+    if found is None:
+        detail = f"{wrapper.name} has nothing for {mode.name}, {descriptor}"
+        raise DispatchError.nothing_verified(detail)
+    return found
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """The tensors and plain values of a tree, by their paths."""
+    return dict(compat.tree_paths(tree))
+
+
+class _Watcher(Breaker):
+    """Runs a step plain and notes what its breaks are given.
+
+    Attributes:
+        seen: name and arguments of each break, in order.
+    """
+
+    def __init__(self, wrapper: CUDAGraphWrapper) -> None:
+        self.name = wrapper.name
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+        self._wrapper = wrapper
+        self._in_break = False
+
+    @property
+    def is_recording(self) -> bool:
+        return not self._in_break
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        wrapper = self._wrapper
+        if not isinstance(wrapper, BreakableCUDAGraphWrapper) or wrapper.pool is None:
+            return wrapper.runnable(*args, **kwargs)
+        below = wrapper.sees_composites
+        composites = below or torch.is_inference_mode_enabled()
+        mode = BreakMode(self, wrapper.boundaries, wrapper.pool.device.tensor_type, composites)
+        with ExitStack() as stack:
+            stack.enter_context(capture_turn(f"verify {self.name}", self))
+            if below:
+                stack.enter_context(compat.below_autograd())
+            self._mode = mode
+            mode.switch_on()
+            stack.callback(mode.switch_off)
+            return wrapper.runnable(*args, **kwargs)
+
+    def meet(
+        self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """See :class:`~cgcompile.graphs.breaks.Breaker`."""
+        if in_full_mode():
+            return op(*args, **kwargs)
+        return self.run_eager(target_name(op), op, args, kwargs)
+
+    def run_eager(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the function with all watching off, and note how it leaves its arguments."""
+        self._mode.switch_off()
+        self._in_break = True
+        try:
+            made = function(*args, **(kwargs or {}))
+            self.seen.append((name, copies(_named((args, dict(kwargs or {}))))))
+            return made
+        finally:
+            self._in_break = False
+            self._mode.switch_on()

@@ -1,0 +1,42 @@
+"""Give a captured model new weights: :func:`update_weights`.
+
+Graphs read weights where they were at capture. Values written there are seen by the next replay,
+with nothing captured again; tensors put in their place are not.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cgcompile.errors import WeightsError
+
+
+def update_weights(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Write new values into the parameters and buffers of a module, in place.
+
+    All of them are checked before the first is written, so a refused call changes nothing. Work of
+    the current stream that reads the weights comes first; nothing synchronises.
+
+    Args:
+        module: a module, or what ``torch.compile`` made of it.
+        state: new values by name, as ``state_dict()`` gives them; other names keep their values.
+            Tensors of equal shape; dtype and device are converted.
+
+    Raises:
+        WeightsError: a name that the module does not have, or another shape.
+    """
+    module = getattr(module, "_orig_mod", module)
+    own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    own.update(module.named_buffers(remove_duplicate=False))
+    for name, value in state.items():
+        if name not in own:
+            raise WeightsError.unknown(name, list(own))
+        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        if found != tuple(own[name].shape):
+            raise WeightsError.shape(name, str(found), str(tuple(own[name].shape)))
+    with torch.no_grad():
+        for name, value in state.items():
+            target = own[name]
+            with torch.inference_mode(target.is_inference()):
+                target.copy_(value, non_blocking=True)
