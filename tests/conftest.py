@@ -15,6 +15,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Models here are small: more threads only wait for each other, and for other workers."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()

@@ -24,7 +24,7 @@ needs_weights = pytest.mark.skipif(
 def run(script: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run an example on its own, offline, with no setting of this machine."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CGCOMPILE_")}
-    environment["HF_HUB_OFFLINE"] = "1"
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 

@@ -26,6 +26,7 @@ from cgcompile.entry import CompiledGraph
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
+from cgcompile.reasons import Reason
 
 D, HEADS, TOKENS, WORDS = 16, 4, 5, 32
 SIZES = (6, 3)
@@ -450,38 +451,48 @@ def graphs_of(sequence: GraphSequence) -> list[Any]:
 
 @pytest.mark.parametrize("poison", [False, True], ids=["", "poison"])
 @pytest.mark.parametrize("name", MODELS)
-def test_both_give_what_eager_gives(device: str, name: str, poison: bool) -> None:
+def test_the_front_ends_agree(device: str, name: str, poison: bool) -> None:
     with mode_of(MODELS[name]):
         ends = FrontEnds(name, device, poison=poison, strict=True)
         ends.steps(6)
     assert_counts(ends.backend, 2, 2 * 4, {WARMING: 2})
     assert_counters(ends.breakable, captures=2, replays=2 * 5)
+    assert_same_breaks(ends)
+    assert_graphs_of_wrappers(ends)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_both_break_at_the_same_ops(device: str, name: str) -> None:
-    model = MODELS[name]
-    with mode_of(model):
-        ends = FrontEnds(name, device)
-        ends.steps(2)
-    expected, pieces = list(model.breaks), model.pieces or len(model.breaks) + 1
+def assert_same_breaks(ends: FrontEnds) -> None:
+    """k breaks cut plain Python into k + 1 graphs; an FX graph has one for each captured piece."""
+    expected, split = list(ends.model.breaks), ends.graph.split
     assert breaks_of_pieces(ends.graph, ends.backend.config.splitting_ops) == expected
-    captured = [piece.name for piece in ends.graph.split.pieces if piece.capture]
-    eager = [piece.name for piece in ends.graph.split.pieces if not piece.capture]
-    assert len(captured) == pieces
+    pieces = [piece.name for piece in split.pieces]
+    captured = sum(piece.capture for piece in split.pieces)
+    assert captured == (ends.model.pieces or len(expected) + 1)
     for size in SIZES:
         breakable, fx = ends.recorded_breakable(size), ends.recorded_fx(size)
         assert names_of_breaks(breakable) == expected
         kinds = [type(each) for each in breakable.segments]
         assert kinds == [GraphSegment, *[EagerSegment, GraphSegment] * len(expected)]
-        assert (breakable.num_graphs, breakable.num_eager_breaks) == (
-            len(expected) + 1,
-            len(expected),
-        )
-        assert (fx.num_graphs, fx.num_eager_breaks) == (pieces, len(eager))
-        assert [each.name for each in fx.segments] == [
-            each.name for each in ends.graph.split.pieces
-        ]
+        assert breakable.num_graphs == len(expected) + 1
+        assert breakable.num_eager_breaks == len(expected)
+        assert (fx.num_graphs, fx.num_eager_breaks) == (captured, len(pieces) - captured)
+        assert [each.name for each in fx.segments] == pieces
+
+
+def assert_graphs_of_wrappers(ends: FrontEnds) -> None:
+    """A sequence of FX pieces holds the very graphs of the wrappers' entries, in order."""
+    (binding,) = ends.graph.bindings
+    wrappers = list(binding.wrappers.values())
+    captured = [piece.name for piece in ends.graph.split.pieces if piece.capture]
+    assert [wrapper.name for wrapper in wrappers] == captured
+    assert not binding.full.concrete_cudagraph_entries
+    every = []
+    for size in SIZES:
+        entries = [wrapper.concrete_cudagraph_entries[BatchDescriptor(size)] for wrapper in wrappers]
+        graphs = graphs_of(ends.recorded_fx(size))
+        assert [id(entry.graph) for entry in entries] == [id(graph) for graph in graphs]
+        every += graphs
+    assert len({id(graph) for graph in every}) == len(SIZES) * len(captured)
 
 
 def test_empty_graphs_of_the_one_are_missing_pieces_of_the_other() -> None:
@@ -495,27 +506,6 @@ def test_empty_graphs_of_the_one_are_missing_pieces_of_the_other() -> None:
 
 
 # ------------------------------------------------------------------ what a replay is made of
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_sequence_holds_the_graphs_of_the_wrappers(device: str, name: str) -> None:
-    with mode_of(MODELS[name]):
-        ends = FrontEnds(name, device)
-        ends.steps(3)
-    (binding,) = ends.graph.bindings
-    assert [wrapper.name for wrapper in binding.wrappers.values()] == [
-        piece.name for piece in ends.graph.split.pieces if piece.capture
-    ]
-    assert not binding.full.concrete_cudagraph_entries
-    for size in SIZES:
-        descriptor = BatchDescriptor(size)
-        entries = [each.concrete_cudagraph_entries for each in binding.wrappers.values()]
-        mine = [each[descriptor].graph for each in entries]
-        theirs = graphs_of(ends.recorded_fx(size))
-        assert len(mine) == len(theirs)
-        assert all(one is other for one, other in zip(mine, theirs, strict=True))
-    every = [graph for size in SIZES for graph in graphs_of(ends.recorded_fx(size))]
-    assert len(set(map(id, every))) == len(every)
 
 
 def refuse(*_: Any, **__: Any) -> Any:
@@ -534,9 +524,8 @@ def test_a_replay_goes_through_no_code_of_pieces(device: str, name: str) -> None
             wrapper.runnable = refuse
         for place in ("step", "runnables"):
             object.__setattr__(graph._program, place, None)
-        captured = {piece.index for piece in graph.split.pieces if piece.capture}
         for piece in graph.split.pieces:
-            if piece.index in captured:
+            if piece.capture:
                 piece.module.forward = refuse
         ends.steps(4)
     assert_counts(ends.backend, 2, 2 * 4, {WARMING: 2})
@@ -588,7 +577,7 @@ def check_whole(name: str, device: str, backend: str) -> None:
                 assert Counter(each for each in model.breaks if each != SDPA) == RUN
                 assert size not in before or not equal(expected, before[size])
                 before[size] = expected
-    assert_counters(wrapper, captures=2, replays=8, plain={cgcompile.reasons.Reason.NO_CONTEXT: 2})
+    assert_counters(wrapper, captures=2, replays=8, plain={Reason.NO_CONTEXT: 2})
     for size in SIZES:
         sequence = wrapper.concrete_cudagraph_entries[BatchDescriptor(size)].sequence
         assert sequence.num_eager_breaks == len(model.breaks)
@@ -620,4 +609,29 @@ def test_a_break_in_a_region_of_inductor_is_an_error_on_the_host(attend: Any, op
         with step(6), pytest.raises(CaptureError, match=rf"{op}.*code that Inductor compiled"):
             wrapper(x)
         torch.testing.assert_close(wrapper(x), module(x), rtol=1e-5, atol=1e-5)
-    assert_counters(wrapper, failures=1, plain={cgcompile.reasons.Reason.NO_CONTEXT: 2})
+    assert_counters(wrapper, failures=1, plain={Reason.NO_CONTEXT: 2})
+
+
+class Waves(nn.Module):
+    def forward(self, x):
+        return (x.sin() * 2).cos() + x
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_whole_model_of_inductor_replays_or_is_refused_on_the_host(wrapped: bool) -> None:
+    """Without the wrapped region the host recorder sees none of Inductor's kernels."""
+    module, options = Waves().eval(), {"wrap_inductor_compiled_regions": wrapped}
+    compiled = torch.compile(module, dynamic=False, options=options)
+    config = CompilationConfig(capture_device="host")
+    wrapper, x = BreakableCUDAGraphWrapper(compiled, config, PIECEWISE), hidden(6, "cpu")
+    with torch.no_grad():
+        wrapper(x)
+        for _ in range(3):
+            x.normal_()
+            try:
+                with step(6):
+                    found = wrapper(x)
+            except CaptureError:
+                assert not wrapped
+                break
+            torch.testing.assert_close(found, module(x), rtol=1e-5, atol=1e-5)

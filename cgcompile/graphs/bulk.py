@@ -36,16 +36,19 @@ class BulkCapture:
         captured: the batches that have graphs now, in the order of capture.
         missing: those that have none, with the reason as text.
         passes: how often all batches ran plain before.
-        seconds: of host time, all in all.
+        warm_seconds: of host time for that.
+        capture_seconds: of host time for the captures, each of which is one execution as well.
     """
 
     captured: tuple[Any, ...]
     missing: tuple[tuple[Any, str], ...]
     passes: int
-    seconds: float
+    warm_seconds: float
+    capture_seconds: float
 
     def __str__(self) -> str:
-        rows = [f"{len(self.captured)} batches captured in {self.seconds:.2f} s"]
+        count, seconds = len(self.captured), self.capture_seconds
+        rows = [f"{count} batches captured in {seconds:.2f} s, after {self.warm_seconds:.2f} s"]
         return "\n".join(rows + [f"  {batch}: {why}" for batch, why in self.missing])
 
 
@@ -78,6 +81,7 @@ def capture_all(
     start = time.perf_counter()
     ordered = sorted(batches, key=size or _size, reverse=True)
     passes = _warm(step, ordered, settled, warmups)
+    warm = time.perf_counter()
     captured: list[Any] = []
     missing: list[tuple[Any, str]] = []
     with bulk_capture():
@@ -93,7 +97,8 @@ def capture_all(
             missing.append((batch, why or "the model was not called"))
             if strict:
                 raise DispatchError.strict(f"batch {batch}", "bulk capture", missing[-1][1])
-    found = BulkCapture(tuple(captured), tuple(missing), passes, time.perf_counter() - start)
+    end = time.perf_counter()
+    found = BulkCapture(tuple(captured), tuple(missing), passes, warm - start, end - warm)
     log.info("%s", found)
     return found
 

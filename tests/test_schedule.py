@@ -1,0 +1,133 @@
+"""Random schedules: whatever comes, and in whatever order, each step does what the contract says.
+
+A step is a batch of a menu (mode, size, uniform or not, an extra axis), with fresh metadata and
+new numbers, under no_grad or in inference mode, from this thread or another one. Between steps
+weights are written, replaced and moved, memory is allocated and freed, graphs are released. Some
+steps carry a fault. ``schedule_support.Engine`` says of each step what it must do: a replay, a
+capture, a plain run for a reason, an error of one class; and compares with eager.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from schedule_support import (
+    FULL,
+    PIECEWISE,
+    Do,
+    Engine,
+    Scenario,
+    batches,
+    things_to_do,
+)
+
+from cgcompile import AttentionCGSupport
+
+ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_BATCH
+DECODE, NEVER = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.NEVER
+
+SLOTS = 3  # batches of a menu, at most
+EXAMPLES, STEPS = 2, 400  # of each scenario
+
+SCENARIOS = {
+    "compiled-uniform": Scenario("compiled", "attend", UNIFORM),
+    "compiled-always": Scenario("compiled", "attend", ALWAYS, {"num_warmups": 0}),
+    "compiled-fresh": Scenario("compiled", "fresh", DECODE),
+    "compiled-copy": Scenario(
+        "compiled", "attend", UNIFORM, {"on_input_change": "copy"}, more={"moved": 100}
+    ),
+    "compiled-recapture": Scenario("compiled", "fresh", NEVER, {"on_input_change": "recapture"}),
+    "compiled-eager": Scenario(
+        "compiled", "attend", ALWAYS, {"on_input_change": "eager"}, more={"moved": 2}
+    ),
+    "breakable-uniform": Scenario("breakable", "attend", UNIFORM),
+    "breakable-fresh": Scenario(
+        "breakable", "fresh", NEVER, modes=(PIECEWISE,), runtime_mode=PIECEWISE
+    ),
+    "breakable-full": Scenario("breakable", "fresh", ALWAYS, modes=(FULL,), runtime_mode=FULL),
+    "breakable-recapture": Scenario(
+        "breakable", "attend", ALWAYS, {"on_input_change": "recapture"}
+    ),
+    "breakable-eager": Scenario(
+        "breakable", "fresh", DECODE, {"on_input_change": "eager"}, more={"moved": 2}
+    ),
+    "auto-full": Scenario("auto", "attend", ALWAYS, modes=(PIECEWISE,)),
+    "auto-fresh": Scenario("auto", "fresh", ALWAYS, modes=(PIECEWISE,)),
+}
+
+LEGAL = ("replay", "capture", "plain")
+
+
+def schedule_of(scenario: Scenario, device: str, totals: dict[str, int]) -> type[Any]:
+    """The state machine of one scenario; ``totals`` counts what its steps did."""
+
+    class Schedule(RuleBasedStateMachine):
+        @initialize(
+            menu=st.lists(
+                st.sampled_from(batches(scenario.modes)), min_size=2, max_size=SLOTS, unique=True
+            ),
+            inference=st.booleans(),
+            strict=st.booleans(),
+            poison=st.booleans(),
+        )
+        def begin(self, menu, inference, strict, poison) -> None:
+            settings = f"inference={inference}, strict={strict}, poison={poison}"
+            self.log = [f"{settings}, menu: {', '.join(map(str, menu))}"]
+            self.engine = Engine(
+                scenario, device, menu, inference=inference, strict=strict, poison=poison
+            )
+
+        @rule(do=st.sampled_from(things_to_do(SLOTS, scenario.more)))
+        def do(self, do: Do) -> None:
+            if hasattr(self.engine, f"_{do.what}"):
+                self.log.append(f"({do.what})")
+                return self.engine.between(do.what)
+            batch = self.engine.menu[do.slot % len(self.engine.menu)]
+            self.log.append(f"{do.what}: {batch}")
+            try:
+                done, outcome = self.engine.step(do)
+            except Exception as error:
+                raise AssertionError(f"{error}\n{self.schedule()}") from error
+            self.log[-1] = f"{done.what}: {batch} -> {outcome}"
+
+        def schedule(self) -> str:
+            """What was done, equal lines in one."""
+            rows: list[tuple[str, int]] = []
+            for line in self.log[1:]:
+                if rows and rows[-1][0] == line:
+                    rows.append((line, rows.pop()[1] + 1))
+                else:
+                    rows.append((line, 1))
+            shown = [line + (f"  x{times}" if times > 1 else "") for line, times in rows[-40:]]
+            return "\n  ".join([self.log[0], *shown])
+
+        def teardown(self) -> None:
+            if hasattr(self, "engine"):
+                for name, number in self.engine.outcomes.items():
+                    totals[name] = totals.get(name, 0) + number
+
+    return Schedule
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_schedules(device: str, name: str) -> None:
+    totals: dict[str, int] = {}
+    run_state_machine_as_test(
+        schedule_of(SCENARIOS[name], device, totals),
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            derandomize=True,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    legal = sum(totals.get(kind, 0) for kind in LEGAL)
+    assert totals["steps"] >= EXAMPLES * STEPS * 0.8, totals
+    assert legal >= totals["steps"] * 0.7, totals
+    assert totals["replay"] >= 0.95 * legal, totals
+    assert totals["raise"] > 0, totals
+    print(name, totals, legal, totals["replay"]/legal)
