@@ -156,14 +156,16 @@ class Addresses:
 
     def __init__(self, objects: Sequence[Any], places: Sequence[int]) -> None:
         self._places = list(places)
-        self._known = [objects[place].data_ptr() for place in places]
+        self._known: list[int | None] = [None] * len(objects)  # by place, as the helper wants them
+        for place in places:
+            self._known[place] = objects[place].data_ptr()
 
     def hold(self, objects: Sequence[Any]) -> bool:
         """Whether all are still there."""
         if _equal_addresses is not None:
             return bool(_equal_addresses(list(objects), self._known, self._places))
-        for place, address in zip(self._places, self._known, strict=True):
-            if objects[place].data_ptr() != address:
+        for place in self._places:  # noqa: SIM110  (a generator costs a call)
+            if objects[place].data_ptr() != self._known[place]:
                 return False
         return True
 

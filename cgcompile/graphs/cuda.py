@@ -30,6 +30,7 @@ class CudaPool:
         self.id = torch.cuda.graph_pool_handle()
         self._device = device
         self._segments: list[tuple[int, int]] = []
+        torch.cuda.current_blas_handle()  # made here, because none can be made inside of a capture
         self._anchor = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
