@@ -73,6 +73,7 @@ class CudaGraph:
         if self._pool is not None:
             raise CaptureError.twice("CudaGraph")
         self._pool = pool
+        self._stream = torch.cuda.current_stream(self._device)
         try:
             # "global" mode would let unsafe calls of other threads fail this capture.
             self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
@@ -87,7 +88,8 @@ class CudaGraph:
     def abandon(self) -> None:
         assert self._pool is not None
         try:
-            self._graph.capture_end()
+            with torch.cuda.stream(self._stream):  # the program may have left another one current
+                self._graph.capture_end()
         except RuntimeError:  # says again, in other words, that the capture had failed
             assert self._device.index is not None
             compat.stop_allocating_to(self._device.index, self._pool.id)

@@ -214,10 +214,10 @@ class SegmentRecorder(Breaker):
             self._bring_back_bridges()
             made = self._run(name, function, args, kwargs)
             result = self._record(name, function, args, kwargs, made)
+            self._begin()
         except BaseException as error:
             self.fail(name, error)
             raise
-        self._begin()
         return result
 
     def _run(
