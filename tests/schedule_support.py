@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from entry_support import assert_same
@@ -42,8 +42,10 @@ from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.reasons import EXPECTED, Counters, Reason
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
-D, LAYERS, MOST = 16, 2, 12
-NUMBER = 3  # what steps pass whose graphs hold the number
+D, LAYERS = 16, 2
+SIZES, MOST = (8, 4, 12, 1), 14  # of batches, and the rows of a buffer
+# Other than any size, or Dynamo would trace a first step in which two happen to be equal apart.
+NUMBERS = (3, 5, 7)  # a graph that holds the number holds the first
 
 
 class Asked(Exception):
@@ -62,7 +64,7 @@ class Metadata:
         live: a number of the host, another one at each step; 1.0 where a FULL graph would keep it.
         real: how many rows are not padding.
         tally: counts the calls, on the device, inside of graphs too.
-        fails_at: the call that raises.
+        fails_at: the first call that raises; so do all that follow.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Metadata:
     def enter(self) -> None:
         assert not self.over, "metadata of a step that has ended"
         self.calls += 1
-        if self.calls - 1 == self.fails_at:
+        if 0 <= self.fails_at < self.calls:
             raise Asked(f"attention {self.fails_at}")
 
 
@@ -84,13 +86,13 @@ class Ambient:
     """What an op of a program without forward contexts reads."""
 
     metadata: Metadata | None = None
-    held: deque[torch.Tensor] = deque(maxlen=3)  # so that results lie elsewhere each time
+    held: ClassVar[deque[torch.Tensor]] = deque(maxlen=3)  # so that results lie elsewhere each time
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, torch.Tensor]:
     """(real rows, their attention): within each request of a uniform batch, else among all rows."""
     context = current_forward_context()
-    metadata = context and context.attn_metadata or Ambient.metadata
+    metadata = (context and context.attn_metadata) or Ambient.metadata
     assert metadata is not None
     metadata.enter()
     metadata.tally.add_(1)
@@ -120,8 +122,9 @@ def operators() -> torch.library.Library:
         real, result = _attention(q, k, v)
         made = torch.zeros(q.shape, device=q.device)
         made[:real] = result / n
-        if not torch._C._is_alias_of(made, q) and current_forward_context() is not None:
-            Ambient.held.append(made.new_empty(made.shape))
+        context = current_forward_context()
+        if context is None or context.cudagraph_runtime_mode is not FULL:
+            Ambient.held.append(made)
         return made
 
     for key in ("CPU", "CUDA"):
@@ -175,7 +178,9 @@ class Batch(NamedTuple):
 
     @property
     def descriptor(self) -> BatchDescriptor:
-        return BatchDescriptor(self.size, self.num_reqs, self.num_reqs is not None, extra=self.extra)
+        return BatchDescriptor(
+            self.size, self.num_reqs, self.num_reqs is not None, extra=self.extra
+        )
 
     def __str__(self) -> str:
         uniform = f" of {self.num_reqs} requests" if self.num_reqs else ""
@@ -186,7 +191,7 @@ def batches(modes: tuple[CUDAGraphMode, ...]) -> list[Batch]:
     """All that a schedule may ask for in these modes."""
     found = []
     for mode in modes:
-        for size in (8, 4, 12, 1):
+        for size in SIZES:
             for num_reqs in dict.fromkeys((None, size, (size + 1) // 2)):
                 for extra in ((), ("heat", 0.5)):
                     found.append(Batch(mode, size, num_reqs, extra))
@@ -207,7 +212,14 @@ class Do(NamedTuple):
 STEPS = {"step": 230, "thread": 10, "padded": 30, "closed": 5, "moved": 10, "raises": 10}
 STEPS |= {"no_descriptor": 5, "other_size": 5, "number": 5}
 PLAIN = {"none": 2, "grad": 1, "inference": 1}
-BETWEEN = {"churn": 20, "collect": 2, "weights": 15, "release": 1, "new_weights": 1, "moved_weights": 1}
+BETWEEN = {
+    "churn": 20,
+    "collect": 2,
+    "weights": 15,
+    "release": 2,
+    "new_weights": 2,
+    "moved_weights": 2,
+}
 
 
 def things_to_do(slots: int, more: dict[str, int]) -> list[Do]:
@@ -224,11 +236,7 @@ def things_to_do(slots: int, more: dict[str, int]) -> list[Do]:
 
 
 class Outcome(NamedTuple):
-    """What a step does: ``replay``, ``capture``, ``plain`` for a reason, or ``raise`` a class.
-
-    Attributes:
-        injected: whether the schedule asked for an error.
-    """
+    """What a step does: ``replay``, ``capture``, ``plain`` for a reason, or ``raise`` a class."""
 
     kind: str
     why: Any = None
@@ -261,6 +269,16 @@ class Scenario:
     modes: tuple[CUDAGraphMode, ...] = (PIECEWISE, FULL)
     runtime_mode: CUDAGraphMode | None = None
     more: dict[str, int] = field(default_factory=dict)
+
+    def serves(self, batch: Batch) -> bool:
+        """Whether a batch gets the graphs that it asks for."""
+        return batch.mode is not FULL or allows_full(self.support, batch.descriptor)
+
+    @property
+    def is_auto_full(self) -> bool:
+        """Whether steps without a context begin as FULL graphs."""
+        full = self.support is AttentionCGSupport.ALWAYS and self.op == "attend"
+        return self.driver == "auto" and full
 
     @property
     def on_change(self) -> str:
@@ -309,7 +327,7 @@ class Engine:
         self.metadata: list[weakref.ref[Metadata]] = []
         self.warmed: Counter[Any] = Counter()
         self.captured: dict[Any, CUDAGraphMode] = {}
-        self.auto_mode: dict[bool, CUDAGraphMode] = {}
+        self.auto_mode: dict[Any, CUDAGraphMode] = {}
         self.previous: torch.Tensor | None = None
         self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
         self.outcomes: Counter[str] = Counter()
@@ -367,28 +385,32 @@ class Engine:
             return
         weight = self.model.layers[-1].out.weight
         weight.data = weight.data.clone()
-        for inference in {inference for inference, *_ in self.captured}:
-            for known in [key for key in self.warmed if key[0] is inference]:
+        for variant in {variant for variant, *_ in self.captured}:
+            for known in [key for key in self.warmed if key[0] == variant]:
                 del self.warmed[known]
         self.captured.clear()
 
     # -------------------------------------------------------------- what must happen
 
+    def _variant(self, batch: Batch, inference: bool) -> Any:
+        """Which compiled graph serves a batch: Dynamo traces inference mode, and one row, apart."""
+        return (inference, batch.size == 1) if self.scenario.driver != "breakable" else None
+
     def _effective(self, batch: Batch, inference: bool) -> CUDAGraphMode:
         """The mode of the graphs that would serve a batch."""
         scenario = self.scenario
         if scenario.driver == "auto":
-            full = scenario.support is AttentionCGSupport.ALWAYS and scenario.op == "attend"
-            return self.auto_mode.get(inference, FULL if full else PIECEWISE)
+            usual = FULL if scenario.is_auto_full else PIECEWISE
+            return self.auto_mode.get(self._variant(batch, inference), usual)
         if batch.mode is not FULL or scenario.driver == "breakable":
             return batch.mode
-        return FULL if allows_full(scenario.support, batch.descriptor) else PIECEWISE
+        return FULL if scenario.serves(batch) else PIECEWISE
 
     def _key(self, do: Do, batch: Batch, inference: bool, mode: CUDAGraphMode) -> Any:
+        variant = self._variant(batch, inference)
         if self.scenario.driver == "auto":
-            return (inference, batch.size)
+            return (variant, batch.size)
         moved = do.what == "moved" and self.scenario.on_change == "recapture"
-        variant = inference and self.scenario.driver == "compiled"
         return (variant, mode, batch.descriptor, moved)
 
     def _settled(self, do: Do, batch: Batch) -> Do:
@@ -411,8 +433,10 @@ class Engine:
         if do.what == "no_descriptor":
             return do
         if do.what == "moved":
-            late = scenario.on_change in ("copy", "recapture")
-            return do if known or late else usual
+            late = scenario.on_change == "copy" or (
+                scenario.on_change == "recapture" and not do.slot
+            )
+            return do if (known and scenario.on_change != "recapture") or late else usual
         if not known or scenario.on_change not in ("raise", "copy"):
             return usual
         if do.what == "number":
@@ -431,21 +455,28 @@ class Engine:
             return Outcome("raise", Asked) if raises else found
         return found
 
-    def _expected(self, do: Do, batch: Batch, inference: bool) -> Outcome:
+    def _without_graphs(self, do: Do, batch: Batch, mode: CUDAGraphMode) -> Outcome | None:
+        """What happens where no graph is looked for."""
         scenario = self.scenario
-        breakable = scenario.driver == "breakable"
         if do.what == "none":
             return Outcome("plain", Reason.MODE_NONE)
+        breakable = scenario.driver == "breakable"
         if breakable and scenario.runtime_mode not in (None, batch.mode):
             return Outcome("plain", Reason.OTHER_MODE)
         if do.what == "no_descriptor":
             return Outcome("raise", DispatchError)
         if do.what == "grad":
             return Outcome("plain", Reason.GRADIENTS)
-        mode = self._effective(batch, inference)
         degraded = scenario.driver == "compiled" and mode is not batch.mode
-        if degraded and self.strict:
-            return Outcome("plain", Reason.ATTENTION_SUPPORT)
+        return Outcome("plain", Reason.ATTENTION_SUPPORT) if degraded and self.strict else None
+
+    def _expected(self, do: Do, batch: Batch, inference: bool) -> Outcome:
+        scenario = self.scenario
+        breakable = scenario.driver == "breakable"
+        mode = self._effective(batch, inference)
+        without = self._without_graphs(do, batch, mode)
+        if without is not None:
+            return without
         key = self._key(do, batch, inference, mode)
         known = self.captured.get(key)
         if known is not None:
@@ -455,13 +486,15 @@ class Engine:
         self.warmed[key] += 1
         if self.warmed[key] <= self.warmups:
             return Outcome("plain", Reason.WARMING)
-        if breakable and mode is FULL and not allows_full(scenario.support, batch.descriptor):
+        if breakable and not scenario.serves(batch):
             return Outcome("raise", CaptureError)
         if do.what == "raises":
             if breakable or mode is PIECEWISE:
                 return Outcome("raise", Asked)
             if scenario.driver == "auto" and not self.strict:
-                self.auto_mode[inference] = PIECEWISE  # the FULL capture was refused
+                self.auto_mode[self._variant(batch, inference)] = (
+                    PIECEWISE  # the FULL capture was refused
+                )
             return Outcome("raise", DispatchError if self.strict else Asked)
         self.captured[key] = mode
         return CAPTURE
@@ -485,7 +518,7 @@ class Engine:
         batch = self.menu[do.slot % len(self.menu)]
         do = self._settled(do, batch)
         inference = self.inference is not (do.what == "inference")
-        graph = self._effective(batch, inference) is FULL
+        graph = self.scenario.is_auto_full or self._effective(batch, inference) is FULL
         expected = self.expected(do, batch)
         before = self._counters()
         perform = Performance(self, do, batch, inference, graph)
@@ -528,7 +561,9 @@ class Engine:
         assert_same(found[:real].detach(), wanted[:real].detach())
         assert bool(found[:real].any())
         last = self.previous
-        assert last is None or last.shape != found[:real].shape or not torch.equal(last, found[:real])
+        assert (
+            last is None or last.shape != found[:real].shape or not torch.equal(last, found[:real])
+        )
         assert torch.equal(perform.x, perform.given), "the step has written its input"
         assert float(self.tally) == LAYERS, f"{float(self.tally)} attentions ran"
         if self.kept is not None:  # a caller without a context owns what it was given
@@ -561,8 +596,8 @@ class Performance:
         engine, what = self.engine, self.do.what
         fresh = engine.scenario.driver == "auto"
         fresh |= what == "moved" and engine.scenario.on_change == "copy"
-        if fresh:
-            x = torch.randn(self.size, D, device=engine.device)
+        if fresh:  # views, as those of buffers are: Dynamo tells views from others
+            x = torch.randn(MOST, D, device=engine.device)[: self.size]
             engine.inputs.append(x)
             return x
         x = engine.buffers[what == "moved"][: self.size]
@@ -572,9 +607,9 @@ class Performance:
         if self.engine.scenario.op == "attend":
             return ()
         if self.do.what == "number":
-            return (NUMBER + 1,)
+            return NUMBERS[1:2]
         held = self.graph or self.engine.scenario.driver == "breakable"
-        return (NUMBER if held else int(torch.randint(2, 9, ())),)
+        return (NUMBERS[0 if held else int(torch.randint(len(NUMBERS), ()))],)
 
     def _metadata(self, tally: torch.Tensor, fails_at: int = -1) -> Metadata:
         return Metadata(self.scale, self.live, self.real, tally.zero_(), fails_at)

@@ -72,7 +72,6 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CaptureError.empty": CaptureError.empty(),
     "CaptureError.freed_input": CaptureError.freed_input("aten.mm.default", "(2, 3) torch.float32"),
     "CaptureError.opaque_result": CaptureError.opaque_result("attend", "a Cache object"),
-    "CaptureError.break_in_region": CaptureError.break_in_region("ns::attend"),
     "CaptureError.math_attention": CaptureError.math_attention(),
     "CaptureError.no_breaks": CaptureError.no_breaks("Decoder", "ns::attend"),
     "CaptureError.inside_full": CaptureError.inside_full("ns::attend", "NEVER", "num_tokens=8"),
@@ -92,6 +91,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "AddressChangedError.moved": AddressChangedError.moved(
         "piece_2", "num_tokens=64", "input 0 'out_1'", 0x7F3A80, 0x7F3A00
     ),
+    "AddressChangedError.weight": AddressChangedError.weight("step", "num_tokens=64", "up.weight"),
     "HostValueChangedError.changed": HostValueChangedError.changed(
         "piece_2", "num_tokens=64", "input 1", 3, 2
     ),

@@ -7,16 +7,20 @@ steps carry a fault. ``schedule_support.Engine`` says of each step what it must 
 capture, a plain run for a reason, an error of one class; and compares with eager.
 """
 
+import operator
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import HealthCheck, Phase, assume, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from schedule_support import (
     FULL,
     PIECEWISE,
+    Batch,
     Do,
     Engine,
     Scenario,
@@ -29,8 +33,8 @@ from cgcompile import AttentionCGSupport
 ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_BATCH
 DECODE, NEVER = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.NEVER
 
-SLOTS = 3  # batches of a menu, at most
-EXAMPLES, STEPS = 2, 400  # of each scenario
+SLOTS = 3  # batches of a menu
+EXAMPLES, STEPS = 1, 600  # of each scenario
 
 SCENARIOS = {
     "compiled-uniform": Scenario("compiled", "attend", UNIFORM),
@@ -39,7 +43,9 @@ SCENARIOS = {
     "compiled-copy": Scenario(
         "compiled", "attend", UNIFORM, {"on_input_change": "copy"}, more={"moved": 100}
     ),
-    "compiled-recapture": Scenario("compiled", "fresh", NEVER, {"on_input_change": "recapture"}),
+    "compiled-recapture": Scenario(
+        "compiled", "fresh", ALWAYS, {"on_input_change": "recapture", "num_warmups": 0}
+    ),
     "compiled-eager": Scenario(
         "compiled", "attend", ALWAYS, {"on_input_change": "eager"}, more={"moved": 2}
     ),
@@ -52,13 +58,29 @@ SCENARIOS = {
         "breakable", "attend", ALWAYS, {"on_input_change": "recapture"}
     ),
     "breakable-eager": Scenario(
-        "breakable", "fresh", DECODE, {"on_input_change": "eager"}, more={"moved": 2}
+        "breakable", "fresh", ALWAYS, {"on_input_change": "eager"}, more={"moved": 2}
     ),
-    "auto-full": Scenario("auto", "attend", ALWAYS, modes=(PIECEWISE,)),
+    "auto-full": Scenario("auto", "attend", ALWAYS, modes=(PIECEWISE,), more={"raises": 100}),
     "auto-fresh": Scenario("auto", "fresh", ALWAYS, modes=(PIECEWISE,)),
 }
 
 LEGAL = ("replay", "capture", "plain")
+
+
+def menus(scenario: Scenario) -> st.SearchStrategy[list[Batch]]:
+    """A batch, one that differs in its mode, its requests or its axis alone, and any other.
+
+    The first two are served, where strict settings or wrappers refuse some.
+    """
+    every = batches(scenario.modes)
+    served = [each for each in every if scenario.serves(each)]
+
+    def others(first: Batch) -> st.SearchStrategy[tuple[Batch, ...]]:
+        near = [each for each in served if sum(map(operator.ne, first, each)) == 1]
+        near = [each for each in near if each.size == first.size]
+        return st.tuples(st.just(first), st.sampled_from(near), st.sampled_from(every))
+
+    return st.sampled_from(served).flatmap(others).map(lambda menu: list(dict.fromkeys(menu)))
 
 
 def schedule_of(scenario: Scenario, device: str, totals: dict[str, int]) -> type[Any]:
@@ -68,9 +90,7 @@ def schedule_of(scenario: Scenario, device: str, totals: dict[str, int]) -> type
         @initialize(
             # Hypothesis begins with the simplest example, which would repeat one step for ever.
             any_at_all=st.sampled_from((False,) + (True,) * 99),
-            menu=st.lists(
-                st.sampled_from(batches(scenario.modes)), min_size=2, max_size=SLOTS, unique=True
-            ),
+            menu=menus(scenario),
             inference=st.booleans(),
             strict=st.booleans(),
             poison=st.booleans(),
@@ -115,22 +135,32 @@ def schedule_of(scenario: Scenario, device: str, totals: dict[str, int]) -> type
     return Schedule
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """More threads are slower for tensors of this size, by far where others compute too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_schedules(device: str, name: str) -> None:
     totals: dict[str, int] = {}
+    schedule = seed(zlib.crc32(name.encode()))(schedule_of(SCENARIOS[name], device, totals))
     run_state_machine_as_test(
-        schedule_of(SCENARIOS[name], device, totals),
+        schedule,
         settings=settings(
             max_examples=EXAMPLES,
             stateful_step_count=STEPS,
             derandomize=True,
+            phases=(Phase.generate,),  # to make a schedule shorter takes minutes: add Phase.shrink
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
     legal = sum(totals.get(kind, 0) for kind in LEGAL)
     assert totals["steps"] >= EXAMPLES * STEPS * 0.8, totals
-    assert legal >= totals["steps"] * 0.7, totals
+    assert legal >= totals["steps"] * 0.4, totals
     assert totals["replay"] >= 0.95 * legal, totals
     assert totals["raise"] > 0, totals
-    print(name, totals, legal, totals["replay"]/legal)

@@ -28,6 +28,7 @@ from cgcompile.compat.capture import (
     replay_of,
     stop_allocating_to,
     storage_identity,
+    uncompiled,
     weak_tensor,
     with_bits,
     without_modes,

@@ -3,7 +3,7 @@
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -299,6 +299,18 @@ def below_autograd() -> AbstractContextManager[Any]:
     again inside.
     """
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """A context in which what ``torch.compile`` made runs uncompiled; none where that is running.
+
+    Setting it there is an error of Dynamo's.
+    """
+    try:
+        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    except RuntimeError:
+        return nullcontext()
+    return stance
 
 
 def holds_compiled_code(function: Any) -> bool:

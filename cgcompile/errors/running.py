@@ -85,15 +85,6 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
-    def break_in_region(cls, op: str) -> "CaptureError":
-        return cls(
-            f"splitting op {op!r} ran inside of code that Inductor compiled: the host recorder "
-            "sees that code as one call and cannot break in it.\n"
-            "  On the CPU compile with backend='aot_eager', or leave the model uncompiled; on CUDA "
-            "this works."
-        )
-
-    @classmethod
     def math_attention(cls) -> "CaptureError":
         return cls(
             "scaled_dot_product_attention takes its math kernel here, and under no_grad arrives as "
@@ -246,6 +237,14 @@ class AddressChangedError(GuardError):
             f"{what}, {batch}: {path} is at {now:#x}, was at {before:#x} when captured.\n"
             "  A CUDA graph reads the address it saw at capture. Write into the same buffer each "
             "step, or call without a forward context, where inputs are copied."
+        )
+
+    @classmethod
+    def weight(cls, what: str, batch: str, path: str) -> "AddressChangedError":
+        return cls(
+            f"{what}, {batch}: weight {path!r} was replaced or moved after it was captured.\n"
+            "  A CUDA graph reads the weights where they were. Write new values in place "
+            "(cgcompile.update_weights), or drop the graphs (clear_graphs()) and capture again."
         )
 
 

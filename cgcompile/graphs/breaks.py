@@ -64,7 +64,6 @@ class BreakMode(compat.DispatchMode):
         self._tensor_type = tensor_type
         self._sees_composites = sees_composites
         self._known: dict[Any, SplittingOp | None] = {}
-        self._in_region = False
         sdpa = aten.scaled_dot_product_attention.default
         self._sdpa_breaks = boundaries.match_call(sdpa) is not None
         self._on = False  # whether it is on torch's stack of modes
@@ -100,16 +99,11 @@ class BreakMode(compat.DispatchMode):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entry = self._match(func, args)
-        if entry is not None and self._in_region:
-            raise CaptureError.break_in_region(entry.name)
         if entry is not None:
             return self._breaker.meet(entry, func, args, kwargs)
         if func is aten._safe_softmax.default and self._sdpa_breaks and not self._sees_composites:
             raise CaptureError.math_attention()
         self._breaker.pass_by(func, args, kwargs)
-        if self._tensor_type == "cpu" and compat.compiled_region(func, args) is not None:
-            # The host recorder sees it as one call, so that nothing can break inside.
-            return func(self._watched(args[0]), *args[1:], **kwargs)
         kernel = compat.python_kernel(func, self._tensor_type)
         if kernel is None:
             return func(*args, **kwargs)
@@ -120,20 +114,6 @@ class BreakMode(compat.DispatchMode):
         if op not in self._known:
             self._known[op] = self._boundaries.match_call(op)
         return self._known[op]
-
-    def _watched(self, code: Callable[..., Any]) -> Callable[..., Any]:
-        """Compiled code that raises where a splitting op runs in it."""
-
-        def run(*inputs: Any) -> Any:
-            if not self._kept_by_torch:  # at replay: nothing is captured
-                return code(*inputs)
-            before, self._in_region = self._in_region, True
-            try:
-                return self._inside(lambda: code(*inputs))
-            finally:
-                self._in_region = before
-
-        return run
 
 
 class Makers(compat.DispatchMode):

@@ -148,6 +148,9 @@ class CudaDevice:
         with contextlib.suppress(RuntimeError):
             CudaPool(self.device)
 
+    def around(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
     def poison(self, pool: CudaPool) -> None:
         pool.poison()
 

@@ -86,6 +86,9 @@ class CaptureDevice(Protocol):
     def recover(self) -> None:
         """After a failed capture: bring back to order what the device left; never raises."""
 
+    def around(self) -> AbstractContextManager[Any]:
+        """A context for code of users that is captured."""
+
     def poison(self, pool: Any) -> None:
         """Overwrite all memory of a pool, on the current stream, with what shows as wrong."""
 

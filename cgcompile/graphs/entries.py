@@ -1,14 +1,16 @@
 """What a wrapper keeps of a capture: :class:`CUDAGraphEntry`; and how it captures."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cgcompile import compat
+from cgcompile.errors import GuardError
 from cgcompile.forward_context import BatchDescriptor
 from cgcompile.graphs.device import DeviceGraph
-from cgcompile.graphs.guards import ArgumentGuard
+from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 
@@ -45,6 +47,7 @@ class CUDAGraphEntry:
         output: what every replay returns: tensors in pool memory, valid until another graph of the
             pool runs; and memory from outside of the pool, held here.
         guard: what the arguments must be.
+        weights: what the parameters and buffers must be; None where others see to that.
         needs_grad: whether gradients would be due if grad mode were on.
     """
 
@@ -52,7 +55,27 @@ class CUDAGraphEntry:
     sequence: GraphSequence
     output: Any
     guard: ArgumentGuard
+    weights: WeightsGuard | None
     needs_grad: bool
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> None:
+        """Compare arguments and weights with those of the capture.
+
+        Raises:
+            AddressChangedError: a tensor lies elsewhere.
+            HostValueChangedError: another value, layout or structure.
+        """
+        self.guard.check(args, kwargs, what, self.batch_descriptor)
+        if self.weights is not None:
+            self.weights.check(what, self.batch_descriptor)
+
+    def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether :meth:`check` raises nothing."""
+        try:
+            self.check(args, kwargs, "")
+        except GuardError:
+            return False
+        return True
 
     @property
     def graph(self) -> DeviceGraph:

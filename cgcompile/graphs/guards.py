@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile import compat
-from cgcompile.errors import AddressChangedError, GuardError, HostValueChangedError
+from cgcompile.errors import AddressChangedError, HostValueChangedError
 
 _BY_VALUE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), torch.Size)
 _BY_VALUE += (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -68,6 +68,51 @@ def _autocast(tensor_type: str) -> torch.dtype | None:
     """The dtype to which ops are cast now, or None."""
     on = torch.is_autocast_enabled(tensor_type)
     return torch.get_autocast_dtype(tensor_type) if on else None
+
+
+class WeightsGuard:
+    """The parameters and buffers of one captured module: the same objects, where they were.
+
+    Keeps their memory, so that a graph never reads what was freed.
+
+    Args:
+        runnable: what was captured; a module, or a method of one. Anything else has no weights.
+    """
+
+    def __init__(self, runnable: Any) -> None:
+        module = getattr(runnable, "__self__", runnable)
+        modules = module.named_modules() if isinstance(module, torch.nn.Module) else ()
+        self._places = [
+            (table, name, f"{prefix}.{name}" if prefix else name)
+            for prefix, each in modules
+            for table in (each._parameters, each._buffers)
+            for name, value in table.items()
+            if value is not None
+        ]
+        self._objects = self._now()
+        self._held = [each.untyped_storage() for each in self._objects]
+        self._identities = compat.identities(self._objects)
+        self._addresses = compat.Addresses(self._objects, range(len(self._objects)))
+
+    def _now(self) -> tuple[Any, ...]:
+        return tuple([table.get(name) for table, name, _ in self._places])
+
+    def check(self, what: str, batch: object) -> None:
+        """Compare with the module as it is. About 0.1 us a weight; does not synchronise.
+
+        Raises:
+            AddressChangedError: a weight was replaced, or moved.
+        """
+        now = self._now()
+        if compat.identities(now) == self._identities and self._addresses.hold(now):
+            return
+        for (_, _, path), before, held, each in zip(
+            self._places, self._objects, self._held, now, strict=True
+        ):
+            address = each.data_ptr() if isinstance(each, torch.Tensor) else 0
+            start = held.data_ptr() + before.storage_offset() * before.element_size()
+            if each is not before or address != start:
+                raise AddressChangedError.weight(what, str(batch), path)
 
 
 class ArgumentGuard:
@@ -145,14 +190,6 @@ class ArgumentGuard:
                 )
             else:
                 self._check_tensor(leaf, known, self._paths[position], what, batch)
-
-    def holds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether :meth:`check` raises nothing."""
-        try:
-            self.check(args, kwargs, "", "")
-        except GuardError:
-            return False
-        return True
 
     def _is_scalar(self, leaf: Any) -> bool:
         """Whether a leaf is a 0-dim CPU tensor among tensors of another device."""

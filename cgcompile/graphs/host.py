@@ -11,10 +11,11 @@ any code of the host in between. What holds on CUDA holds here:
   holds NaN (integers: a huge number) until the first replay, random numbers are not used up.
 
 Two things that run at replay are not ATen ops: a piece that Inductor compiled is one recorded call,
-and a C++ kernel of a custom op is one. Of an op whose kernel is written in Python, the ops in its
-body are recorded. ``Tensor.tolist()`` and ``Tensor.numpy()`` do not pass the dispatcher: a profile
-function of Python sees them. The gap: where another profiler is active, it stays, and they return
-what the recording run computed.
+and a C++ kernel of a custom op is one. A model that ``torch.compile`` made, inside of a wrapper,
+runs uncompiled while it is captured here: its kernels would pass unseen. Of an op whose kernel is
+written in Python, the ops in its body are recorded. ``Tensor.tolist()`` and ``Tensor.numpy()`` do
+not pass the dispatcher: a profile function of Python sees them. The gap: where another profiler is
+active, it stays, and they return what the recording run computed.
 """
 
 import contextlib
@@ -377,6 +378,9 @@ class HostDevice:
 
     def recover(self) -> None:
         return None
+
+    def around(self) -> AbstractContextManager[Any]:
+        return compat.uncompiled()
 
     def poison(self, pool: HostPool) -> None:
         pool.poison()

@@ -94,6 +94,7 @@ class SegmentRecorder(Breaker):
             self._callers_stream = device.current_stream()
             stack.enter_context(device.on_stream(self.pool.stream))
             device.wait_for(self._callers_stream)
+            stack.enter_context(device.around())
             if self._below_autograd:
                 stack.enter_context(compat.below_autograd())
             self._begin()

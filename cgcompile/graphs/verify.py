@@ -143,7 +143,7 @@ def verify_wrapper(
         GuardError: an input is not that of the capture.
     """
     entry = _entry(wrapper)
-    entry.guard.check(args, kwargs, wrapper.name, entry.batch_descriptor)
+    entry.check(args, kwargs, wrapper.name)
     state = tensors_of((args, dict(kwargs)))
     module = wrapper.unwrap()
     if isinstance(module, torch.nn.Module):
@@ -213,6 +213,7 @@ class _Watcher(Breaker):
         mode = BreakMode(self, wrapper.boundaries, wrapper.pool.device.tensor_type, composites)
         with ExitStack() as stack:
             stack.enter_context(capture_turn(f"verify {self.name}", self))
+            stack.enter_context(wrapper.pool.device.around())
             if below:
                 stack.enter_context(compat.below_autograd())
             self._mode = mode

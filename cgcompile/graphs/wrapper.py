@@ -10,6 +10,7 @@ compiled.
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.errors import DispatchError, GuardError, missing_attribute
+from cgcompile.errors import DispatchError, GuardError
 from cgcompile.forward_context import BatchDescriptor, ForwardContext, callers_context
 from cgcompile.graphs.capture import (
     capture,
@@ -35,9 +36,10 @@ from cgcompile.graphs.entries import (
     holds_parameters_with_grad,
     tensors_of,
 )
-from cgcompile.graphs.guards import ArgumentGuard
+from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
+from cgcompile.graphs.transparent import Transparent
 from cgcompile.reasons import EXPECTED, Counters, Reason
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ _LENT = (
 _GRADIENTS = "grad mode is on, and an input, a parameter or an output requires grad"
 
 
-class CUDAGraphWrapper:
+class CUDAGraphWrapper(Transparent):
     """A callable that is captured once per batch descriptor and replayed after.
 
     Without a forward context, with another runtime mode in it, or inside of any capture, a call
@@ -63,6 +65,8 @@ class CUDAGraphWrapper:
         cudagraph_options: how to capture.
         pool: memory shared with other wrappers; one of its own, on first use, if left out.
         name: what messages call it; made from ``runnable`` if left out.
+        guards_weights: look at every replay whether the parameters and buffers of a module are
+            where they were; False for whoever does so for many wrappers at once.
 
     Attributes:
         runnable: what is wrapped.
@@ -82,6 +86,7 @@ class CUDAGraphWrapper:
         *,
         pool: GraphPool | None = None,
         name: str | None = None,
+        guards_weights: bool = True,
     ) -> None:
         if runtime_mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             raise DispatchError.bad_mode(str(getattr(runtime_mode, "name", runtime_mode)))
@@ -96,6 +101,7 @@ class CUDAGraphWrapper:
         self._entries: dict[tuple[CUDAGraphMode, BatchDescriptor], list[CUDAGraphEntry]] = {}
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
         self._lock = threading.RLock()
+        self._guards_weights = guards_weights
         self._poison = self.config.poison and pool is None  # what is shared may be in use
         self._pool = pool
         if pool is not None:
@@ -149,7 +155,7 @@ class CUDAGraphWrapper:
             if gradients_due(entries[0].needs_grad, args, kwargs):
                 return self._plain(Reason.GRADIENTS, _GRADIENTS, args, kwargs)
             try:
-                entries[0].guard.check(args, kwargs, self.name, descriptor)
+                entries[0].check(args, kwargs, self.name)
             except GuardError as error:
                 return self._changed(error, mode, entries, args, kwargs)
             return self._replay(entries[0], args, kwargs)
@@ -170,7 +176,7 @@ class CUDAGraphWrapper:
             raise error
         descriptor = entries[0].batch_descriptor
         for place, entry in enumerate(entries):
-            if entry.guard.holds(args, kwargs):
+            if entry.serves(args, kwargs):
                 entries.insert(0, entries.pop(place))
                 return self._replay(entry, args, kwargs)
         most = self.config.max_captured_shapes
@@ -231,12 +237,14 @@ class CUDAGraphWrapper:
         """
         pool = self._pool
         assert pool is not None, "a wrapper captures into a pool"
-        graph, result = capture(
-            lambda: self.runnable(*args, **kwargs),
-            pool,
-            self._log_capture(descriptor),
-            collect=not self.options.gc_disable,
-        )
+        compiled = compat.holds_compiled_code(self.runnable)
+        with pool.device.around() if compiled else nullcontext():
+            graph, result = capture(
+                lambda: self.runnable(*args, **kwargs),
+                pool,
+                self._log_capture(descriptor),
+                collect=not self.options.gc_disable,
+            )
         segment = GraphSegment(self.name, graph)
         return self._captured(descriptor, GraphSequence((segment,)), result, args, kwargs)
 
@@ -264,6 +272,7 @@ class CUDAGraphWrapper:
             sequence,
             compat.tree_map(self._kept, result),
             ArgumentGuard(args, kwargs, self._pool.device.tensor_type),
+            WeightsGuard(self.unwrap()) if self._guards_weights else None,
             holds_parameters_with_grad(self.runnable),
         )
         return Captured(self._pool, entry, result, executed)
@@ -358,30 +367,18 @@ class CUDAGraphWrapper:
             if self._pool is not None:
                 self._pool.generation += 1
 
-    def drop(self, descriptor: BatchDescriptor) -> None:
-        """Drop the graph of one descriptor, if there is one: its step was not finished."""
+    def drop(self, entry: CUDAGraphEntry) -> None:
+        """Drop one capture, if it was kept: its step was not finished."""
         with self._lock:
-            self._entries.pop((self.runtime_mode, descriptor), None)
+            entries = self._entries.get((self.runtime_mode, entry.batch_descriptor), [])
+            if entry in entries:
+                entries.remove(entry)
 
     def clear_all_graphs(self) -> None:
         """Drop the graphs of all wrappers that share this one's pool, and the pool's memory."""
         self.clear_graphs()
         if self._pool is not None:
             self._pool.release()
-
-    def __getattr__(self, name: str) -> Any:
-        # Through __dict__, because a copy has no runnable for a moment. How to copy and pickle a
-        # module is its own affair.
-        if "runnable" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
-            kind = type(self.__dict__.get("runnable")).__name__
-            raise AttributeError(missing_attribute(type(self).__name__, kind, name))
-        runnable = self.__dict__["runnable"]
-        try:
-            return getattr(runnable, name)
-        except AttributeError:
-            kind = type(runnable).__name__
-            text = missing_attribute(type(self).__name__, kind, name)
-            raise AttributeError(text) from None
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("runnable", "config", "_modes", "options", "name")

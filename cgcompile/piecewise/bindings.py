@@ -96,7 +96,9 @@ class Binding:
         self, runnable: Callable[..., Any], mode: CUDAGraphMode, name: str
     ) -> CUDAGraphWrapper:
         config, pool = self._program.config, self._program.pool
-        return CUDAGraphWrapper(runnable, config, mode, _OPTIONS, pool=pool, name=name)
+        return CUDAGraphWrapper(
+            runnable, config, mode, _OPTIONS, pool=pool, name=name, guards_weights=False
+        )
 
     @property
     def captured(self) -> int:

@@ -54,7 +54,8 @@ def call_of(piece: Piece, plain: Runnable, boundaries: Boundaries, device: torch
     """
     single = None if piece.compiled else _single_op(piece.module)
     if single is None:
-        return Call.of_all(piece, plain)
+        own = None if piece.compiled else _with_own_functions(piece.module, boundaries, device)
+        return Call.of_all(piece, plain if own is None else own)
     node, leaves = single
     names = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
     args = tuple(Named(names[arg]) if isinstance(arg, fx.Node) else arg for arg in node.args)
@@ -62,12 +63,38 @@ def call_of(piece: Piece, plain: Runnable, boundaries: Boundaries, device: torch
 
 
 def _function(target: Any, boundaries: Boundaries, device: torch.device) -> Callable[..., Any]:
-    entry = boundaries.match_call(target)
-    own = None if entry is None else entry.impl_for(device.type)
+    own = _own_function(target, boundaries, device)
     if own is not None:
         return own
     overloads = compat.op_overloads(target)  # a packet looks its only overload up at every call
     return overloads[0] if len(overloads) == 1 else target
+
+
+def _own_function(
+    target: Any, boundaries: Boundaries, device: torch.device
+) -> Callable[..., Any] | None:
+    entry = boundaries.match_call(target)
+    return None if entry is None else entry.impl_for(device.type)
+
+
+def _with_own_functions(
+    gm: fx.GraphModule, boundaries: Boundaries, device: torch.device
+) -> Runnable | None:
+    """The code of a piece with functions in place of its ops; None if no op has one."""
+    own = {
+        node.name: function
+        for node in gm.graph.nodes
+        if node.op == "call_function"
+        and (function := _own_function(node.target, boundaries, device)) is not None
+    }
+    if not own:
+        return None
+    copy = compat.copied(gm)
+    for node in copy.graph.nodes:
+        node.target = own.get(node.name, node.target)
+    copy.recompile()
+    run: Runnable = copy.forward
+    return run
 
 
 def _single_op(gm: fx.GraphModule) -> tuple[fx.Node, Callable[[Any], list[Any]]] | None:

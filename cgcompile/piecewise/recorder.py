@@ -19,11 +19,13 @@ import torch
 from cgcompile import compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.errors import CaptureBusyError, DispatchError
+from cgcompile.forward_context import callers_context
 from cgcompile.graphs.arena import Block
 from cgcompile.graphs.bridges import Bridged, Place, crossings
 from cgcompile.graphs.copies import address
+from cgcompile.graphs.entries import Captured, CUDAGraphEntry
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence, Segment, Slot
-from cgcompile.graphs.wrapper import Captured, CUDAGraphWrapper
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.nodes import tensors
 from cgcompile.passes.pieces import Piece
 from cgcompile.piecewise.calls import Call, arguments, call_of, written_inputs
@@ -167,6 +169,7 @@ class _Recorder:
         self._recording = recording
         self._uses = _Uses(program, recording)
         self._segments: list[Segment] = []
+        self._kept: list[tuple[int, CUDAGraphEntry]] = []
         self._slots: list[Any] = []  # the values of this step
         self._inputs: list[tuple[Slot, int]] = []
         self._sources: dict[str, Any] = dict(program.split.constants)
@@ -206,8 +209,8 @@ class _Recorder:
 
     def drop(self) -> None:
         """Forget what was captured on the way."""
-        for wrapper in self._wrappers.values():
-            wrapper.drop(self._recording.batch.descriptor)
+        for index, entry in self._kept:
+            self._wrappers[index].drop(entry)
 
     # -------------------------------------------------------------- where values are
 
@@ -260,6 +263,7 @@ class _Recorder:
                 return plain(*given)
             made: Sequence[Any] = captured.run()
             self._wrappers[piece.index].keep(captured.entry)
+            self._kept.append((piece.index, captured.entry))
             self._note(piece.outputs, made)
             self._release(piece.index)
             return made
@@ -327,7 +331,11 @@ class _Recorder:
                 stores.append((item, self._sources[name]))
         self._note(piece.outputs, made)
         self._bridges += across.blocks
-        tails = self._tails(piece, {name: made[i] for i, name in enumerate(piece.outputs)})
+        tails = self._tails(piece)
+        context = callers_context()
+        if context is not None and context.num_unpadded_tokens is not None:
+            for tail in tails:  # as every replay does
+                tail[context.num_unpadded_tokens :].zero_()
         self._segments.append(
             EagerSegment(
                 piece.name,
@@ -344,11 +352,12 @@ class _Recorder:
             self._sources[piece.outputs[item]] = slot
         self._release(piece.index)
 
-    def _tails(self, piece: Piece, made: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    def _tails(self, piece: Piece) -> tuple[torch.Tensor, ...]:
         """What an eager piece leaves for graphs to read, with a row for each row of the batch."""
         if self._rows is None or self._recording.batch.own_context:
             return ()
-        found = [name for name in made if isinstance(self._sources.get(name), torch.Tensor)]
+        sources = self._sources
+        found = [name for name in piece.outputs if isinstance(sources.get(name), torch.Tensor)]
         for name in written_inputs(piece):
             if self._lying.get(name) in self._pool_memory:
                 found.append(name)

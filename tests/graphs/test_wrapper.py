@@ -789,8 +789,9 @@ def test_one_descriptor_is_dropped(device, wrap) -> None:
     small, large = torch.rand(2, 8, device=device), torch.rand(6, 8, device=device)
     check(wrapper, wave, small, tokens=2)
     check(wrapper, wave, large, tokens=6)
-    wrapper.drop(BatchDescriptor(2))
-    wrapper.drop(BatchDescriptor(3))
+    entry = wrapper.concrete_cudagraph_entries[BatchDescriptor(2)]
+    wrapper.drop(entry)
+    wrapper.drop(entry)  # it is gone already
     assert set(wrapper.concrete_cudagraph_entries) == {BatchDescriptor(6)}
     check(wrapper, wave, large, tokens=6)
     check(wrapper, wave, small, tokens=2)
