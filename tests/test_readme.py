@@ -62,6 +62,37 @@ def test_the_engine_step_of_the_readme_works() -> None:
     assert (counters.captures, counters.replays) == (1, 2)
 
 
+def test_the_bulk_capture_of_the_readme_works(capsys) -> None:
+    (code,) = re.findall(r"```python\n(def step\(num_tokens.*?)```", section("Graphs"), re.DOTALL)
+    module = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8))
+    handle = cgcompile.Backend(compiler="eager", capture_device="host")
+    model = torch.compile(module, backend=handle, dynamic=True)
+    tokens = torch.zeros(16, dtype=torch.long)
+    names = {"cgcompile": cgcompile, "metadata": None, "handle": handle}
+    names |= {"model": model, "tokens": tokens}
+    with torch.inference_mode():
+        exec(code, names)
+        assert "4 batches captured" in capsys.readouterr().out
+        replays = handle.counters.replays
+        for size in (2, 8, 1, 4):
+            tokens.random_(9)
+            assert torch.equal(names["step"](size), module(tokens[:size]))
+    assert handle.counters.replays == replays + 4
+
+
+def test_the_breakable_model_of_the_readme_works() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", section("Without tracing"), re.DOTALL)
+    config = cgcompile.CompilationConfig(capture_device="host")
+    names = {"cgcompile": cgcompile, "torch": torch, "config": config}
+    exec(code, names)
+    model, x = names["model"], names["x"]
+    assert (model.counters.captures, model.counters.replays) == (1, 2)
+    with torch.inference_mode(), cgcompile.set_forward_context(0.3):
+        assert torch.equal(names["y"], model.unwrap()(x))
+    (entry,) = model.concrete_cudagraph_entries.values()
+    assert (entry.sequence.num_graphs, entry.sequence.num_eager_breaks) == (2, 1)
+
+
 def test_the_printed_split_has_the_form_of_today() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:

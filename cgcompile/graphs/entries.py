@@ -117,6 +117,15 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in compat.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def devices_of(runnable: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.device]:
+    """Where the tensors of a call and of a module are; the CPU only if all are there."""
+    found = tensors_of((args, kwargs))
+    if isinstance(runnable, torch.nn.Module):
+        found += [*runnable.parameters(), *runnable.buffers()]
+    devices = dict.fromkeys(tensor.device for tensor in found)
+    return [each for each in devices if each.type != "cpu"] or [torch.device("cpu")]
+
+
 def gradients_due(needed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if not torch.is_grad_enabled():
         return False

@@ -32,6 +32,7 @@ from cgcompile.graphs.entries import (
     Captured,
     CUDAGraphEntry,
     CUDAGraphOptions,
+    devices_of,
     gradients_due,
     holds_parameters_with_grad,
     tensors_of,
@@ -197,7 +198,7 @@ class CUDAGraphWrapper(Transparent):
             return self._plain(Reason.CAPTURE_FORBIDDEN, detail, args, kwargs)
         if capture_postponed():
             return self._plain(Reason.WARMING, "a bulk capture comes", args, kwargs)
-        devices = self._tensor_devices(args, kwargs)
+        devices = devices_of(self.runnable, args, kwargs)
         if len(devices) > 1:
             detail = f"tensors are on {', '.join(map(str, devices))}; a graph holds one device"
             return self._plain(Reason.OTHER_DEVICE, detail, args, kwargs)
@@ -311,14 +312,6 @@ class CUDAGraphWrapper(Transparent):
             self.counters.plain[reason] += 1
             self.counters.details[reason] = detail
         return result
-
-    def _tensor_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.device]:
-        """Where the tensors of the call and of the module are; the CPU only if all are there."""
-        found = tensors_of((args, kwargs))
-        if isinstance(self.runnable, torch.nn.Module):
-            found += [*self.runnable.parameters(), *self.runnable.buffers()]
-        devices = dict.fromkeys(tensor.device for tensor in found)
-        return [each for each in devices if each.type != "cpu"] or [torch.device("cpu")]
 
     # -------------------------------------------------------------- what a user may ask
 
