@@ -36,7 +36,7 @@ class BulkCapture:
         captured: the batches that have graphs now, in the order of capture.
         missing: those that have none, with the reason as text.
         passes: how often all batches ran plain before.
-        warm_seconds: of host time for that.
+        warm_seconds: of host time for that, and for collecting garbage once.
         capture_seconds: of host time for the captures, each of which is one execution as well.
     """
 
@@ -81,10 +81,10 @@ def capture_all(
     start = time.perf_counter()
     ordered = sorted(batches, key=size or _size, reverse=True)
     passes = _warm(step, ordered, settled, warmups)
-    warm = time.perf_counter()
     captured: list[Any] = []
     missing: list[tuple[Any, str]] = []
     with bulk_capture():
+        warm = time.perf_counter()
         for batch in ordered:
             before = target.counters + Counters()  # a wrapper goes on counting in its own
             step(batch)

@@ -46,15 +46,15 @@ class CUDAGraphEntry:
         sequence: what was recorded; ``sequence.replay()`` runs it.
         output: what every replay returns: tensors in pool memory, valid until another graph of the
             pool runs; and memory from outside of the pool, held here.
-        guard: what the arguments must be.
-        weights: what the parameters and buffers must be; None where others see to that.
+        guard: what the arguments must be; None where others see to that.
+        weights: what the parameters and buffers must be; None likewise.
         needs_grad: whether gradients would be due if grad mode were on.
     """
 
     batch_descriptor: BatchDescriptor
     sequence: GraphSequence
     output: Any
-    guard: ArgumentGuard
+    guard: ArgumentGuard | None
     weights: WeightsGuard | None
     needs_grad: bool
 
@@ -65,7 +65,8 @@ class CUDAGraphEntry:
             AddressChangedError: a tensor lies elsewhere.
             HostValueChangedError: another value, layout or structure.
         """
-        self.guard.check(args, kwargs, what, self.batch_descriptor)
+        if self.guard is not None:
+            self.guard.check(args, kwargs, what, self.batch_descriptor)
         if self.weights is not None:
             self.weights.check(what, self.batch_descriptor)
 

@@ -66,8 +66,8 @@ class CUDAGraphWrapper(Transparent):
         cudagraph_options: how to capture.
         pool: memory shared with other wrappers; one of its own, on first use, if left out.
         name: what messages call it; made from ``runnable`` if left out.
-        guards_weights: look at every replay whether the parameters and buffers of a module are
-            where they were; False for whoever does so for many wrappers at once.
+        guarded: compare arguments, and the weights of a module, at every replay; False is for
+            whoever does so for many wrappers at once.
 
     Attributes:
         runnable: what is wrapped.
@@ -87,7 +87,7 @@ class CUDAGraphWrapper(Transparent):
         *,
         pool: GraphPool | None = None,
         name: str | None = None,
-        guards_weights: bool = True,
+        guarded: bool = True,
     ) -> None:
         if runtime_mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             raise DispatchError.bad_mode(str(getattr(runtime_mode, "name", runtime_mode)))
@@ -102,7 +102,7 @@ class CUDAGraphWrapper(Transparent):
         self._entries: dict[tuple[CUDAGraphMode, BatchDescriptor], list[CUDAGraphEntry]] = {}
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
         self._lock = threading.RLock()
-        self._guards_weights = guards_weights
+        self._guarded = guarded
         self._poison = self.config.poison and pool is None  # what is shared may be in use
         self._pool = pool
         if pool is not None:
@@ -272,8 +272,8 @@ class CUDAGraphWrapper(Transparent):
             descriptor,
             sequence,
             compat.tree_map(self._kept, result),
-            ArgumentGuard(args, kwargs, self._pool.device.tensor_type),
-            WeightsGuard(self.unwrap()) if self._guards_weights else None,
+            ArgumentGuard(args, kwargs, self._pool.device.tensor_type) if self._guarded else None,
+            WeightsGuard(self.unwrap()) if self._guarded else None,
             holds_parameters_with_grad(self.runnable),
         )
         return Captured(self._pool, entry, result, executed)

@@ -97,7 +97,7 @@ class Binding:
     ) -> CUDAGraphWrapper:
         config, pool = self._program.config, self._program.pool
         return CUDAGraphWrapper(
-            runnable, config, mode, _OPTIONS, pool=pool, name=name, guards_weights=False
+            runnable, config, mode, _OPTIONS, pool=pool, name=name, guarded=False
         )
 
     @property

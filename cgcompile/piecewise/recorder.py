@@ -28,7 +28,7 @@ from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence,
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.nodes import tensors
 from cgcompile.passes.pieces import Piece
-from cgcompile.piecewise.calls import Call, arguments, call_of, written_inputs
+from cgcompile.piecewise.calls import Call, arguments
 from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.recording import Program, Recording
 from cgcompile.piecewise.returns import returned_names
@@ -290,7 +290,7 @@ class _Recorder:
     def _eager(self, piece: Piece) -> Runnable:
         program = self._program
         plain = program.runnables[piece.index]
-        call = call_of(piece, plain, program.boundaries, program.split.device)
+        call = program.calls[piece.index]
         where = f"{piece.name} ({piece.where})", str(self._recording.batch.descriptor)
         places = [Place(*where, k, name) for k, name in enumerate(piece.outputs)]
 
@@ -358,7 +358,7 @@ class _Recorder:
             return ()
         sources = self._sources
         found = [name for name in piece.outputs if isinstance(sources.get(name), torch.Tensor)]
-        for name in written_inputs(piece):
+        for name in self._program.written.get(piece.index, ()):
             if self._lying.get(name) in self._pool_memory:
                 found.append(name)
         split = self._program.split

@@ -6,6 +6,7 @@ numbers that graphs have seen, the sequence of segments, and how the result of a
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.passes.split import SplitGraph
+from cgcompile.piecewise.calls import Call, call_of, written_inputs
 from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.returns import Returns
 from cgcompile.piecewise.roles import Roles
@@ -49,6 +51,23 @@ class Program:
     boundaries: Boundaries
     pool: GraphPool
     config: CompilationConfig
+
+    @cached_property
+    def calls(self) -> dict[int, Call]:
+        """How the eager pieces are called at replay, by index."""
+        return {
+            piece.index: call_of(
+                piece, self.runnables[piece.index], self.boundaries, self.split.device
+            )
+            for piece in self.split.pieces
+            if not piece.capture
+        }
+
+    @cached_property
+    def written(self) -> dict[int, list[str]]:
+        """The names of the inputs that eager pieces write, by index."""
+        pieces = self.split.pieces
+        return {each.index: written_inputs(each) for each in pieces if not each.capture}
 
 
 @dataclass(frozen=True)
