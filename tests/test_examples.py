@@ -255,6 +255,39 @@ def test_llama_names_each_broken_promise() -> None:
 # ---------------------------------------------------------------- benchmarks
 
 
+def test_breakable_decodes_the_same_tokens() -> None:
+    done = run("breakable.py", "--device", "cpu", "--layers", "2", "--tokens", "8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = done.stdout.splitlines()
+    assert [row.split()[0] for row in rows[:5]] == ["graph", "eager", "graph", "eager", "graph"]
+    assert "tokens identical: yes" in rows
+
+
+def test_breakable_fails_when_a_token_differs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = load("breakable.py")
+    decode = example.decode
+    monkeypatch.setattr(
+        example, "decode", lambda model, step, args: decode(model, step, args) + (step is model)
+    )
+    assert example.main(["--device", "cpu", "--layers", "1", "--tokens", "4"]) == 1
+    assert "tokens identical: no" in capsys.readouterr().out
+
+
+def test_capture_time_captures_and_compares() -> None:
+    small = ["--device", "cpu", "--compiler", "eager", "--layers", "2", "--hidden", "16"]
+    done = run("benchmarks/capture_time.py", *small, "--dtype", "float32", "--sizes", "2", "8", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = done.stdout.splitlines()
+    assert [row.split()[:2] for row in rows[:3]] == [
+        ["PIECEWISE", "3"],
+        ["FULL", "3"],
+        ["breakable", "3"],
+    ]
+    assert rows[-1] == "captured and right: yes"
+
+
 @pytest.mark.parametrize(("limit", "code"), [("100", 0), ("0", 1)])
 def test_host_time_measures_replays(limit: str, code: int) -> None:
     small = ["--device", "cpu", "--compiler", "eager", "--layers", "2", "--hidden", "16"]

@@ -1,0 +1,232 @@
+"""Memory of our own: blocks that frames share, lend, give back and let go."""
+
+from typing import Any
+
+import pytest
+import torch
+from entry_support import HOOKED, Hooked, assert_same, batch, compiled_model, marked
+from graphs.breakable_support import counted, rand, same, soft, step
+from torch import nn
+
+from cgcompile import BreakableCUDAGraphWrapper, CompilationConfig
+from cgcompile.compat import StorageLife
+from cgcompile.graphs.arena import Arena, Block
+
+
+@pytest.fixture
+def where(device: str) -> torch.device:
+    return torch.empty(0, device=device).device
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given"), [(0, 256), (1, 256), (256, 256), (257, 512), (5000, 5120)]
+)
+def test_blocks_are_aligned(where, wanted, given) -> None:
+    arena = Arena()
+    block = arena.frame().take(wanted, where)
+    assert (block.nbytes, arena.nbytes) == (given, given)
+    assert block.address % 64 == 0
+    assert block.memory.device == where
+    assert arena.owns(block.address)
+    assert not arena.owns(block.address + 1)
+    assert not arena.owns(torch.empty(8, device=where).data_ptr())
+
+
+def test_frames_share_blocks(where) -> None:
+    arena = Arena()
+    first, second = arena.frame(), None
+    large, small = first.take(1000, where), first.take(100, where)
+    assert large is not small
+    assert arena.nbytes == 1024 + 256
+    second = arena.frame()
+    assert second.take(900, where) is large
+    assert second.take(10, where) is small
+    assert arena.nbytes == 1024 + 256
+
+
+def test_the_smallest_block_that_fits_is_taken(where) -> None:
+    arena = Arena()
+    frame = arena.frame()
+    blocks = {n: frame.take(n, where) for n in (4096, 256, 1024, 2048)}
+    frame = arena.frame()
+    assert frame.take(500, where) is blocks[1024]
+    assert frame.take(500, where) is blocks[2048]
+    assert frame.take(256, where) is blocks[256]
+    assert frame.take(100, where) is blocks[4096]
+    assert arena.nbytes == 4096 + 256 + 1024 + 2048
+    assert frame.take(100, where) not in blocks.values()
+    assert arena.nbytes == 4096 + 2 * 256 + 1024 + 2048
+
+
+def test_what_does_not_fit_is_new(where) -> None:
+    arena = Arena()
+    small = arena.frame().take(256, where)
+    large = arena.frame().take(257, where)
+    assert large is not small
+    assert arena.nbytes == 256 + 512
+
+
+def test_a_block_that_is_given_back_serves_the_next_taker(where) -> None:
+    arena = Arena()
+    frame = arena.frame()
+    first = frame.take(1024, where)
+    second = frame.take(1024, where)
+    assert second is not first
+    frame.give(first)
+    assert frame.take(300, where) is first
+    assert frame.take(300, where) not in (first, second)
+    assert arena.nbytes == 1024 + 1024 + 512
+
+
+def test_blocks_of_another_device_are_not_taken(where) -> None:
+    arena = Arena()
+    other = arena.frame().take(256, torch.device("meta"))
+    assert arena.frame().take(256, where) is not other
+    assert arena.nbytes == 512
+
+
+def test_what_is_lent_is_not_handed_out_again_while_it_lives(where) -> None:
+    arena = Arena()
+    block = arena.frame().take(256, where)
+    assert not block.is_lent
+    layout = block.view(torch.float32, (4, 8), (8, 1))
+    lent = block.lend(layout)
+    assert lent.data_ptr() == block.address
+    del layout
+    assert block.is_lent
+    view = lent[1:]
+    del lent
+    assert block.is_lent  # through a view of it
+    assert arena.frame().take(256, where) is not block
+    del view
+    assert not block.is_lent
+    assert arena.frame().take(100, where) in arena._blocks
+    assert arena.nbytes == 512
+
+
+def test_a_frame_keeps_its_blocks_while_one_of_them_is_lent(where) -> None:
+    arena = Arena()
+    frame = arena.frame()
+    block = frame.take(256, where)
+    lent = block.lend(block.view(torch.float32, (4,), (1,)))
+    assert frame.take(256, where) is not block
+    assert lent.shape == (4,)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_views_lie_in_the_block_and_outside_of_autograd(where, inference) -> None:
+    with torch.inference_mode(inference):
+        block = Block(1024, where)
+        view = block.view(torch.float32, (2, 3), (4, 1), 16)
+    assert (view.data_ptr(), view.shape) == (block.address + 16, (2, 3))
+    assert (view.stride(), view.dtype) == ((4, 1), torch.float32)
+    assert not view.is_inference()
+    assert not block.memory.is_inference()
+    assert not view.requires_grad
+    block.memory.zero_()
+    view.fill_(1)
+    assert block.memory.view(torch.float32).sum().item() == 6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shows"),
+    [
+        (torch.float32, torch.isnan),
+        (torch.bfloat16, torch.isnan),
+        (torch.complex64, torch.isnan),
+        (torch.int64, lambda x: x > 2**60),
+        (torch.int32, lambda x: x > 2**30),
+    ],
+)
+def test_poison_shows_in_what_was_stored_last(where, dtype, shows) -> None:
+    arena = Arena()
+    block = arena.frame().take(256, where)
+    view = block.view(dtype, (4,), (1,))
+    view.fill_(1)
+    arena.poison()
+    assert shows(view).all()
+
+
+def test_cleared_blocks_go_with_the_frames_that_use_them(where) -> None:
+    arena = Arena()
+    frame = arena.frame()
+    block = frame.take(1024, where)
+    life, address = StorageLife(block.memory), block.address
+    arena.clear()
+    assert arena.nbytes == 0
+    assert not arena.owns(address)
+    assert not life.ended  # the frame still uses it
+    block.view(torch.float32, (4,), (1,)).fill_(2)
+    assert arena.frame().take(1024, where) is not block
+    assert arena.nbytes == 1024
+    del block, frame
+    assert life.ended
+
+
+# ---------------------------------------------------------------- through what uses it
+
+
+def captured(device: str, sizes: tuple[int, ...], **settings: Any) -> list[int]:
+    """Bytes of the arena after each size has been captured."""
+    model, compiled, backend = compiled_model(Hooked, device, **HOOKED, **settings)
+    found = []
+    for place, size in enumerate(sizes):
+        for _ in range(3):
+            x = batch(device, size)
+            assert_same(compiled(marked(x) if not place and not found else x), model(x))
+        (graph,) = backend.graphs
+        found.append(graph._pool.arena.nbytes)
+    assert (backend.counters.captures, backend.counters.replays) == (len(sizes), len(sizes))
+    return found
+
+
+@pytest.mark.usefixtures("without_gradients")
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_smaller_batches_of_a_compiled_model_add_no_memory(device: str, mode: str) -> None:
+    found = captured(device, (64, 33, 7, 2), cudagraph_mode=mode)
+    assert found == found[:1] * 4
+    assert found[0] > 0
+
+
+@pytest.mark.usefixtures("without_gradients")
+def test_larger_batches_do(device: str) -> None:
+    found = captured(device, (2, 7, 64))
+    assert found[0] < found[1] < found[2]
+
+
+class Chain(nn.Module):
+    """Several breaks that return fresh tensors."""
+
+    def __init__(self, cut: Any, depth: int = 2) -> None:
+        super().__init__()
+        self.cut, self.depth = cut, depth
+
+    def forward(self, x):
+        for k in range(self.depth):
+            x = self.cut(x.sin() + k) * 2
+        return x
+
+
+def captured_chain(device: str, depth: int, sizes: tuple[int, ...]) -> list[int]:
+    cut, _ = counted(soft)
+    wrapper = BreakableCUDAGraphWrapper(Chain(cut, depth), CompilationConfig(capture_device="host"))
+    found = []
+    for size in sizes:
+        x = rand(size, 8, device=device)
+        for _ in range(3):
+            x.uniform_()
+            with step(size):
+                assert same(wrapper(x), Chain(soft, depth)(x))
+        found.append(wrapper.pool.arena.nbytes)
+    return found
+
+
+def test_smaller_batches_of_a_wrapper_add_no_memory(device: str) -> None:
+    found = captured_chain(device, 3, (64, 33, 7, 2))
+    assert found == found[:1] * 4
+    assert found[0] > 0
+
+
+def test_bridges_serve_later_breaks(device: str) -> None:
+    """What no graph reads any more serves the next break: a deep chain needs no more than 2."""
+    assert captured_chain(device, 9, (64,))[0] <= captured_chain(device, 2, (64,))[0]

@@ -1,0 +1,489 @@
+"""Many batches at once: plain until nothing compiles, then captured, the largest first."""
+
+import gc
+import itertools
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+from entry_support import (
+    HOOKED,
+    Hooked,
+    assert_counts,
+    assert_same,
+    batch,
+    compiled_case,
+    compiled_model,
+    marked,
+)
+from expecttest import TestCase
+from graphs.breakable_support import (
+    FULL,
+    NONE,
+    PIECEWISE,
+    Asked,
+    assert_counters,
+    counted,
+    rand,
+    same,
+    soft,
+)
+
+from cgcompile import (
+    BatchDescriptor,
+    BreakableCUDAGraphWrapper,
+    BulkCapture,
+    CompilationConfig,
+    Counters,
+    CUDAGraphWrapper,
+    capture_all,
+    set_forward_context,
+)
+from cgcompile.errors import DispatchError
+from cgcompile.graphs.capture import bulk_capture, capture_postponed, postponed_capture
+from cgcompile.reasons import Reason
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
+MODES = [FULL, PIECEWISE]
+
+
+def plain(x, cut=soft):
+    return cut(x.sin() + 1) * 2 - x
+
+
+class Wrapped:
+    """A wrapper with buffers, and the step of a batch of it.
+
+    Attributes:
+        ran: the sizes that Python has run, in order.
+    """
+
+    def __init__(self, device: str, mode: Any = PIECEWISE, skips: tuple[int, ...] = ()) -> None:
+        self.device, self.mode, self.skips = device, mode, skips
+        self.ran: list[int] = []
+        self.raises = 0
+        self.buffers: dict[int, torch.Tensor] = {}
+        cut, _ = counted(soft)
+
+        def model(x):
+            self.ran.append(x.shape[0])
+            if x.shape[0] == self.raises and not capture_postponed():
+                raise Asked("on purpose")
+            return plain(x, cut)
+
+        kind = BreakableCUDAGraphWrapper if mode is PIECEWISE else CUDAGraphWrapper
+        self.wrapper = kind(model, CompilationConfig(capture_device="host"), mode)
+
+    def step(self, given: Any) -> Any:
+        descriptor = given if isinstance(given, BatchDescriptor) else BatchDescriptor(given)
+        size = descriptor.num_tokens
+        x = self.buffers.setdefault(size, rand(size, 8, device=self.device))
+        x.uniform_()
+        if size in self.skips:
+            return None
+        with set_forward_context(
+            None, cudagraph_runtime_mode=self.mode, batch_descriptor=descriptor
+        ):
+            found = self.wrapper(x)
+        assert same(found, plain(x))
+        return found
+
+    def capture(self, batches: Any, **settings: Any) -> BulkCapture:
+        return capture_all(self.step, batches, self.wrapper, **settings)
+
+
+@pytest.fixture(params=MODES, ids=["breakable", "full"])
+def wrapped(device: str, request: pytest.FixtureRequest) -> Wrapped:
+    return Wrapped(device, request.param)
+
+
+# ---------------------------------------------------------------- what it tells
+
+
+class Texts(TestCase):
+    def test_text(self) -> None:
+        found = BulkCapture(
+            captured=(8, BatchDescriptor(4)),
+            missing=((3, "unlisted_size: 3 is not in the list"), (BatchDescriptor(1, 1), "why")),
+            passes=2,
+            warm_seconds=1.256,
+            capture_seconds=0.5,
+        )
+        self.assertExpectedInline(
+            str(found),
+            """\
+2 batches captured in 0.50 s, after 1.26 s
+  3: unlisted_size: 3 is not in the list
+  num_tokens=1, num_reqs=1: why""",
+        )
+        self.assertExpectedInline(
+            str(BulkCapture((), (), 1, 0.0, 12.0)),
+            """0 batches captured in 12.00 s, after 0.00 s""",
+        )
+
+    def test_it_is_frozen(self) -> None:
+        with pytest.raises(FrozenInstanceError):
+            BulkCapture((), (), 1, 0.0, 0.0).passes = 2
+
+
+def test_what_a_good_one_tells(wrapped, caplog) -> None:
+    with caplog.at_level("INFO", logger="cgcompile"):
+        found = wrapped.capture((3, 8, 5))
+    assert (found.captured, found.missing, found.passes) == ((8, 5, 3), (), 1)
+    assert found.warm_seconds >= 0
+    assert found.capture_seconds >= 0
+    assert str(found) in caplog.messages
+    assert_counters(wrapped.wrapper, captures=3, plain={Reason.WARMING: 3})
+    for size in (5, 3, 8, 8, 5):
+        wrapped.step(size)
+    assert_counters(wrapped.wrapper, captures=3, replays=5, plain={Reason.WARMING: 3})
+
+
+def test_no_batches(wrapped) -> None:
+    found = wrapped.capture(())
+    assert (found.captured, found.missing, found.passes) == ((), (), 1)
+
+
+# ---------------------------------------------------------------- the order
+
+
+@pytest.mark.parametrize("given", list(itertools.permutations((1, 4, 6)))[::2])
+def test_the_largest_comes_first_whatever_the_order(wrapped, given) -> None:
+    assert wrapped.capture(iter(given)).captured == (6, 4, 1)
+    assert wrapped.ran == [6, 4, 1] * 2
+
+
+def test_the_largest_of_descriptors(wrapped) -> None:
+    batches = [BatchDescriptor(n, 1, extra=(n,)) for n in (2, 7, 3)]
+    assert wrapped.capture(batches).captured == tuple(batches[k] for k in (1, 2, 0))
+    assert wrapped.ran == [7, 3, 2] * 2
+
+
+def test_what_is_larger_may_be_said(wrapped) -> None:
+    assert wrapped.capture((2, 7, 3), size=lambda n: -n).captured == (2, 3, 7)
+    assert wrapped.ran == [2, 3, 7] * 2
+
+
+def test_the_largest_of_a_compiled_model_comes_first(device: str, hook) -> None:
+    seen: list[int] = []
+
+    def look(x):
+        seen.append(x.shape[0])
+        return torch.softmax(x, -1)
+
+    model, compiled, backend = compiled_model(Hooked, device, dynamic=True)
+    hook(look)  # in a piece: at a replay it does not run
+    found = backend.capture(lambda size: compiled(batch(device, size)), (3, 9, 6))
+    assert found.captured == (9, 6, 3)
+    assert seen == [9, 6, 3] * (found.passes + 1)
+    hook(lambda x: torch.softmax(x, -1))
+    for size in (6, 3, 9):
+        x = batch(device, size)
+        assert_same(compiled(x), model(x))
+    assert (backend.counters.captures, backend.counters.replays) == (3, 3)
+
+
+# ---------------------------------------------------------------- garbage
+
+
+@pytest.fixture
+def collections() -> Iterator[list[int]]:
+    """The generation of each collection that begins."""
+    found: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            found.append(info["generation"])
+
+    gc.callbacks.append(note)
+    yield found
+    gc.callbacks.remove(note)
+
+
+@pytest.fixture(params=[True, False], ids=["automatic", "off"])
+def automatic(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether garbage is collected automatically in the program."""
+    before = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield request.param
+    (gc.enable if before else gc.disable)()
+
+
+def test_garbage_is_collected_once(wrapped, collections) -> None:
+    wrapped.capture((4,))  # what is made on first use
+    gc.disable()
+    try:
+        del collections[:]
+        wrapped.capture(range(5, 12))
+        assert collections == [2]
+    finally:
+        gc.enable()
+
+
+def test_a_capture_of_its_own_collects_garbage(wrapped, collections) -> None:
+    wrapped.step(4)
+    gc.disable()
+    try:
+        del collections[:]
+        if wrapped.mode is FULL:
+            wrapped.step(5)
+            assert collections == [2]
+        wrapped.capture((6, 7))
+        assert collections[-1:] == [2]
+    finally:
+        gc.enable()
+
+
+def test_collection_is_off_inside_and_as_before_after(device, automatic) -> None:
+    wrapped, inside = Wrapped(device), []
+
+    def step(size):
+        inside.append((capture_postponed(), gc.isenabled(), gc.get_freeze_count() > 0))
+        wrapped.step(size)
+
+    capture_all(step, (4, 2), wrapped.wrapper)
+    assert inside == [(True, automatic, False)] * 2 + [(False, False, True)] * 2
+    assert gc.isenabled() is automatic
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_frozen_objects_of_the_program_stay_frozen(automatic, fails) -> None:
+    gc.collect()
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        assert before > 0
+        try:
+            with bulk_capture():
+                inside = gc.get_freeze_count(), gc.isenabled()
+                if fails:
+                    raise Asked
+        except Asked:
+            pass
+        assert not inside[1]
+        for after in (inside[0], gc.get_freeze_count()):
+            assert before - 50 < after <= before  # what dies is counted no more
+        assert gc.isenabled() is automatic
+    finally:
+        gc.unfreeze()
+
+
+def test_frozen_objects_stay_frozen_in_a_real_capture(wrapped) -> None:
+    wrapped.capture((4,))
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        wrapped.capture((3, 5))
+        assert before - 2000 < gc.get_freeze_count() <= before
+    finally:
+        gc.unfreeze()
+
+
+def test_what_is_restored_after_an_error(automatic) -> None:
+    with pytest.raises(Asked), bulk_capture():
+        assert gc.get_freeze_count() > 0
+        raise Asked
+    assert gc.isenabled() is automatic
+    assert gc.get_freeze_count() == 0
+
+
+def test_one_inside_of_another(automatic) -> None:
+    with bulk_capture():
+        with bulk_capture():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    assert gc.isenabled() is automatic
+    assert gc.get_freeze_count() == 0
+
+
+# ---------------------------------------------------------------- what has no graph
+
+
+def test_a_batch_whose_step_does_not_call_the_model(device: str) -> None:
+    wrapped = Wrapped(device, skips=(5,))
+    found = wrapped.capture((3, 5, 8))
+    assert found.captured == (8, 3)
+    assert found.missing == ((5, "the model was not called"),)
+    with pytest.raises(DispatchError, match="batch 5") as caught:
+        Wrapped(device, skips=(5,)).capture((3, 5, 8), strict=True)
+    assert "the model was not called" in str(caught.value)
+
+
+def test_sizes_that_are_not_listed(device: str) -> None:
+    model, compiled, backend = compiled_case("sdpa", device, cudagraph_capture_sizes=(6, 3))
+    found = backend.capture(lambda size: compiled(marked(batch(device, size))), (6, 5, 3, 4))
+    assert found.captured == (6, 3)
+    assert found.missing == tuple(
+        (n, f"unlisted_size: {n} is not in cudagraph_capture_sizes") for n in (5, 4)
+    )
+    assert_counts(backend, 2, 0, {Reason.WARMING: 4, Reason.UNLISTED_SIZE: 6})
+
+
+def test_a_context_that_asks_for_no_graph(wrapped) -> None:
+    wrapped.mode = NONE
+    found = wrapped.capture((3, 4))
+    assert found.captured == ()
+    assert [batch for batch, _ in found.missing] == [4, 3]
+    assert all("mode_none: the context says NONE" in why for _, why in found.missing)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_batch_that_the_device_refuses(device: str, hook, mode: str) -> None:
+    hook(lambda x: x * x.mean().item() if x.shape[0] == 5 else x * 2)
+    model, compiled, backend = compiled_model(Hooked, device, dynamic=True, cudagraph_mode=mode)
+    found = backend.capture(lambda size: compiled(batch(device, size)), (3, 5, 8))
+    assert found.captured == (8, 3)
+    ((size, why),) = found.missing
+    assert size == 5
+    assert why.startswith("capture_failed: ")
+    for size in (8, 5, 3, 5):
+        x = batch(device, size)
+        assert_same(compiled(x), model(x))
+    assert (backend.counters.captures, backend.counters.replays) == (2, 2)
+
+
+def test_strict_raises_and_keeps_what_was_captured(device: str) -> None:
+    model, compiled, backend = compiled_case("sdpa", device, strict=True)
+
+    def step(size):
+        if size != 5 or capture_postponed():
+            compiled(marked(batch(device, size)))
+
+    with pytest.raises(DispatchError, match="batch 5") as caught:
+        backend.capture(step, (3, 5, 8))
+    assert "bulk capture" not in str(caught.value).split(":")[0]
+    assert (backend.counters.captures, gc.isenabled(), gc.get_freeze_count()) == (1, True, 0)
+    x = batch(device, 8)
+    assert_same(compiled(x), model(x))
+    assert backend.counters.replays == 1
+    assert backend.capture(lambda size: compiled(batch(device, size)), (3, 5, 8)).missing == ()
+
+
+def test_what_a_step_raises_is_raised(wrapped) -> None:
+    wrapped.raises = 4
+    with pytest.raises(Asked, match="on purpose"):
+        wrapped.capture((2, 4, 6))
+    assert not capture_postponed()
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
+    entries = wrapped.wrapper.concrete_cudagraph_entries
+    assert list(entries) == [BatchDescriptor(6)]
+    wrapped.step(6)
+    wrapped.raises = 0
+    assert wrapped.capture((2, 4, 6)).captured == (6, 4, 2)
+    for size in (4, 6, 2):
+        wrapped.step(size)
+    assert_counters(wrapped.wrapper, captures=3, replays=6, failures=1, plain={Reason.WARMING: 5})
+
+
+def test_what_a_warming_step_raises_is_raised(wrapped) -> None:
+    def step(size):
+        wrapped.step(size)
+        if size == 4:
+            raise Asked
+
+    with pytest.raises(Asked):
+        capture_all(step, (2, 4, 6), wrapped.wrapper)
+    assert not capture_postponed()
+    assert not wrapped.wrapper.concrete_cudagraph_entries
+    assert wrapped.capture((2, 4)).captured == (4, 2)
+
+
+# ---------------------------------------------------------------- passes
+
+
+def test_postponed_captures_nest(wrapped) -> None:
+    with postponed_capture():
+        with postponed_capture():
+            wrapped.step(4)
+        wrapped.step(4)
+    assert not capture_postponed()
+    assert_counters(wrapped.wrapper, plain={Reason.WARMING: 2})
+    wrapped.step(4)
+    assert_counters(wrapped.wrapper, captures=1, plain={Reason.WARMING: 2})
+
+
+@pytest.mark.parametrize("warmups", [0, 1, 3])
+def test_each_batch_runs_plain_as_often_as_is_asked(wrapped, warmups) -> None:
+    found = wrapped.capture((2, 3), warmups=warmups)
+    assert found.passes == max(warmups, 1)
+    assert wrapped.ran == [3, 2] * (found.passes + 1)
+
+
+def test_passes_repeat_until_nothing_compiles(device: str) -> None:
+    """A static graph, then a dynamic one, then one for a batch of one."""
+    model, compiled, backend = compiled_case("sdpa", device)
+    found = backend.capture(lambda size: compiled(batch(device, size)), (6, 1, 3, 4))
+    assert (found.captured, found.missing) == ((6, 4, 3, 1), ())
+    assert found.passes == 2
+    assert len(backend.graphs) >= 2
+    counters = backend.counters
+    assert counters.captures == 4
+    for size in (1, 6, 3, 4, 6):
+        x = batch(device, size)
+        assert_same(compiled(x), model(x))
+    assert (backend.counters.captures, backend.counters.replays) == (4, 5)
+    assert backend.counters.plain == counters.plain
+
+
+def test_two_passes_of_a_marked_batch(device: str) -> None:
+    model, compiled, backend = compiled_case("sdpa", device, num_warmups=2)
+    found = backend.capture(lambda size: compiled(marked(batch(device, size))), (6, 3))
+    assert (found.captured, found.passes) == ((6, 3), 2)
+    assert_counts(backend, 2, 0, {Reason.WARMING: 4})
+
+
+def test_what_never_settles_is_captured_after_some_passes(wrapped, caplog) -> None:
+    count = itertools.count()
+    with caplog.at_level("WARNING", logger="cgcompile"):
+        found = wrapped.capture((2,), settled=lambda: next(count))
+    assert (found.passes, found.captured) == (8, (2,))
+    assert "after 8 passes something still compiles" in caplog.messages
+
+
+def test_what_has_graphs_already_is_captured(wrapped) -> None:
+    assert wrapped.capture((2, 4)).captured == (4, 2)
+    before = dict(wrapped.wrapper.concrete_cudagraph_entries)
+    assert wrapped.capture((2, 4, 3)).captured == (4, 3, 2)
+    after = wrapped.wrapper.concrete_cudagraph_entries
+    assert len(after) == 3
+    assert all(after[key] is entry for key, entry in before.items())
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+def test_descriptors_of_a_compiled_model(device: str, mode: Any) -> None:
+    model, compiled, backend = compiled_model(Hooked, device, dynamic=True, **HOOKED)
+    buffers = {n: batch(device, n) for n in (8, 5, 2)}
+
+    def step(descriptor: BatchDescriptor) -> Any:
+        x = buffers[descriptor.num_tokens]
+        x.copy_(torch.randn_like(x))
+        with set_forward_context(None, cudagraph_runtime_mode=mode, batch_descriptor=descriptor):
+            assert_same(compiled(x), model(x))
+
+    batches = [BatchDescriptor(n) for n in (2, 8, 5)]
+    found = backend.capture(step, batches)
+    assert found.captured == tuple(batches[k] for k in (1, 2, 0))
+    for each in batches * 2:
+        step(each)
+    counters: Counters = backend.counters
+    assert (counters.captures, counters.replays) == (3, 6)
+
+
+def test_a_closed_backend_has_reasons_for_all(device: str) -> None:
+    model, compiled, backend = compiled_case("sdpa", device)
+
+    def run(size: int) -> Any:
+        return compiled(marked(batch(device, size)))
+
+    run(6)
+    backend.close_capture()
+    found = backend.capture(run, (6, 3))
+    assert found.captured == ()
+    assert all(why.startswith("capture_forbidden: ") for _, why in found.missing)
+    backend.release()
+    assert backend.capture(run, (6, 3)).captured == (6, 3)
