@@ -22,6 +22,7 @@ from cgcompile.forward_context import (
     callers_context,
     override_forward_context,
 )
+from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.verify import Difference
@@ -130,6 +131,8 @@ class CompiledGraph:
         """
         try:
             context = callers_context()
+            if context is not None and context.inputs_ready is not None:
+                wait_for_inputs(context.inputs_ready)
             again = self._again
             if again is not None and context is not None and again.serves(context, inputs):
                 if self._owner == threading.get_ident():

@@ -116,6 +116,7 @@ class ForwardContext:
         "attn_metadata",
         "batch_descriptor",
         "cudagraph_runtime_mode",
+        "inputs_ready",
         "is_synthetic",
         "num_tokens",
         "num_tokens_across_dp",
@@ -133,6 +134,7 @@ class ForwardContext:
         num_unpadded_tokens: int | None = None,
         num_tokens_across_dp: torch.Tensor | None = None,
         slot_mapping: Any = None,
+        inputs_ready: Any = None,
         **additional: Any,
     ) -> None:
         if cudagraph_runtime_mode not in _RUNTIME_MODES:
@@ -144,6 +146,7 @@ class ForwardContext:
         self.num_unpadded_tokens = num_unpadded_tokens
         self.num_tokens_across_dp = num_tokens_across_dp
         self.slot_mapping = slot_mapping
+        self.inputs_ready = inputs_ready
         self.additional = additional
         self.is_synthetic = False
 
@@ -232,6 +235,8 @@ class set_forward_context(override_forward_context):
         num_unpadded_tokens: rows that are real.
         num_tokens_across_dp: int32 tensor [R] on the CPU, the tokens of each of R ranks.
         slot_mapping: where new keys and values go; opaque to cgcompile.
+        inputs_ready: a ``torch.cuda.Stream`` or ``torch.cuda.Event`` that the step waits for, on
+            the device, before it reads its inputs; needed where another stream writes them.
         **additional: anything else; found in ``ForwardContext.additional``.
 
     Raises:
@@ -250,6 +255,7 @@ class set_forward_context(override_forward_context):
         num_unpadded_tokens: int | None = None,
         num_tokens_across_dp: torch.Tensor | None = None,
         slot_mapping: Any = None,
+        inputs_ready: Any = None,
         **additional: Any,
     ) -> None:
         if torch.compiler.is_compiling():
@@ -262,6 +268,7 @@ class set_forward_context(override_forward_context):
             num_unpadded_tokens=num_unpadded_tokens,
             num_tokens_across_dp=num_tokens_across_dp,
             slot_mapping=slot_mapping,
+            inputs_ready=inputs_ready,
             **additional,
         )
         self._tokens = []

@@ -20,6 +20,17 @@ def _nothing_recorded() -> None:
     raise CaptureError.empty()
 
 
+def wait_for_inputs(ready: torch.cuda.Stream | torch.cuda.Event) -> None:
+    """Let the current stream wait for what another one writes; nothing inside of a capture."""
+    if compat.cuda_is_capturing():
+        return
+    current = torch.cuda.current_stream()
+    if isinstance(ready, torch.cuda.Event):
+        current.wait_event(ready)
+    else:
+        current.wait_stream(ready)
+
+
 class CudaPool:
     """A private pool of torch's caching allocator, kept open by a small graph of its own.
 

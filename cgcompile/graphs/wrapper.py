@@ -27,6 +27,7 @@ from cgcompile.graphs.capture import (
     inside_capture,
 )
 from cgcompile.graphs.copies import address
+from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import (
     Captured,
@@ -140,6 +141,8 @@ class CUDAGraphWrapper(Transparent):
         if context is None:
             return self._plain(Reason.NO_CONTEXT, "no forward context", args, kwargs)
         mode = context.cudagraph_runtime_mode
+        if context.inputs_ready is not None:
+            wait_for_inputs(context.inputs_ready)
         if mode not in self._modes:
             none = mode is CUDAGraphMode.NONE
             reason = Reason.MODE_NONE if none else Reason.OTHER_MODE
