@@ -104,7 +104,8 @@ class Backend:
     ) -> list[Difference]:
         """Call a model, replay its steps and run them plain, and compare piece by piece.
 
-        One step is run: inputs that the model writes are put back in between. Synchronises. Use
+        Inputs that the model writes are put back in between; what splitting ops write elsewhere,
+        such as a cache that the forward context leads to, is written twice. Synchronises. Use
         ``poison=True`` to find stale reads as well.
 
         Args:
@@ -134,6 +135,7 @@ class Backend:
         if not found:
             after = self.counters
             whys = [f"{r.value}: {after.details.get(r, '-')}" for r in after.plain - before.plain]
+            whys += ["it has just been captured"] if after.captures > before.captures else []
             raise DispatchError.nothing_verified("; ".join(whys) or "no graph of it was called")
         return [each for each in found if each is not None]
 

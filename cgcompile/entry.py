@@ -22,6 +22,7 @@ from cgcompile.forward_context import (
     callers_context,
     override_forward_context,
 )
+from cgcompile.graphs.capture import release
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
@@ -267,7 +268,7 @@ class CompiledGraph:
         """Run and record a step; where a FULL graph is refused, as a PIECEWISE one."""
         self._bindings.reap()
         recording = Recording(self._program, self._roles[batch.mode], batch, inputs)
-        overlap = recording.overlap(inputs)
+        overlap = recording.overlap(inputs) or recording.own_memory(inputs)
         if overlap is not None:
             return overlap, None
         outcome = record(self._program, binding.wrappers, binding.full, recording, inputs)
@@ -376,8 +377,9 @@ class CompiledGraph:
         with self._lock:
             self._again = None
             if self._pool is not None:
+                self._pool.device.synchronize()  # a replay may still run, on whatever stream
                 self._bindings.clear()
-                self._pool.release()
+                release(self._pool)
 
 
 _GRADIENTS = Why(Reason.GRADIENTS, "grad mode is on, and an input or a constant requires grad")

@@ -78,6 +78,8 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CaptureError.swallowed": CaptureError.swallowed("Decoder", "attend", KeyError("x")),
     "CaptureError.other_thread": CaptureError.other_thread("attend", "Decoder"),
     "CaptureError.escaped": CaptureError.escaped("aten.mm.default", "attend"),
+    "CaptureError.writes_a_copy": CaptureError.writes_a_copy("aten.add_.Tensor", "get_cache"),
+    "CaptureError.mode_in_between": CaptureError.mode_in_between("FlopCounterMode"),
     "CaptureError.reentered": CaptureError.reentered(),
     "CaptureBusyError.busy": CaptureBusyError.busy("piece_1", "piece_0", True),
     "DispatchError.no_descriptor": DispatchError.no_descriptor("Linear", "FULL"),

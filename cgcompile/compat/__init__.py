@@ -27,7 +27,9 @@ from cgcompile.compat.capture import (
     reads_on_host,
     replay_of,
     stop_allocating_to,
+    storage_holders,
     storage_identity,
+    top_mode,
     uncompiled,
     weak_tensor,
     with_bits,
@@ -63,6 +65,7 @@ from cgcompile.compat.dynamo import (
     tree_map,
     tree_paths,
     tree_spec,
+    tree_tensors,
     tree_unflatten,
 )
 from cgcompile.compat.operators import (
@@ -76,4 +79,5 @@ from cgcompile.compat.operators import (
     op_overloads,
     process_group_backend,
     written_arguments,
+    written_tensors,
 )

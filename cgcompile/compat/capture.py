@@ -38,6 +38,12 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return found
 
 
+def storage_holders(tensor: torch.Tensor) -> int:
+    """How many tensors and views hold the storage of a tensor, itself included."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the line above holds it too
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """As :func:`weak_tensor`, but keeping the memory alive."""
     return _over(tensor.untyped_storage(), tensor)
@@ -202,13 +208,19 @@ cuda_stream_is_capturing: Callable[[], bool] = getattr(
 def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:
     """Undo what a capture that broke left in the allocator.
 
-    It still routes to the pool, and counts the capture as a user of it. Tried on 2.11.
+    It still routes to the pool, and counts the capture as a user of it; unless the capture has told
+    it itself, or never began. Tried on 2.11.
     """
-    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-        call = getattr(torch._C, name, None)
-        if call is not None:
-            with suppress(RuntimeError):  # the capture may have told the allocator itself
-                call(device_index, pool)
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    release = getattr(torch._C, "_cuda_releasePool", None)
+    if end is None or release is None:
+        return
+    try:
+        end(device_index, pool)
+    except RuntimeError:
+        return  # nothing of this capture is routed, so nothing is counted
+    with suppress(RuntimeError):
+        release(device_index, pool)
 
 
 # ---------------------------------------------------------------- dispatch modes
@@ -237,6 +249,13 @@ class DispatchMode(TorchDispatchMode):
 
     def switch_off(self) -> None:
         self.__exit__(None, None, None)
+
+
+def top_mode() -> Any:
+    """The dispatch mode that sees the next call, or None."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    return _get_current_dispatch_mode()
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -50,6 +50,11 @@ def tree_leaves(value: Any) -> list[Any]:
     return _pytree.tree_leaves(value)
 
 
+def tree_tensors(value: Any) -> list[Any]:
+    """The tensors among the leaves of a tree."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def tree_paths(tree: Any) -> list[tuple[str, Any]]:
     """(path such as ``[0]['k']``, leaf) of each leaf, in the order of ``tree_leaves``."""
     from torch.utils import _pytree

@@ -66,6 +66,17 @@ def written_arguments(op: torch._ops.OpOverload) -> Iterator[tuple[int, str]]:
             yield position, argument.name
 
 
+def written_tensors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call writes, as far as the schema of ``op`` says."""
+    found: list[torch.Tensor] = []
+    for overload in op_overloads(op):
+        for position, name in written_arguments(overload):
+            given = args[position] if position < len(args) else kwargs.get(name)
+            several = given if isinstance(given, (list, tuple)) else [given]
+            found += [each for each in several if isinstance(each, torch.Tensor)]
+    return found
+
+
 def add_note(error: BaseException, text: str) -> None:
     """A line below the traceback; Python 3.10 has no notes and shows nothing."""
     if hasattr(error, "add_note"):

@@ -134,6 +134,22 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def writes_a_copy(cls, op: str, name: str) -> "CaptureError":
+        return cls(
+            f"{op} is captured and writes a tensor that the eager break {name!r} returned and that "
+            "the program keeps: the graph would write a copy of it.\n"
+            "  Pass the tensor in from outside of the break, or write it inside of the break."
+        )
+
+    @classmethod
+    def mode_in_between(cls, found: str) -> "CaptureError":
+        return cls(
+            f"eager break: {found}, a dispatch mode of the program, was entered inside of the "
+            "capture, and a break cannot step out of it.\n"
+            "  Enter it around the whole capture, or leave it before the break."
+        )
+
+    @classmethod
     def reentered(cls) -> "CaptureError":
         return cls(
             "a compiled graph was called from inside one of its own steps: its buffers hold that "

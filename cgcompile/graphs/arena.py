@@ -21,26 +21,27 @@ class Block:
     Attributes:
         memory: uint8 [nbytes].
         poison: the byte that shows as NaN, or as a huge index, in what was stored last.
-        life: of what was lent outside of any recorded step, or None.
+        lives: of what was lent outside of any recorded step.
     """
 
-    __slots__ = ("life", "memory", "poison")
+    __slots__ = ("lives", "memory", "poison")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.poison = 0xFF
-        self.life: compat.StorageLife | None = None
+        self.lives: list[compat.StorageLife] = []
 
     @property
     def is_lent(self) -> bool:
         """Whether somebody still holds what was lent."""
-        return self.life is not None and not self.life.ended
+        self.lives = [life for life in self.lives if not life.ended]
+        return bool(self.lives)
 
     def lend(self, layout: torch.Tensor) -> torch.Tensor:
         """A tensor of the block with a life of its own: the block is in use while it lives."""
         lent = compat.weak_tensor(layout)
-        self.life = compat.StorageLife(lent)
+        self.lives.append(compat.StorageLife(lent))
         return lent
 
     @property

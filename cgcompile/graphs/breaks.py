@@ -75,9 +75,13 @@ class BreakMode(compat.DispatchMode):
             self._on = True
 
     def switch_off(self) -> None:
-        if self._on:
-            self._on = False
-            super().switch_off()
+        if not self._on:
+            return
+        top = compat.top_mode()
+        if top is not self:
+            raise CaptureError.mode_in_between(type(top).__name__)
+        self._on = False
+        super().switch_off()
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self._kept_by_torch
@@ -131,8 +135,8 @@ class Makers(compat.DispatchMode):
                 made = kernel(*args, **kwargs)
         else:
             made = func(*args, **kwargs)
-        given = {_address(leaf) for leaf in _tensors((args, kwargs))}
-        for leaf in _tensors(made):
+        given = {_address(leaf) for leaf in compat.tree_tensors((args, kwargs))}
+        for leaf in compat.tree_tensors(made):
             if _address(leaf) not in given | {0}:
                 self._lives[_address(leaf)] = compat.StorageLife(leaf)
         return made
@@ -141,10 +145,6 @@ class Makers(compat.DispatchMode):
     def alive(self) -> dict[int, compat.StorageLife]:
         """Where memory begins that was made here and still lives."""
         return {address: life for address, life in self._lives.items() if not life.ended}
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in compat.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _address(tensor: torch.Tensor) -> int:

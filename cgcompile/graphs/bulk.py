@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.capture import bulk_capture, postponed_capture
-from cgcompile.reasons import Counters
+from cgcompile.reasons import EXPECTED, Counters
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class BulkCapture:
     """How a bulk capture went.
 
     Attributes:
-        captured: the batches that have graphs now, in the order of capture.
+        captured: the batches all of whose steps have graphs now, in the order of capture.
         missing: those that have none, with the reason as text.
         passes: how often all batches ran plain before.
         warm_seconds: of host time for that, and for collecting garbage once.
@@ -89,10 +89,11 @@ def capture_all(
             before = target.counters + Counters()  # a wrapper goes on counting in its own
             step(batch)
             after = target.counters
-            if after.captures + after.replays > before.captures + before.replays:
+            reasons = after.plain - before.plain
+            done = after.captures + after.replays > before.captures + before.replays
+            if done and EXPECTED.issuperset(reasons):
                 captured.append(batch)
                 continue
-            reasons = after.plain - before.plain
             why = "; ".join(f"{r.value}: {after.details.get(r, '-')}" for r in reasons)
             missing.append((batch, why or "the model was not called"))
             if strict:

@@ -60,26 +60,31 @@ class _Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._what = ""
-        self._thread = 0
-        self.holder: object = None
+        self._now: tuple[int, str, object] | None = None  # thread, what, holder
 
     @contextmanager
-    def taken(self, what: str, holder: object = None) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
-            raise CaptureBusyError.busy(what, self._what, self._thread == threading.get_ident())
-        self._what, self._thread, self.holder = what, threading.get_ident(), holder
+    def taken(self, what: str, holder: object = None, wait: bool = False) -> Iterator[None]:
+        if not self._lock.acquire(blocking=wait and not self.is_here()):
+            thread, running, _ = self._now or (0, "something", None)
+            raise CaptureBusyError.busy(what, running, thread == threading.get_ident())
         try:
+            self._now = (threading.get_ident(), what, holder)
             yield
         finally:
-            self.holder = None
+            self._now = None
             self._lock.release()
 
     def is_elsewhere(self) -> bool:
-        return self._lock.locked() and self._thread != threading.get_ident()
+        now = self._now
+        return now is not None and now[0] != threading.get_ident()
 
     def is_here(self) -> bool:
-        return self._lock.locked() and self._thread == threading.get_ident()
+        now = self._now
+        return now is not None and now[0] == threading.get_ident()
+
+    def holder(self, here: bool) -> object:
+        now = self._now
+        return now[2] if now is not None and (now[0] == threading.get_ident()) is here else None
 
 
 _turn = _Turn()
@@ -97,12 +102,12 @@ def inside_capture() -> bool:
 
 def who_captures_here() -> object:
     """The holder of the turn, if it is this thread's; else None."""
-    return _turn.holder if _turn.is_here() else None
+    return _turn.holder(here=True)
 
 
 def who_captures_elsewhere() -> object:
     """The holder of the turn, if it is another thread's; else None."""
-    return _turn.holder if _turn.is_elsewhere() else None
+    return _turn.holder(here=False)
 
 
 def capture_turn(what: str, holder: object) -> AbstractContextManager[None]:
@@ -166,6 +171,17 @@ def capture_postponed() -> bool:
     return _postponed.get()
 
 
+def release(pool: GraphPool) -> None:
+    """Drop all graphs of a pool, and give their memory back.
+
+    Inside of a capture of this thread they wait for the next one.
+    """
+    pool.release()
+    if not inside_capture():
+        with _turn.taken("release", wait=True):
+            pool.device.bury()
+
+
 def capture(
     function: Callable[[], Any], pool: GraphPool, what: str, *, collect: bool = False
 ) -> tuple[DeviceGraph, Any]:
@@ -190,10 +206,14 @@ def capture(
     with _turn.taken(what):
         if collect and not _in_bulk.get():
             gc.collect()
+        pool.device.bury()
         graph = pool.device.new_graph()
         with without_garbage_collection(), pool.device.on_stream(pool.stream):
-            graph.begin(pool.memory)
+            if pool.device.is_capturing():
+                raise CaptureError.nested(f"capture of {what}")
+            memory = pool.memory
             try:
+                graph.begin(memory)
                 result = function()
                 graph.end()
             except BaseException:

@@ -6,6 +6,7 @@ failure, and hides the first error behind the one of ``capture_end``.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -31,31 +32,63 @@ def wait_for_inputs(ready: torch.cuda.Stream | torch.cuda.Event) -> None:
         current.wait_stream(ready)
 
 
+# Graphs that nobody uses any more, until it is safe to destroy them. torch keeps all graphs in a
+# set without a lock, and releases the GIL while it adds one at the begin of a capture: a graph that
+# dies in another thread meanwhile would break the set. So they die in the turn of who captures.
+_dead: deque[torch.cuda.CUDAGraph] = deque()
+
+# Graphs whose capture broke. torch's allocator of pinned memory keeps a pointer to them for ever
+# (2.11: only the end of a good capture takes it out), so they must never die.
+_broken: list[torch.cuda.CUDAGraph] = []
+
+
+def bury_graphs() -> None:
+    """Destroy graphs that nobody uses; for whoever has the turn to capture, and does not yet."""
+    if _dead:
+        torch.cuda.synchronize()  # a replay may still run, on whatever stream
+        while _dead:
+            _dead.popleft()
+
+
 class CudaPool:
     """A private pool of torch's caching allocator, kept open by a small graph of its own.
 
     A pool whose last graph dies cannot be captured into again while tensors of it live.
+
+    Args:
+        device: of the pool.
+        stream: to capture on.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.id = torch.cuda.graph_pool_handle()
         self._device = device
         self._segments: list[tuple[int, int]] = []
-        torch.cuda.current_blas_handle()  # made here, because none can be made inside of a capture
-        self._anchor = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(device)
+        self._up_to_date = False
+        self._anchor = CudaGraph(device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            self._anchor.capture_begin(pool=self.id, capture_error_mode="thread_local")
+            # Handle and workspace of cuBLAS for this stream: made here, they are not of the pool.
+            torch.cuda.current_blas_handle()
             try:
+                self._anchor.begin(self)
                 self._held = torch.zeros(1, device=device)
-            finally:
-                self._anchor.capture_end()
+                self._anchor.end()
+            except BaseException:
+                self._anchor.abandon()
+                raise
 
     def holds(self, address: int) -> bool:
         """Whether an address lies in memory of the pool. Asks the allocator when in doubt."""
-        if not self._in_known_segment(address):
-            self._look_again()
+        if self._in_known_segment(address):
+            return True
+        if self._up_to_date:
+            return False
+        self._look_again()
         return self._in_known_segment(address)
+
+    def grows(self) -> None:
+        """A capture begins: memory may be added from now on."""
+        self._up_to_date = False
 
     def poison(self) -> None:
         """Every byte 0xFF: NaN for floating point, -1 for integers."""
@@ -66,6 +99,7 @@ class CudaPool:
     def _look_again(self) -> None:
         found = torch.cuda.memory_snapshot(self.id, include_traces=False)
         self._segments = [(each["address"], each["total_size"]) for each in found]
+        self._up_to_date = not compat.cuda_is_capturing()
 
     def _in_known_segment(self, address: int) -> bool:
         return any(start <= address < start + size for start, size in self._segments)
@@ -84,31 +118,35 @@ class CudaGraph:
         if self._pool is not None:
             raise CaptureError.twice("CudaGraph")
         self._pool = pool
+        pool.grows()
         self._stream = torch.cuda.current_stream(self._device)
-        try:
-            # "global" mode would let unsafe calls of other threads fail this capture.
-            self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
-        except BaseException:
-            self.abandon()
-            raise
+        # "global" mode would let unsafe calls of other threads fail this capture.
+        self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
 
     def end(self) -> None:
         self._graph.capture_end()
         self.replay = compat.replay_of(self._graph)
 
     def abandon(self) -> None:
-        assert self._pool is not None
+        if self._pool is None or self.replay is not _nothing_recorded:
+            return  # it has not begun, or has ended well
         try:
             with torch.cuda.stream(self._stream):  # the program may have left another one current
                 self._graph.capture_end()
         except RuntimeError:  # says again, in other words, that the capture had failed
             assert self._device.index is not None
             compat.stop_allocating_to(self._device.index, self._pool.id)
+            _broken.append(self._graph)
 
     def reset(self) -> None:
         self.replay = _nothing_recorded
-        self._graph.reset()
+        _dead.append(self._graph)
+        self._graph = torch.cuda.CUDAGraph()
         self._pool = None
+
+    def __del__(self) -> None:
+        if self._pool is not None:
+            _dead.append(self._graph)
 
 
 class CudaDevice:
@@ -129,8 +167,10 @@ class CudaDevice:
         self.is_capturing: Callable[[], bool] = compat.cuda_stream_is_capturing
         self.stream_key: Callable[[], int] = compat.raw_stream_of(index)
 
-    def new_pool(self, lasting: Callable[[int], bool] | None = None) -> CudaPool:
-        return CudaPool(self.device)
+    def new_pool(
+        self, stream: torch.cuda.Stream, lasting: Callable[[int], bool] | None = None
+    ) -> CudaPool:
+        return CudaPool(self.device, stream)
 
     def new_graph(self) -> CudaGraph:
         return CudaGraph(self.device)
@@ -150,14 +190,17 @@ class CudaDevice:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def recover(self) -> None:
+    def recover(self, stream: torch.cuda.Stream) -> None:
         """Capture something that works.
 
         A capture that broke leaves the random generator in the belief that it goes on, so that
         every random op after it raises; the end of a good capture sets it right.
         """
         with contextlib.suppress(RuntimeError):
-            CudaPool(self.device)
+            CudaPool(self.device, stream)
+
+    def bury(self) -> None:
+        bury_graphs()
 
     def around(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()

@@ -50,10 +50,11 @@ class CaptureDevice(Protocol):
     tensor_type: str
     notices_freed: bool
 
-    def new_pool(self, lasting: Callable[[int], bool] = ...) -> Any:
+    def new_pool(self, stream: Any, lasting: Callable[[int], bool] = ...) -> Any:
         """Memory for graphs that never run at the same time; it lives while it is referenced.
 
         Args:
+            stream: what the graphs are captured on.
             lasting: tells of an address whether other memory begins there that lives as long.
         """
 
@@ -83,8 +84,11 @@ class CaptureDevice(Protocol):
     def synchronize(self) -> None:
         """Wait on the host until the device is idle."""
 
-    def recover(self) -> None:
+    def recover(self, stream: Any) -> None:
         """After a failed capture: bring back to order what the device left; never raises."""
+
+    def bury(self) -> None:
+        """Destroy graphs that nobody uses; for whoever has the turn to capture, before it does."""
 
     def around(self) -> AbstractContextManager[Any]:
         """A context for code of users that is captured."""

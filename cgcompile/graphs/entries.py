@@ -114,13 +114,9 @@ class Captured:
         return self.result
 
 
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in compat.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def devices_of(runnable: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.device]:
     """Where the tensors of a call and of a module are; the CPU only if all are there."""
-    found = tensors_of((args, kwargs))
+    found = compat.tree_tensors((args, kwargs))
     if isinstance(runnable, torch.nn.Module):
         found += [*runnable.parameters(), *runnable.buffers()]
     devices = dict.fromkeys(tensor.device for tensor in found)
@@ -130,7 +126,7 @@ def devices_of(runnable: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def gradients_due(needed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if not torch.is_grad_enabled():
         return False
-    return needed or any(leaf.requires_grad for leaf in tensors_of((args, kwargs)))
+    return needed or any(leaf.requires_grad for leaf in compat.tree_tensors((args, kwargs)))
 
 
 def holds_parameters_with_grad(runnable: Any) -> bool:

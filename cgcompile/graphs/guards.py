@@ -71,9 +71,10 @@ def _autocast(tensor_type: str) -> torch.dtype | None:
 
 
 class WeightsGuard:
-    """The parameters and buffers of one captured module: the same objects, where they were.
+    """The parameters, buffers and other tensors of one captured module: the same, where they were.
 
-    Keeps their memory, so that a graph never reads what was freed.
+    Sub-modules must be the same too. Keeps the memory, so that a graph never reads what was freed.
+    Tensors that a function finds elsewhere, in globals or closures, are not seen.
 
     Args:
         runnable: what was captured; a module, or a method of one. Anything else has no weights.
@@ -81,18 +82,21 @@ class WeightsGuard:
 
     def __init__(self, runnable: Any) -> None:
         module = getattr(runnable, "__self__", runnable)
-        modules = module.named_modules() if isinstance(module, torch.nn.Module) else ()
-        self._places = [
-            (table, name, f"{prefix}.{name}" if prefix else name)
-            for prefix, each in modules
-            for table in (each._parameters, each._buffers)
-            for name, value in table.items()
-            if value is not None
-        ]
+        modules = list(module.named_modules()) if isinstance(module, torch.nn.Module) else []
+        self._places: list[tuple[dict[str, Any], str, str]] = []
+        for prefix, each in modules:
+            own = {name: v for name, v in each.__dict__.items() if isinstance(v, torch.Tensor)}
+            tables = (each._parameters, each._buffers, each._modules)
+            found = [(table, name) for table in tables for name in table]
+            found += [(each.__dict__, name) for name in own]
+            start = f"{prefix}." if prefix else ""
+            self._places += [(table, name, start + name) for table, name in found]
         self._objects = self._now()
-        self._held = [each.untyped_storage() for each in self._objects]
+        places = [p for p, each in enumerate(self._objects) if isinstance(each, torch.Tensor)]
+        self._held = {p: self._objects[p].untyped_storage() for p in places}
+        self._starts = {p: self._objects[p].data_ptr() for p in places}
         self._identities = compat.identities(self._objects)
-        self._addresses = compat.Addresses(self._objects, range(len(self._objects)))
+        self._addresses = compat.Addresses(self._objects, places)
 
     def _now(self) -> tuple[Any, ...]:
         return tuple([table.get(name) for table, name, _ in self._places])
@@ -101,18 +105,15 @@ class WeightsGuard:
         """Compare with the module as it is. About 0.1 us a weight; does not synchronise.
 
         Raises:
-            AddressChangedError: a weight was replaced, or moved.
+            AddressChangedError: a weight or a sub-module was replaced, or a weight moved.
         """
         now = self._now()
         if compat.identities(now) == self._identities and self._addresses.hold(now):
             return
-        for (_, _, path), before, held, each in zip(
-            self._places, self._objects, self._held, now, strict=True
-        ):
-            address = each.data_ptr() if isinstance(each, torch.Tensor) else 0
-            start = held.data_ptr() + before.storage_offset() * before.element_size()
-            if each is not before or address != start:
-                raise AddressChangedError.weight(what, str(batch), path)
+        for place, (before, each) in enumerate(zip(self._objects, now, strict=True)):
+            start = self._starts.get(place)
+            if each is not before or (start is not None and each.data_ptr() != start):
+                raise AddressChangedError.weight(what, str(batch), self._places[place][2])
 
 
 class ArgumentGuard:

@@ -207,7 +207,7 @@ class _Recorder(compat.DispatchMode):
     # -------------------------------------------------------------- one call
 
     def _compiled_region(self, call: Callable[[list[Any]], Any], inputs: Any) -> Any:
-        given = _tensors(inputs)
+        given = compat.tree_tensors(inputs)
         for tensor in given:  # it does not say which of them it writes
             self._remember(tensor)
         step = self._step("compiled_region", lambda *given: call(list(given)), tuple(inputs), {})
@@ -224,12 +224,12 @@ class _Recorder(compat.DispatchMode):
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
             self._refuse(f"{func} (it replaces the memory of its argument)")
         if packet is aten.lift_fresh:
-            self._constants += _tensors(made)
+            self._constants += compat.tree_tensors(made)
             return made
         if packet in _ALLOCATIONS:
             return self._moved(made, [])[0]
-        has_effect = bool(written) or not _tensors(made)
-        return self._finish(step, made, _tensors((args, kwargs)), has_effect)
+        has_effect = bool(written) or not compat.tree_tensors(made)
+        return self._finish(step, made, compat.tree_tensors((args, kwargs)), has_effect)
 
     def _step(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -295,7 +295,7 @@ class _Recorder(compat.DispatchMode):
         if isinstance(kwargs.get("generator"), torch.Generator):
             self._refuse(f"{func} with a random generator that is not registered")
         if packet in _INDEXING:
-            masked = any(index.dtype in _MASKS for index in _tensors(args[1]))
+            masked = any(index.dtype in _MASKS for index in compat.tree_tensors(args[1]))
             fills = packet in (aten.index_put, aten.index_put_) and args[2].numel() == 1
             if masked and not fills:
                 self._refuse(f"{func} with a mask")
@@ -315,18 +315,9 @@ class _Recorder(compat.DispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
     if getattr(func, "overloadpacket", None) in _WRITE_UNDECLARED:
-        return _tensors((args, kwargs))
-    for op in compat.op_overloads(func):
-        for position, name in compat.written_arguments(op):
-            given = args[position] if position < len(args) else kwargs.get(name)
-            found += _tensors(given)
-    return found
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in compat.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+        return compat.tree_tensors((args, kwargs))
+    return compat.written_tensors(func, args, kwargs)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -345,7 +336,7 @@ class HostDevice:
     tensor_type = "cpu"
     notices_freed = True
 
-    def new_pool(self, lasting: Callable[[int], bool] = nowhere) -> HostPool:
+    def new_pool(self, stream: None = None, lasting: Callable[[int], bool] = nowhere) -> HostPool:
         return HostPool(lasting)
 
     def new_graph(self) -> HostGraph:
@@ -376,7 +367,10 @@ class HostDevice:
     def synchronize(self) -> None:
         return None
 
-    def recover(self) -> None:
+    def recover(self, stream: None) -> None:
+        return None
+
+    def bury(self) -> None:
         return None
 
     def around(self) -> AbstractContextManager[Any]:

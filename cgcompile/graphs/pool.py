@@ -49,7 +49,7 @@ class GraphPool:
     def memory(self) -> Any:
         """The device's pool; made when it is first needed."""
         if self._memory is None:
-            self._memory = self.device.new_pool(self.arena.owns)
+            self._memory = self.device.new_pool(self.stream, self.arena.owns)
         return self._memory
 
     def add_user(self, user: _HasGraphs) -> None:
@@ -97,7 +97,7 @@ class GraphPool:
         """
         self._parked += broken
         self._memory = None
-        self.device.recover()
+        self.device.recover(self.stream)
 
     def release(self) -> None:
         """Drop all graphs of all users, and the memory. Capturing again is allowed."""

@@ -6,8 +6,9 @@ runs; at the end there is a :class:`~cgcompile.graphs.sequence.GraphSequence`, o
 first exception. ``breakable.py`` has what users call.
 """
 
+import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from cgcompile.graphs.device import DeviceGraph
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import Structure, check_leaves, flatten, rebuilt
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence, Segment
+
+log = logging.getLogger(__name__)
 
 
 class SegmentRecorder(Breaker):
@@ -68,6 +71,7 @@ class SegmentRecorder(Breaker):
         self._graph: DeviceGraph | None = None
         self._failed: tuple[str, BaseException] | None = None
         self._bridges: list[Block] = []
+        self._foreign: dict[int, str] = {}  # bridges of what somebody else holds, by address
         self._left_behind: dict[int, tuple[compat.StorageLife, str]] = {}
         self._stack = ExitStack()
 
@@ -90,6 +94,7 @@ class SegmentRecorder(Breaker):
         self._mode = BreakMode(self, self._boundaries, device.tensor_type, composites)
         with ExitStack() as stack:
             stack.enter_context(capture_turn(self.name, self))
+            device.bury()
             stack.enter_context(without_garbage_collection())
             self._callers_stream = device.current_stream()
             stack.enter_context(device.on_stream(self.pool.stream))
@@ -97,7 +102,14 @@ class SegmentRecorder(Breaker):
             stack.enter_context(device.around())
             if self._below_autograd:
                 stack.enter_context(compat.below_autograd())
-            self._begin()
+            try:
+                if device.is_capturing():
+                    raise CaptureError.nested(f"capture of {self.name}")
+                self._begin()
+            except BaseException:
+                self._mode.switch_off()
+                self._give_up()
+                raise
             self._stack = stack.pop_all()
 
     def finish(self) -> GraphSequence:
@@ -124,15 +136,23 @@ class SegmentRecorder(Breaker):
 
     def abandon(self) -> None:
         """End the recording after an exception; nothing of it is kept. Never raises."""
-        self._mode.switch_off()
+        try:
+            self._mode.switch_off()
+            self._give_up()
+        except Exception:  # the first exception is what the user must see
+            log.exception("after the capture of %s had failed", self.name)
+        finally:
+            with suppress(RuntimeError):
+                self._leave()
+
+    def _give_up(self) -> None:
+        """Park what was recorded; later captures go into new memory."""
         broken = [each.graph for each in self._segments if isinstance(each, GraphSegment)]
-        if self._graph is not None:
-            self._graph.abandon()
-            broken.append(self._graph)
-            self._graph = None
-        self._segments = []
+        graph, self._graph, self._segments = self._graph, None, []
+        if graph is not None:
+            graph.abandon()
+            broken.append(graph)
         self.pool.retire(*broken)
-        self._leave()
 
     def _leave(self) -> None:
         with self._stack:
@@ -157,9 +177,9 @@ class SegmentRecorder(Breaker):
         return f"after break {len(breaks)} ({breaks[-1]})" if breaks else "before the first break"
 
     def _begin(self) -> None:
-        graph = self.pool.device.new_graph()
-        graph.begin(self.pool.memory)
-        self._graph = graph
+        memory = self.pool.memory
+        self._graph = self.pool.device.new_graph()
+        self._graph.begin(memory)  # where it raises, the graph is there to be abandoned
         self._mode.switch_on()
 
     def _end(self) -> None:
@@ -178,10 +198,13 @@ class SegmentRecorder(Breaker):
 
     def pass_by(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See :class:`~cgcompile.graphs.breaks.Breaker`."""
-        for leaf in _tensors((args, kwargs)) if self._left_behind else ():
+        for leaf in compat.tree_tensors((args, kwargs)) if self._left_behind else ():
             life, name = self._left_behind.get(address(leaf), (None, ""))
             if life is not None and not life.ended:
                 raise CaptureError.escaped(str(op), name)
+        for leaf in compat.written_tensors(op, args, kwargs) if self._foreign else ():
+            if address(leaf) in self._foreign:
+                raise CaptureError.writes_a_copy(str(op), self._foreign[address(leaf)])
 
     def meet(
         self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -252,18 +275,25 @@ class SegmentRecorder(Breaker):
         nothing = made is None and compat.is_op(function)  # and so it is by its schema
         leaves, structure = ([], None) if nothing else flatten(made)
         check_leaves(leaves, name)
+        original = [address(each) if isinstance(each, torch.Tensor) else 0 for each in leaves]
         places = [Place(name, self._batch, item, f"[{item}]") for item in range(len(leaves))]
         names = {place.name for place in places}
         ours = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and self._owns(leaf)]
-        fixed = {address(tensor) for tensor in (*_tensors((args, kwargs)), *ours)} - {0}
+        fixed = {address(tensor) for tensor in (*compat.tree_tensors((args, kwargs)), *ours)} - {0}
         with ExitStack() as stack:
             if self._execute:
                 stack.enter_context(self.pool.device.on_stream(self._callers_stream))
+            mine = compat.tree_tensors(leaves)
+            held = {address(leaf) for leaf in mine if _is_shared(leaf, mine)}
             across = crossings(places, leaves, names, (), fixed, self._frame)
             for crossing in across.crossings:
                 crossing(leaves)
         for block, crossed in across.blocks:
             self._bridges.append(block)
+            self._foreign.pop(block.address, None)
+            members = [place for place in places if place.name in crossed]
+            if any(original[place.item] in held for place in members):
+                self._foreign[block.address] = name
             for place in places:
                 if place.name in crossed:
                     leaves[place.item] = block.lend(leaves[place.item])
@@ -313,5 +343,7 @@ def _same_structure(made: Any, structure: Structure | None, name: str, batch: st
     return leaves
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in compat.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def _is_shared(leaf: torch.Tensor, leaves: list[torch.Tensor]) -> bool:
+    """Whether somebody holds the memory of a result, apart from the results."""
+    among = sum(address(each) == address(leaf) for each in leaves)
+    return address(leaf) != 0 and compat.storage_holders(leaf) > among

@@ -126,7 +126,7 @@ class GraphSequence:
         self.slots: list[Any] = [None] * slots
         self._empty = [None] * slots
         self._inputs = tuple((slot.at, position) for slot, position in inputs)
-        self._real = 0
+        self._real = [0]  # how many rows are real in the present step
         done = self._done_after({slot.at for slot in kept})
         self.steps = tuple(
             self._step(each, ends, False) for each, ends in zip(self.segments, done, strict=True)
@@ -173,7 +173,7 @@ class GraphSequence:
             slots[slot] = inputs[position]
         steps = self.steps
         if real is not None:
-            self._real, steps = real, self._padded_steps
+            self._real[0], steps = real, self._padded_steps
         try:
             for step in steps:
                 step()
@@ -189,7 +189,7 @@ class GraphSequence:
         slots = self.slots
         for slot, position in self._inputs:
             slots[slot] = inputs[position]
-        self._real = real or 0
+        self._real[0] = real or 0
         for place, step in enumerate(self.steps if real is None else self._padded_steps):
             step()
             after(place)
@@ -223,7 +223,7 @@ class GraphSequence:
         handed_on = segment.originals or segment.crossings or segment.stores
         if not (handed_on or tails or done):
             return call
-        slots = self.slots
+        slots, count = self.slots, self._real  # not self: a cycle lives until a collection
 
         def run() -> None:
             made = segment.leaves(call())
@@ -234,7 +234,7 @@ class GraphSequence:
             for item, slot in segment.stores:
                 slots[slot.at] = made[item]
             for tail in tails:
-                tail[self._real :].zero_()
+                tail[count[0] :].zero_()
             for index in done:
                 slots[index] = None
 

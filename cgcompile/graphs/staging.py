@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cgcompile import compat
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.device import any_capture
@@ -86,8 +87,8 @@ class HostStaging:
             raise _bad("sentinel", sentinel, f"a value that {buffer.dtype} can hold, or None")
         self.buffer = buffer
         # Made outside of inference mode, so that a fill may write it in any mode.
+        self._target = compat.alias(buffer)
         with torch.inference_mode(False), torch.no_grad():
-            self._target = buffer.detach()
             self._slots = [_Slot(buffer, sentinel) for _ in range(num_slots)]
         self._next = 0
         self._has_sentinel = sentinel is not None

@@ -19,8 +19,9 @@ from cgcompile.forward_context import callers_context, in_full_mode
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.breaks import Breaker, BreakMode
 from cgcompile.graphs.capture import capture_turn
-from cgcompile.graphs.entries import CUDAGraphEntry, tensors_of
-from cgcompile.graphs.guards import layout_text, same_layout, same_value
+from cgcompile.graphs.copies import flat
+from cgcompile.graphs.entries import CUDAGraphEntry
+from cgcompile.graphs.guards import layout_text, same_value
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 
@@ -67,22 +68,37 @@ def first_difference(
     for name, expected in plain.items():
         found = replayed[name]
         tensor = isinstance(expected, torch.Tensor)
-        same = same_layout(found, expected) if tensor else same_value(found, expected)
+        same = _same_kind(found, expected) if tensor else same_value(found, expected)
         if not same:
             text = f"{layout_text(found)} in the replay, {layout_text(expected)} in the plain step"
             return Difference(where, name, float("nan"), (), text)
-        close = not tensor or torch.allclose(found, expected, rtol=rtol, atol=atol, equal_nan=True)
-        if not close:
+        if tensor and not _close(found, expected, rtol, atol):
             return _of_numbers(where, name, expected, found, rtol, atol)
     return None
+
+
+def _same_kind(found: Any, expected: torch.Tensor) -> bool:
+    kind = isinstance(found, torch.Tensor)
+    return kind and (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> bool:
+    if rtol == atol == 0.0:
+        pair = (each.resolve_conj().resolve_neg().reshape(-1) for each in (found, expected))
+        mine, its = (each.contiguous().view(torch.uint8) for each in pair)
+        return torch.equal(mine, its)
+    return torch.allclose(found, expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def _of_numbers(
     where: str, name: str, plain: torch.Tensor, found: torch.Tensor, rtol: float, atol: float
 ) -> Difference:
-    wrong = ~torch.isclose(found, plain, rtol=rtol, atol=atol, equal_nan=True)
     wide = torch.complex128 if plain.dtype.is_complex else torch.float64
-    largest = (found.to(wide) - plain.to(wide)).abs()[wrong].max().item()
+    found, plain = found.to(wide), plain.to(wide)
+    wrong = ~torch.isclose(found, plain, rtol=rtol, atol=atol, equal_nan=True)
+    if rtol == atol == 0.0 and not found.is_complex():
+        wrong |= found.signbit() != plain.signbit()  # -0.0 is not 0.0
+    largest = (found - plain).abs()[wrong].max().item() if wrong.any() else 0.0
     flat = wrong.reshape(wrong.shape[0], -1).any(1) if wrong.dim() else wrong.reshape(1)
     rows = tuple(flat.nonzero()[:8, 0].tolist())
     count, total = int(wrong.sum()), wrong.numel()
@@ -104,14 +120,13 @@ def put_back(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """What happens inside leaves these tensors, and the random generators, as they were."""
     devices = {each.device.index for each in tensors if each.device.type == "cuda"}
     with torch.random.fork_rng(sorted(index for index in devices if index is not None)):
-        before = [(each, each.detach().clone()) for each in tensors]
+        before = [(each, flat(each.detach()).clone()) for each in tensors if each.numel()]
         try:
             yield
         finally:
-            with torch.no_grad():
-                for each, was in before:
-                    with torch.inference_mode(each.is_inference()):
-                        each.copy_(was)
+            for each, was in before:
+                with torch.inference_mode(each.is_inference()), torch.no_grad():
+                    flat(each.detach()).copy_(was)
 
 
 def verify_wrapper(
@@ -125,7 +140,8 @@ def verify_wrapper(
 
     The arguments of each eager break are compared as it leaves them, tensors and plain values, and
     what comes out in the end. Tensors among the arguments, and the buffers of a module, are put
-    back in between, so that in the end one step has run. Synchronises.
+    back in between; what is written elsewhere, such as a cache that the forward context leads to,
+    is written twice. Synchronises.
 
     Args:
         wrapper: whose step it is.
@@ -144,7 +160,7 @@ def verify_wrapper(
     """
     entry = _entry(wrapper)
     entry.check(args, kwargs, wrapper.name)
-    state = tensors_of((args, dict(kwargs)))
+    state = compat.tree_tensors((args, dict(kwargs)))
     module = wrapper.unwrap()
     if isinstance(module, torch.nn.Module):
         state += list(module.buffers())

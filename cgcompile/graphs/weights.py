@@ -16,17 +16,19 @@ def update_weights(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Write new values into the parameters and buffers of a module, in place.
 
     All of them are checked before the first is written, so a refused call changes nothing. Work of
-    the current stream that reads the weights comes first; nothing synchronises.
+    the current stream that reads the weights comes first. Values on the CPU are read before it
+    returns.
 
     Args:
         module: a module, or what ``torch.compile`` made of it.
-        state: new values by name, as ``state_dict()`` gives them; other names keep their values.
-            Tensors of equal shape; dtype and device are converted.
+        state: new tensors by name, as ``state_dict()`` gives them, of a compiled module too; other
+            names keep their values. Of equal shape; dtype and device are converted.
 
     Raises:
         WeightsError: a name that the module does not have, or another shape.
     """
     module = getattr(module, "_orig_mod", module)
+    state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     own.update(module.named_buffers(remove_duplicate=False))
     for name, value in state.items():
@@ -35,8 +37,7 @@ def update_weights(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         if found != tuple(own[name].shape):
             raise WeightsError.shape(name, str(found), str(tuple(own[name].shape)))
-    with torch.no_grad():
-        for name, value in state.items():
-            target = own[name]
-            with torch.inference_mode(target.is_inference()):
-                target.copy_(value, non_blocking=True)
+    for name, value in state.items():
+        target = own[name]
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
+            target.copy_(value)

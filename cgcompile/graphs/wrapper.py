@@ -25,6 +25,7 @@ from cgcompile.graphs.capture import (
     capture_allowed,
     capture_postponed,
     inside_capture,
+    release,
 )
 from cgcompile.graphs.copies import address
 from cgcompile.graphs.cuda import wait_for_inputs
@@ -36,7 +37,6 @@ from cgcompile.graphs.entries import (
     devices_of,
     gradients_due,
     holds_parameters_with_grad,
-    tensors_of,
 )
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.pool import GraphPool
@@ -213,7 +213,7 @@ class CUDAGraphWrapper(Transparent):
             self._pool.add_user(self)
         if self.config.on_input_change == "copy":
             raise DispatchError.cannot_copy(self.name)
-        if self._pool.lends(tensors_of((args, kwargs))):
+        if self._pool.lends(compat.tree_tensors((args, kwargs))):
             return self._plain(Reason.UNSUPPORTED_INPUT, _LENT, args, kwargs)
         needs_grad = holds_parameters_with_grad(self.runnable) or descriptor in self._grads
         if not gradients_due(needs_grad, args, kwargs):
@@ -269,7 +269,7 @@ class CUDAGraphWrapper(Transparent):
         executed: bool = False,
     ) -> Captured | None:
         assert self._pool is not None
-        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors_of(result)):
+        if gradients_due(False, (result,), {}):
             return None
         entry = CUDAGraphEntry(
             descriptor,
@@ -283,8 +283,8 @@ class CUDAGraphWrapper(Transparent):
 
     def keep(self, entry: CUDAGraphEntry, mode: CUDAGraphMode | None = None) -> None:
         """Let later calls of the entry's descriptor replay it, in the wrapper's mode or another."""
+        key = (mode or self.runtime_mode, entry.batch_descriptor)
         with self._lock:
-            key = (mode or self.runtime_mode, entry.batch_descriptor)
             self._entries.setdefault(key, []).insert(0, entry)
 
     def _kept(self, leaf: Any) -> Any:
@@ -300,7 +300,7 @@ class CUDAGraphWrapper(Transparent):
         assert self._pool is not None
         self._pool.follow_stream()
         if self._poison:
-            self._pool.poison(tensors_of((args, kwargs)))
+            self._pool.poison(compat.tree_tensors((args, kwargs)))
         entry.sequence.replay()
         self.counters.replays += 1
         return entry.output
@@ -347,7 +347,7 @@ class CUDAGraphWrapper(Transparent):
         if self._pool is None or not self.options.weak_ref_output:
             return
         for entries in self._entries.values():
-            for leaf in tensors_of([entry.output for entry in entries]):
+            for leaf in compat.tree_tensors([entry.output for entry in entries]):
                 if self._pool.owns(leaf) or self._pool.arena.owns(address(leaf)):
                     yield leaf
 
@@ -374,7 +374,7 @@ class CUDAGraphWrapper(Transparent):
         """Drop the graphs of all wrappers that share this one's pool, and the pool's memory."""
         self.clear_graphs()
         if self._pool is not None:
-            self._pool.release()
+            release(self._pool)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("runnable", "config", "_modes", "options", "name")

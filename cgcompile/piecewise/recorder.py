@@ -82,7 +82,7 @@ def record(
         raise
     if recorder.why is not None:
         recorder.drop()
-        return Outcome(None, recorder.why, True, result)
+        return Outcome(None, recorder.why, True, recorder.hand_over(result, inputs))
     return Outcome(recording, None, True, recorder.finish(result, inputs))
 
 
@@ -138,7 +138,8 @@ class _Uses:
         split, own = program.split, recording.batch.own_context
         self.returned = set(returned_names(split)) - {""}
         values = split.values
-        unwritten = {n for n in self.returned if n in values and not values[n].written}
+        eager = {name for piece in split.pieces if not piece.capture for name in piece.outputs}
+        unwritten = {name for name in self.returned & eager if not values[name].written}
         self.originals = unwritten if own else set()
         self.read = {name for piece in split.pieces if piece.capture for name in piece.inputs}
         if not own:
@@ -206,6 +207,13 @@ class _Recorder:
         known = {name: source for name, source in self._sources.items() if name in made_here}
         self._recording.finish(sequence, returns, known)
         return returns.make(self._slots, inputs)
+
+    def hand_over(self, made: Any, inputs: Sequence[Any]) -> Any:
+        """What a call returns whose step is not kept: nothing of ours, where results are copied."""
+        leaves = compat.tree_leaves(made)
+        arena = self._program.pool.arena
+        lying = {address(leaf) for leaf in tensors(leaves) if arena.owns(address(leaf))}
+        return self._recording.returns(made, leaves, self._fixed | lying).make((), inputs)
 
     def drop(self) -> None:
         """Forget what was captured on the way."""
@@ -359,7 +367,8 @@ class _Recorder:
         sources = self._sources
         found = [name for name in piece.outputs if isinstance(sources.get(name), torch.Tensor)]
         for name in self._program.written.get(piece.index, ()):
-            if self._lying.get(name) in self._pool_memory:
+            where = self._lying.get(name, 0)
+            if where in self._pool_memory or self._program.pool.arena.owns(where):
                 found.append(name)
         split = self._program.split
         return tuple(

@@ -177,6 +177,16 @@ class Recording:
                 return Why(Reason.UNSUPPORTED_INPUT, f"{path} is memory that the step writes")
         return None
 
+    def own_memory(self, inputs: Sequence[Any]) -> Why | None:
+        """Why these inputs cannot be captured: one is a result that nobody holds the memory of."""
+        pool = self._program.pool
+        for position, _ in self._addresses:
+            if pool.owns(inputs[position]) or pool.arena.owns(address(inputs[position])):
+                path = self._where(position)[2]
+                detail = f"{path} is a result of this graph, which the next step overwrites"
+                return Why(Reason.UNSUPPORTED_INPUT, f"{detail}: clone it")
+        return None
+
     @property
     def void(self) -> bool:
         """Whether graphs that it replays have been cleared."""

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from cgcompile import compat
-from cgcompile.graphs.sequence import Slot
+from cgcompile.graphs.sequence import EagerSegment, Slot
 from cgcompile.graphs.verify import Difference, copies, first_difference, put_back
 from cgcompile.passes.nodes import is_allocation
 from cgcompile.passes.pieces import Piece
@@ -51,12 +51,15 @@ def verify_recording(
     """
     split = program.split
     plain: dict[int, dict[str, Any]] = {}
+    zeroed = _zeroed(program, recording)
     left = {piece.index: [*_filled(piece), *written_inputs(piece)] for piece in split.pieces}
 
     def spying(piece: Piece, run: Runnable) -> Runnable:
         def spied(*given: Any) -> Sequence[Any]:
             made = list(run(*given))
             values = dict(zip((*piece.inputs, *piece.outputs), (*given, *made), strict=True))
+            for name in zeroed.get(piece.index, ()) if real is not None else ():
+                values[name][real:].zero_()  # as a replay does
             plain[piece.index] = copies({name: values[name] for name in left[piece.index]})
             return made
 
@@ -96,3 +99,13 @@ def _filled(piece: Piece) -> list[str]:
     assert isinstance(results, (tuple, list))
     pairs = zip(piece.outputs, results, strict=True)
     return [name for name, node in pairs if not (isinstance(node, fx.Node) and is_allocation(node))]
+
+
+def _zeroed(program: Program, recording: Recording) -> dict[int, list[str]]:
+    """The values of which a replay zeroes the rows that are not real, by the piece after which."""
+    found: dict[int, list[str]] = {}
+    for piece, segment in zip(program.split.pieces, recording.sequence.segments, strict=False):
+        tails = segment.tails if isinstance(segment, EagerSegment) else ()
+        names = [n for n, s in recording.sources.items() if any(s is tail for tail in tails)]
+        found[piece.index] = names
+    return found

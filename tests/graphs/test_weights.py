@@ -138,7 +138,7 @@ def test_a_tied_parameter_is_known_by_both_names(device: str, name: str) -> None
 
 
 def test_the_state_of_a_module_or_of_a_compiled_one(device: str) -> None:
-    model, compiled, backend = captured_model(device)
+    _model, compiled, backend = captured_model(device)
     torch.manual_seed(1)
     other = Model().eval().to(device)
     update_weights(compiled, other.state_dict())
@@ -188,15 +188,24 @@ def test_parameters_that_are_inference_tensors(device: str, mode: Any) -> None:
 )
 @pytest.mark.parametrize("last", [True, False])
 def test_a_refused_call_changes_nothing(device, name, value, words, last) -> None:
-    model, compiled, backend = captured_model(device)
+    model = Model().to(device)
     before = {name: each.clone() for name, each in weights(model).items()}
     good = {key: each for key, each in new_state(device).items() if key != name}
     state = {**good, name: value} if last else {name: value, **good}
     with pytest.raises(WeightsError) as caught:
-        update_weights(compiled, state)
+        update_weights(model, state)
     assert isinstance(caught.value, CGCompileError)
     assert isinstance(caught.value, ValueError)
     assert all(each in str(caught.value) for each in words)
     assert all(torch.equal(each, before[name]) for name, each in weights(model).items())
+
+
+def test_replays_after_a_refused_call_are_as_before(device: str) -> None:
+    model, compiled, backend = captured_model(device)
+    x = batch(device)
+    before = compiled(x)
+    with pytest.raises(WeightsError):
+        update_weights(compiled, new_state(device, missing=torch.ones(1)))
+    assert_same(compiled(x), before)
     assert_steps(compiled, model, device)
-    assert_counts(backend, 1, 5, {Reason.WARMING: 1})
+    assert_counts(backend, 1, 7, {Reason.WARMING: 1})

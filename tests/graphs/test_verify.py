@@ -1,0 +1,589 @@
+"""Plain and replayed side by side: nothing is found in a good model, the right part in a bad one."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CASES, D, library
+from entry_support import (
+    HOOKED,
+    Hooked,
+    assert_same,
+    backend_for,
+    batch,
+    by_context,
+    compiled_case,
+    compiled_model,
+    made,
+    marked,
+)
+from entry_support import ByContext as ScaledByContext
+from graphs.breakable_support import FULL, PIECEWISE, Asked, Stack, counted, rand, same, soft, step
+from torch import nn
+
+from cgcompile import (
+    BatchDescriptor,
+    BreakableCUDAGraphWrapper,
+    CompilationConfig,
+    CUDAGraphWrapper,
+    Difference,
+    set_forward_context,
+    verify_wrapper,
+)
+from cgcompile.errors import AddressChangedError, DispatchError
+from cgcompile.graphs.verify import first_difference
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
+TOLERANCE = {"cpu": {}, "cuda": {"rtol": 1e-3, "atol": 1e-4}}
+
+
+def soften(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, -1)
+
+
+def captured(compiled: Any, model: Any, device: str) -> None:
+    for k in range(3):
+        x = batch(device)
+        assert_same(compiled(marked(x) if k == 0 else x), model(x))
+
+
+# ---------------------------------------------------------------- one comparison
+
+
+def difference(plain: Any, replayed: Any, rtol: float = 0.0, atol: float = 0.0) -> Any:
+    return first_difference("here", {"x": plain}, {"x": replayed}, rtol, atol)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([1.0, math.nan, math.inf]),
+        torch.tensor([[1, 2], [3, 4]]),
+        torch.tensor([True, False]),
+        torch.zeros(0, 3),
+        torch.tensor(2 + 1j),
+        torch.ones(3, dtype=torch.bfloat16),
+        3,
+        math.nan,
+        "text",
+        None,
+    ],
+)
+def test_equal_values(value: Any) -> None:
+    assert difference(value, copy.deepcopy(value)) is None
+
+
+def test_numbers_that_differ() -> None:
+    plain = torch.zeros(12, 2)
+    found = plain.clone()
+    found[3:, 1] = torch.arange(1.0, 10.0)
+    seen = difference(plain, found)
+    assert (seen.where, seen.what, seen.largest) == ("here", "x", 9.0)
+    assert seen.rows == tuple(range(3, 11))
+    assert "9 of 24 numbers differ, by up to 9" in seen.detail
+    assert str(seen) == f"here: x: {seen.detail}"
+    assert difference(plain, found, atol=9.0) is None
+    assert difference(plain, found, atol=8.5).rows == (11,)
+    assert difference(found, found * 1.01, rtol=0.1) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16, torch.complex64])
+def test_numbers_of_any_dtype(dtype: torch.dtype) -> None:
+    plain = torch.zeros(3, dtype=dtype)
+    found = plain.clone()
+    found[1] = 1
+    seen = difference(plain, found)
+    assert (seen.largest, seen.rows) == (1.0, (1,))
+    assert difference(torch.zeros((), dtype=dtype), found[1]).rows == (0,)
+
+
+def test_nan_against_a_number() -> None:
+    seen = difference(torch.zeros(3), torch.tensor([0.0, 0.0, math.nan]))
+    assert math.isnan(seen.largest)
+    assert seen.rows == (2,)
+
+
+@pytest.mark.parametrize(
+    ("plain", "found"),
+    [
+        (torch.zeros(3), torch.zeros(4)),
+        (torch.zeros(3), torch.zeros(3).double()),
+        (torch.zeros(2, 3), torch.zeros(3, 2).t()),
+        (torch.zeros(3), None),
+        (1, 2),
+        (1, 1.0),
+        (0.0, -0.0),
+        ("a", "b"),
+        (None, 0),
+    ],
+)
+def test_values_of_another_kind(plain: Any, found: Any) -> None:
+    seen = difference(plain, found)
+    assert math.isnan(seen.largest)
+    assert seen.rows == ()
+    assert "in the replay" in seen.detail
+
+
+def test_the_first_of_several_is_told() -> None:
+    seen = first_difference("here", {"a": 1, "b": 2, "c": 3}, {"c": 4, "b": 5, "a": 1}, 0, 0)
+    assert seen == Difference("here", "b", seen.largest, (), seen.detail)
+
+
+# ---------------------------------------------------------------- a compiled model
+
+
+@pytest.mark.parametrize("name", ["sdpa", "op_packet", "no_boundary", "eager_region"])
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
+def test_nothing_in_a_good_model(device: str, name: str, mode: str) -> None:
+    model, compiled, backend = compiled_case(name, device, cudagraph_mode=mode, poison=True)
+    captured(compiled, model, device)
+    before = backend.counters
+    for _ in range(2):
+        assert backend.verify(compiled, batch(device), **TOLERANCE[device]) == []
+    after = backend.counters
+    assert (after.calls, after.replays) == (before.calls + 2, before.replays + 2)
+    assert (after.captures, after.plain) == (before.captures, before.plain)
+    x = batch(device)
+    assert_same(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+def test_nothing_under_a_forward_context(device: str, mode: Any) -> None:
+    model, compiled, backend = compiled_model(
+        ScaledByContext, device, **by_context(), cudagraph_mode="FULL_AND_PIECEWISE"
+    )
+    x = marked(batch(device))
+    for k in range(5):
+        x.normal_()
+        with step(6, mode, metadata=1.0 + k):
+            if k > 2:
+                assert backend.verify(compiled, x, **TOLERANCE[device]) == []
+            else:
+                assert_same(compiled(x), model(x))
+    assert backend.counters.replays == 3
+
+
+class InPlace(nn.Module):
+    """An op that writes in place; its arguments are dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        q = self.before(x)
+        out = torch.empty_like(q)
+        torch.ops.cgentry.attend(q, q, q, out)
+        return self.after(out)
+
+
+@pytest.mark.parametrize("kind", ["fresh", "in place"])
+def test_nothing_where_rows_are_padded(device: str, kind: str) -> None:
+    """A replay zeroes the rows that are not real; that is no difference."""
+    chosen, settings = (Hooked, HOOKED) if kind == "fresh" else (InPlace, by_context())
+    model, compiled, backend = compiled_model(chosen, device, **settings)
+    x = marked(batch(device))
+    for real in (6, 6, 6, 4, 1):
+        x.normal_()
+        context = set_forward_context(
+            1.0,
+            cudagraph_runtime_mode=PIECEWISE,
+            batch_descriptor=BatchDescriptor(6),
+            num_unpadded_tokens=real,
+        )
+        with context:
+            assert_same(compiled(x)[:real], model(x)[:real])
+            if backend.counters.captures:
+                assert backend.verify(compiled, x, **TOLERANCE[device]) == []
+
+
+def test_an_eager_op_that_varies_is_named(device: str, hook) -> None:
+    model, compiled, backend = compiled_model(Hooked, device, **HOOKED)
+    captured(compiled, model, device)
+    calls: list[int] = []
+
+    def varies(x):
+        calls.append(1)
+        made = soften(x)
+        made[2] += len(calls) - 1
+        return made
+
+    hook(varies)
+    (found,) = backend.verify(compiled, batch(device), **TOLERANCE[device])
+    (graph,) = backend.graphs
+    (piece,) = [each for each in graph.split.pieces if not each.capture]
+    assert found.where == f"{piece.name} ({piece.where})"
+    assert found.what in piece.outputs
+    assert (found.rows, len(calls)) == ((2,), 2)
+    assert found.largest == pytest.approx(1.0, abs=1e-3)
+    del calls[:]
+    assert backend.verify(compiled, batch(device), atol=10.0) == []
+    hook(soften)
+    assert backend.verify(compiled, batch(device), **TOLERANCE[device]) == []
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_what_a_graph_has_frozen_is_named(device: str, hook, mode: str) -> None:
+    """The kernel of a captured op asks Python, and Python changes its mind."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x):
+            x = self.first(x)
+            x = F.scaled_dot_product_attention(x, x, x)
+            x = torch.ops.cgentry.hooked(self.second(x))
+            return F.scaled_dot_product_attention(x, x, x) + 1
+
+    factor = 1.0
+    hook(lambda x: soften(x) * factor)
+    model, compiled, backend = compiled_model(Model, device, cudagraph_mode=mode)
+    captured(compiled, model, device)
+    assert backend.verify(compiled, batch(device), **TOLERANCE[device]) == []
+    factor = 3.0
+    (found,) = backend.verify(compiled, batch(device), **TOLERANCE[device])
+    (graph,) = backend.graphs
+    pieces = graph.split.pieces
+    assert [piece.capture for piece in pieces] == [True, False, True, False, True]
+    middle = f"{pieces[2].name} ({pieces[2].where})"
+    assert found.where == (middle if mode == "PIECEWISE" else "the result")
+    assert found.rows == tuple(range(6))
+    assert 0 < found.largest <= 2.1
+
+
+def test_only_the_graph_that_differs_is_named(device: str, hook) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = CASES["sdpa"].build(), Hooked()
+
+        def forward(self, x):
+            x = self.one(x)
+            torch._dynamo.graph_break()
+            return self.other(x)
+
+    model, compiled, backend = compiled_model(Two, device, **HOOKED)
+    captured(compiled, model, device)
+    assert len(backend.graphs) == 2
+    assert backend.verify(compiled, batch(device), **TOLERANCE[device]) == []
+    values = iter((0.0, 1.0))
+    hook(lambda x: soften(x) + next(values))
+    (found,) = backend.verify(compiled, batch(device), **TOLERANCE[device])
+    assert "hooked" in found.where or found.where.startswith(
+        next(p.name for p in backend.graphs[1].split.pieces if not p.capture)
+    )
+
+
+def test_nothing_to_verify_while_warming(device: str) -> None:
+    _model, compiled, backend = compiled_case("sdpa", device, num_warmups=2)
+    for _ in range(2):
+        with pytest.raises(DispatchError, match="nothing to compare: warming: call"):
+            backend.verify(compiled, marked(batch(device)))
+    assert (backend.counters.captures, backend.counters.plain.total()) == (0, 2)
+    with pytest.raises(DispatchError, match="no graph of it was called"):
+        backend.verify(lambda: None)
+
+
+def test_a_capturing_call_is_said_to_be_one(device: str) -> None:
+    _model, compiled, backend = compiled_case("sdpa", device)
+    compiled(marked(batch(device)))
+    with pytest.raises(DispatchError) as caught:
+        backend.verify(compiled, batch(device))
+    assert backend.counters.captures == 1
+    assert "no graph of it was called" not in str(caught.value)
+
+
+class Writes(nn.Module):
+    """Writes an argument and a buffer, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x, cache):
+        cache.mul_(0.5).add_(x.mean())
+        self.count.add_(1)
+        y = F.scaled_dot_product_attention(x, x, x)
+        cache.add_(y.sum() * 0.01)
+        return F.dropout(y, 0.5, training=True) + cache + self.count[0]
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_verified_call_is_one_step(device: str, mode: str) -> None:
+    model, compiled, backend = compiled_model(Writes, device, cudagraph_mode=mode)
+    eager = made(Writes, device)
+    cache = torch.zeros(4, D, device=device)
+    own = cache.clone()
+    for k in range(7):
+        x = marked(batch(device)) if k == 0 else batch(device)
+        torch.manual_seed(k)
+        expected = eager(x, own), torch.rand(3, device=device)
+        torch.manual_seed(k)
+        if k < 3:
+            assert_same(compiled(x, cache), expected[0])
+        else:
+            assert backend.verify(compiled, x, cache, **TOLERANCE[device]) == []
+        assert_same(torch.rand(3, device=device), expected[1])
+        assert_same([cache, model.count], [own, eager.count])
+    assert (backend.counters.captures, backend.counters.replays) == (1, 5)
+    assert backend.counters.calls == 7
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_error_of_the_model_ends_the_verifying(device: str, hook, at: int) -> None:
+    model, compiled, backend = compiled_model(Hooked, device, **HOOKED)
+    captured(compiled, model, device)
+    calls: list[int] = []
+
+    def fails(x):
+        calls.append(1)
+        if len(calls) > at:
+            raise Asked
+        return soften(x)
+
+    hook(fails)
+    with pytest.raises(Asked):
+        backend.verify(compiled, batch(device))
+    assert len(calls) == at + 1
+    (graph,) = backend.graphs
+    assert all(set(each.sequence.slots) <= {None} for each in graph.recordings)
+    del calls[:]
+
+    def count(x):
+        calls.append(1)
+        return soften(x)
+
+    hook(count)
+    x = batch(device)
+    assert_same(compiled(x), Hooked.forward(model, x))
+    assert len(calls) == 2  # one of them is the eager model's: nothing is verified any more
+    assert backend.counters.failures == 1
+
+
+# ---------------------------------------------------------------- a wrapper
+
+
+class Scaled(nn.Module):
+    """Breaks that take a number of the module, which Python reads at each step."""
+
+    def __init__(self, scale: Any, attend: Any = None) -> None:
+        super().__init__()
+        self.scale, self.factor, self.twice = scale, 2, False
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(1))
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        self.count.add_(1)
+        x = self.scale(self.linear(x), 1)
+        x = self.scale(x.sin(), factor=self.factor)
+        if self.twice:
+            x = self.scale(x, 1)
+        return x + self.count
+
+
+def breakable(device: str) -> tuple[Any, Any, Any, list[Any]]:
+    """(module, wrapper, buffer, contexts of its breaks), captured."""
+    scale, calls = counted(lambda x, factor: soft(x) * factor)
+    torch.manual_seed(0)
+    module = Scaled(scale).to(device)
+    wrapper = BreakableCUDAGraphWrapper(
+        module, CompilationConfig(capture_device="host"), name="block"
+    )
+    x = rand(device=device)
+    with step(4):
+        wrapper(x)
+    return module, wrapper, x, calls
+
+
+def test_nothing_in_a_good_wrapper(device: str) -> None:
+    module, wrapper, x, calls = breakable(device)
+    del calls[:]
+    x.uniform_()
+    with step(4):
+        assert verify_wrapper(wrapper, x, **TOLERANCE[device]) is None
+    assert len(calls) == 4  # two plain, two replayed
+    assert module.count.item() == 2  # the capture, and one step
+    x.uniform_()
+    with step(4):
+        found = wrapper(x).clone()
+    module.count.fill_(2)
+    assert same(found, module(x))
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+def test_nothing_in_a_good_stack(device: str, mode: Any) -> None:
+    library()
+    model = Stack(3, 8).to(device)
+    config = CompilationConfig(
+        capture_device="host", splitting_ops=("cgtest::attend",) if mode is PIECEWISE else ()
+    )
+    kind = BreakableCUDAGraphWrapper if mode is PIECEWISE else CUDAGraphWrapper
+    wrapper, x = kind(model, config, mode), rand(device=device)
+    with step(4, mode):
+        wrapper(x)
+        x.uniform_()
+        assert verify_wrapper(wrapper, x, **TOLERANCE[device]) is None
+        assert same(wrapper(x), model(x))
+
+
+def test_a_number_of_the_module_that_changed_is_named(device: str) -> None:
+    module, wrapper, x, _ = breakable(device)
+    module.factor = 3
+    with step(4):
+        found = verify_wrapper(wrapper, x, **TOLERANCE[device])
+    assert found.where.startswith("break 1 (")
+    assert "lambda" in found.where
+    assert found.what.endswith("['factor']")
+    assert found.detail == "2 in the replay, 3 in the plain step"
+    assert math.isnan(found.largest)
+    module.factor = 2
+    with step(4):
+        assert verify_wrapper(wrapper, x, **TOLERANCE[device]) is None
+
+
+def test_a_tensor_that_differs_is_named(device: str) -> None:
+    """A graph has frozen a number that Python reads before the first break."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = 1.0
+
+        def forward(self, x):
+            return cut(x + 1) + cut(x * self.factor)
+
+    cut, _ = counted(soft)
+    model = Model()
+    wrapper = BreakableCUDAGraphWrapper(model, CompilationConfig(capture_device="host"))
+    x = rand(device=device)
+    with step(4):
+        wrapper(x)
+        assert verify_wrapper(wrapper, x, **TOLERANCE[device]) is None
+        model.factor = 2.0
+        x.fill_(1)
+        x[2] = 0
+        found = verify_wrapper(wrapper, x, **TOLERANCE[device])
+        assert found.where.startswith("break 1 (")
+        assert (found.largest, found.rows) == (1.0, (0, 1, 3))
+        assert verify_wrapper(wrapper, x, atol=1.0) is None
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+def test_a_result_that_differs(device: str, mode: Any) -> None:
+    class Model(nn.Module):
+        shift = 0.0
+
+        def forward(self, x):
+            return cut(x) + self.shift
+
+    cut, _ = counted(soft)
+    model = Model()
+    kind = CUDAGraphWrapper if mode is FULL else BreakableCUDAGraphWrapper
+    wrapper = kind(model, CompilationConfig(capture_device="host"), mode)
+    x = rand(device=device)
+    with step(4, mode):
+        wrapper(x)
+        model.shift = 1.0
+        found = verify_wrapper(wrapper, x, **TOLERANCE[device])
+    assert (found.where, found.rows) == ("the result", (0, 1, 2, 3))
+    assert found.largest == pytest.approx(1.0, abs=1e-5)
+
+
+def test_python_that_takes_another_way(device: str) -> None:
+    module, wrapper, x, _ = breakable(device)
+    module.twice = True
+    with step(4), pytest.raises(DispatchError, match="block: the plain step breaks at") as caught:
+        verify_wrapper(wrapper, x)
+    now, before = str(caught.value).split("recorded were")
+    assert (now.count("lambda"), before.count("lambda")) == (3, 2)
+    module.twice = False
+    with step(4):
+        assert verify_wrapper(wrapper, x, **TOLERANCE[device]) is None
+
+
+def test_no_entry(device: str) -> None:
+    _, wrapper, x, calls = breakable(device)
+    del calls[:]
+    with pytest.raises(DispatchError, match="no forward context"):
+        verify_wrapper(wrapper, x)
+    with set_forward_context(None), pytest.raises(DispatchError, match="no forward context"):
+        verify_wrapper(wrapper, x)
+    for context in (step(5), step(4, FULL)):
+        with context, pytest.raises(DispatchError, match="block has nothing for") as caught:
+            verify_wrapper(wrapper, x)
+    assert "FULL, num_tokens=4" in str(caught.value)
+    assert not calls
+
+
+def test_inputs_of_another_call_are_refused(device: str) -> None:
+    module, wrapper, x, calls = breakable(device)
+    before = len(calls), module.count.item()
+    with step(4), pytest.raises(AddressChangedError):
+        verify_wrapper(wrapper, x.clone())
+    assert (len(calls), module.count.item()) == before
+
+
+def test_arguments_and_random_numbers_are_stepped_once(device: str) -> None:
+    cut, _ = counted(soft)
+
+    def model(x, *, state):
+        state["a"].add_(cut(x))
+        return cut(x + torch.rand_like(x)) + state["a"]
+
+    wrapper = BreakableCUDAGraphWrapper(model, CompilationConfig(capture_device="host"))
+    x, state = rand(device=device), {"a": torch.zeros(4, 8, device=device)}
+    own = {"a": state["a"].clone()}
+    with step(4):
+        for k in range(4):
+            x.uniform_()
+            torch.manual_seed(k)
+            model(x.clone(), state=own)
+            expected = torch.rand(3, device=device)
+            torch.manual_seed(k)
+            if k:
+                found = verify_wrapper(wrapper, x, state=state, **TOLERANCE[device])
+                assert found is None
+            else:
+                wrapper(x, state=state)
+            assert same(torch.rand(3, device=device), expected)
+            assert same(state, own)
+
+
+def test_an_error_while_verifying_leaves_the_wrapper_usable(device: str) -> None:
+    raising: list[int] = []
+
+    def fails(x):
+        if raising:
+            raise Asked
+        return soft(x)
+
+    cut, _ = counted(fails)
+    wrapper = BreakableCUDAGraphWrapper(
+        lambda x: cut(x + 1) * 2, CompilationConfig(capture_device="host")
+    )
+    x = rand(device=device)
+    with step(4):
+        wrapper(x)
+        raising.append(1)
+        with pytest.raises(Asked):
+            verify_wrapper(wrapper, x)
+        raising.clear()
+        x.uniform_()
+        assert verify_wrapper(wrapper, x, **TOLERANCE[device]) is None
+        assert same(wrapper(x), soft(x + 1) * 2)
+    with step(5):
+        y = rand(5, 8, device=device)
+        assert same(wrapper(y), soft(y + 1) * 2)  # a capture may begin
+
+
+def test_a_backend_without_graphs(device: str) -> None:
+    backend = backend_for()
+    with pytest.raises(DispatchError, match="no graph of it was called"):
+        backend.verify(torch.sin, batch(device))
