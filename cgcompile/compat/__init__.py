@@ -27,7 +27,6 @@ from cgcompile.compat.capture import (
     reads_on_host,
     replay_of,
     stop_allocating_to,
-    storage_holders,
     storage_identity,
     top_mode,
     uncompiled,

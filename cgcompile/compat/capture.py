@@ -38,12 +38,6 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return found
 
 
-def storage_holders(tensor: torch.Tensor) -> int:
-    """How many tensors and views hold the storage of a tensor, itself included."""
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the line above holds it too
-
-
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """As :func:`weak_tensor`, but keeping the memory alive."""
     return _over(tensor.untyped_storage(), tensor)

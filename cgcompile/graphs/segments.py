@@ -71,7 +71,8 @@ class SegmentRecorder(Breaker):
         self._graph: DeviceGraph | None = None
         self._failed: tuple[str, BaseException] | None = None
         self._bridges: list[Block] = []
-        self._foreign: dict[int, str] = {}  # bridges of what somebody else holds, by address
+        self._copied: dict[int, tuple[list[compat.StorageLife], str]] = {}  # by bridge
+        self._writes: list[tuple[list[compat.StorageLife], str, str]] = []  # to bridges
         self._left_behind: dict[int, tuple[compat.StorageLife, str]] = {}
         self._stack = ExitStack()
 
@@ -125,6 +126,9 @@ class SegmentRecorder(Breaker):
             if self._failed is not None:
                 name, error = self._failed
                 raise CaptureError.swallowed(self.name, name, error) from error
+            for lives, op, name in self._writes:
+                if not all(life.ended for life in lives):
+                    raise CaptureError.writes_a_copy(op, name)
             breaks = any(isinstance(each, EagerSegment) for each in self._segments)
             if self._boundaries.declared and not breaks and not self.is_full:
                 raise CaptureError.no_breaks(self.name, ", ".join(self._boundaries.declared))
@@ -202,9 +206,10 @@ class SegmentRecorder(Breaker):
             life, name = self._left_behind.get(address(leaf), (None, ""))
             if life is not None and not life.ended:
                 raise CaptureError.escaped(str(op), name)
-        for leaf in compat.written_tensors(op, args, kwargs) if self._foreign else ():
-            if address(leaf) in self._foreign:
-                raise CaptureError.writes_a_copy(str(op), self._foreign[address(leaf)])
+        for leaf in compat.written_tensors(op, args, kwargs) if self._copied else ():
+            if address(leaf) in self._copied:
+                lives, name = self._copied[address(leaf)]
+                self._writes.append((lives, str(op), name))
 
     def meet(
         self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -275,7 +280,11 @@ class SegmentRecorder(Breaker):
         nothing = made is None and compat.is_op(function)  # and so it is by its schema
         leaves, structure = ([], None) if nothing else flatten(made)
         check_leaves(leaves, name)
-        original = [address(each) if isinstance(each, torch.Tensor) else 0 for each in leaves]
+        lives = {
+            item: compat.StorageLife(each)
+            for item, each in enumerate(leaves)
+            if isinstance(each, torch.Tensor)
+        }
         places = [Place(name, self._batch, item, f"[{item}]") for item in range(len(leaves))]
         names = {place.name for place in places}
         ours = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and self._owns(leaf)]
@@ -283,17 +292,13 @@ class SegmentRecorder(Breaker):
         with ExitStack() as stack:
             if self._execute:
                 stack.enter_context(self.pool.device.on_stream(self._callers_stream))
-            mine = compat.tree_tensors(leaves)
-            held = {address(leaf) for leaf in mine if _is_shared(leaf, mine)}
             across = crossings(places, leaves, names, (), fixed, self._frame)
             for crossing in across.crossings:
                 crossing(leaves)
         for block, crossed in across.blocks:
             self._bridges.append(block)
-            self._foreign.pop(block.address, None)
             members = [place for place in places if place.name in crossed]
-            if any(original[place.item] in held for place in members):
-                self._foreign[block.address] = name
+            self._copied[block.address] = ([lives[place.item] for place in members], name)
             for place in places:
                 if place.name in crossed:
                     leaves[place.item] = block.lend(leaves[place.item])
@@ -341,9 +346,3 @@ def _same_structure(made: Any, structure: Structure | None, name: str, batch: st
         found, was = "built in another way", "not"
         raise HostValueChangedError.changed(name, batch, "the result", found, was)
     return leaves
-
-
-def _is_shared(leaf: torch.Tensor, leaves: list[torch.Tensor]) -> bool:
-    """Whether somebody holds the memory of a result, apart from the results."""
-    among = sum(address(each) == address(leaf) for each in leaves)
-    return address(leaf) != 0 and compat.storage_holders(leaf) > among

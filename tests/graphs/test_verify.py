@@ -112,7 +112,6 @@ def test_nan_against_a_number() -> None:
     [
         (torch.zeros(3), torch.zeros(4)),
         (torch.zeros(3), torch.zeros(3).double()),
-        (torch.zeros(2, 3), torch.zeros(3, 2).t()),
         (torch.zeros(3), None),
         (1, 2),
         (1, 1.0),

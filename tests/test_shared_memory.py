@@ -1,0 +1,264 @@
+"""Memory that several values of a step share, and what a caller may do with results."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from entry_support import HOOKED, Hook, assert_counts, assert_same, backend_for, batch, operators
+from torch import nn
+
+from cgcompile import (
+    BatchDescriptor,
+    BreakableCUDAGraphWrapper,
+    CompilationConfig,
+    CUDAGraphMode,
+    CUDAGraphWrapper,
+    Reason,
+    eager_break_during_capture,
+    set_forward_context,
+)
+from cgcompile.errors import AddressChangedError, CaptureError
+from cgcompile.graphs.capture import inside_capture
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
+PIECEWISE = CUDAGraphMode.PIECEWISE
+HOST = CompilationConfig(capture_device="host")
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    operators()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert not inside_capture()
+
+
+def step(tokens: int = 4, mode: CUDAGraphMode = PIECEWISE) -> set_forward_context:
+    return set_forward_context(
+        cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(tokens)
+    )
+
+
+def check_wrapper(function: Any, device: str, steps: int = 4) -> BreakableCUDAGraphWrapper:
+    wrapper = BreakableCUDAGraphWrapper(function, HOST, PIECEWISE)
+    x = torch.randn(4, 8, device=device)
+    for _ in range(steps):
+        x.normal_()
+        expected = function(x.clone())
+        with step():
+            assert_same(wrapper(x), expected)
+    assert (wrapper.counters.captures, wrapper.counters.replays) == (1, steps - 1)
+    return wrapper
+
+
+# ---------------------------------------------------------------- bridges
+
+
+def test_one_of_two_results_of_a_break_outlives_the_next(device: str) -> None:
+    @eager_break_during_capture
+    def halves(x):
+        made = x * 3
+        return made[:2], made[2:]
+
+    @eager_break_during_capture
+    def hundredfold(x):
+        return x * 100
+
+    def model(x):
+        first, second = halves(x)
+        more = second + 1
+        del second
+        return first + hundredfold(torch.cat([more, more]))[:2]
+
+    check_wrapper(model, device)
+
+
+class ReturnsAView(nn.Module):
+    def forward(self, x):
+        made = torch.ops.cgentry.hooked(x + 1)
+        view = made[:2]
+        for _ in range(3):
+            made = torch.ops.cgentry.hooked(made * 3 + 1)
+        return view, made.sin()
+
+
+def test_a_returned_view_of_a_bridge_stays(device: str) -> None:
+    backend = backend_for(**HOOKED)
+    model = ReturnsAView()
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    before: Any = None
+    for _ in range(5):
+        x = batch(device, 4)
+        found = compiled(x)
+        assert_same(found, model(x))
+        assert before is None or torch.equal(before[0], before[1])
+        before = (found[0], found[0].clone())
+    assert_counts(backend, 1, 3, {Reason.WARMING: 1})
+
+
+def test_results_of_a_step_whose_capture_failed_stay(device: str) -> None:
+    def function(x):
+        made = torch.ops.cgentry.hooked(x + 1)
+        picked = torch.ops.cgentry.hooked(made * 3).reshape(-1)
+        return made, picked.sin() + fails(picked), x.view(-1)
+
+    def fails(x):
+        return torch.repeat_interleave(x, (x > 1e9).long()).sum()  # the host reads how many
+
+    backend = backend_for(**HOOKED)
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    kept = []
+    for size in (4, 4, 5, 5, 3, 3, 4, 5):
+        x = batch(device, size)
+        found = compiled(x)
+        assert found[2].data_ptr() == x.data_ptr()
+        kept.append((found, function(x)))
+    for found, expected in kept:
+        assert_same(found, expected)
+
+
+# ---------------------------------------------------------------- results as inputs
+
+
+def test_a_result_under_a_context_as_the_input_of_a_capture_runs_plain(device: str) -> None:
+    backend = backend_for()
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh()).to(device)
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    x = batch(device, 4)
+    for _ in range(5):
+        x.normal_()
+        with step(4, CUDAGraphMode.FULL):
+            first = compiled(x)
+        kept = first.clone()
+        with step(5, CUDAGraphMode.FULL):
+            second = compiled(first)
+        assert torch.equal(first, kept)
+        assert_same(second, model(kept))
+    counters = backend.counters
+    assert counters.captures == 1
+    assert counters.plain[Reason.UNSUPPORTED_INPUT] == 4
+
+
+# ---------------------------------------------------------------- what a break leaves
+
+
+def test_a_graph_does_not_write_a_copy_of_what_a_break_returned(device: str) -> None:
+    cache = torch.zeros(4, 8, device=device)
+
+    @eager_break_during_capture
+    def get_cache():
+        return cache
+
+    def model(x):
+        return get_cache().add_(x) * 2
+
+    wrapper = BreakableCUDAGraphWrapper(model, HOST, PIECEWISE)
+    with step(), pytest.raises(CaptureError, match=r"add_.*'.*get_cache'.*a copy"):
+        wrapper(torch.ones(4, 8, device=device))
+    assert not wrapper.concrete_cudagraph_entries
+
+
+def test_a_graph_may_write_what_a_break_made(device: str) -> None:
+    @eager_break_during_capture
+    def doubled(x):
+        return x * 2
+
+    check_wrapper(lambda x: doubled(x).add_(x).sin_() + x, device)
+
+
+class Outer(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_program_inside_of_a_capture_is_named(device: str) -> None:
+    @eager_break_during_capture
+    def doubled(x):
+        return x * 2
+
+    def model(x):
+        with Outer():
+            return doubled(x + 1) - 1
+
+    wrapper = BreakableCUDAGraphWrapper(model, HOST, PIECEWISE)
+    x = torch.randn(4, 8, device=device)
+    for _ in range(2):
+        with step(), pytest.raises(CaptureError, match="Outer, a dispatch mode"):
+            wrapper(x)
+        assert_same(model(x), (x + 1) * 2 - 1)
+    with Outer():  # around the whole it is no trouble
+        check_wrapper(lambda x: doubled(x + 1) - 1, device)
+
+
+# ---------------------------------------------------------------- weights of wrappers
+
+
+@pytest.mark.parametrize("kind", ["submodule", "attribute", "none"])
+def test_whatever_holds_a_tensor_is_guarded(device: str, kind: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.offset = torch.randn(8, device=device)
+            self.register_buffer("scale", None)
+
+        def forward(self, x):
+            y = self.inner(x) + self.offset
+            return y if self.scale is None else y * self.scale
+
+    model = Model().to(device).requires_grad_(False)
+    wrapper, x = CUDAGraphWrapper(model, HOST), torch.randn(4, 8, device=device)
+    with step(4, CUDAGraphMode.FULL):
+        for _ in range(3):
+            assert_same(wrapper(x), model(x))
+        if kind == "submodule":
+            model.inner = nn.Linear(8, 8, device=device).requires_grad_(False)
+        elif kind == "attribute":
+            model.offset = torch.randn(8, device=device)
+        else:
+            model.scale = torch.randn(8, device=device)
+        with pytest.raises(AddressChangedError, match=r"weight '(inner|offset|scale)'"):
+            wrapper(x)
+        wrapper.clear_graphs()
+        for _ in range(2):
+            assert_same(wrapper(x), model(x))
+
+
+# ---------------------------------------------------------------- interrupts
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_segment_that_cannot_begin_leaves_nothing(
+    device: str, error: type[BaseException], which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @eager_break_during_capture
+    def doubled(x):
+        return x * 2
+
+    from cgcompile.graphs.breaks import BreakMode
+
+    switch_on, calls = BreakMode.switch_on, [0]
+
+    def failing(self):
+        calls[0] += 1
+        if calls[0] == which:
+            raise error("interrupted")
+        switch_on(self)
+
+    wrapper = BreakableCUDAGraphWrapper(lambda x: doubled(x + 1) - 1, HOST, PIECEWISE)
+    x = torch.randn(4, 8, device=device)
+    with monkeypatch.context() as patch:
+        patch.setattr(BreakMode, "switch_on", failing)
+        with step(), pytest.raises(error, match="interrupted"):
+            wrapper(x)
+    assert not inside_capture()
+    check_wrapper(lambda x: doubled(x + 1) - 1, device)
+
+
+def test_an_op_that_a_test_steers_is_what_it_was() -> None:
+    assert torch.equal(Hook.function(torch.zeros(2)), torch.softmax(torch.zeros(2), -1))
