@@ -22,6 +22,7 @@ from cgcompile.compat.capture import (
     is_plain_tensor,
     memory_at,
     physical,
+    pool_segments,
     python_kernel,
     raw_stream_of,
     reads_on_host,

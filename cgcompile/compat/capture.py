@@ -199,6 +199,17 @@ cuda_stream_is_capturing: Callable[[], bool] = getattr(
 )
 
 
+def pool_segments(pool: tuple[int, int]) -> list[tuple[int, int]]:
+    """(address, bytes) of the memory that a private pool holds.
+
+    Asks for all pools: in 2.11 ``torch.cuda.memory_snapshot(pool)`` gives up a reference to a tuple
+    that it does not own, which crashes the process later (2.15 has it mended).
+    """
+    found = torch._C._cuda_memorySnapshot(None)["segments"]
+    own = [each for each in found if tuple(each["segment_pool_id"]) == tuple(pool)]
+    return [(each["address"], each["total_size"]) for each in own]
+
+
 def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:
     """Undo what a capture that broke left in the allocator.
 

@@ -66,9 +66,9 @@ class CudaPool:
         self._segments: list[tuple[int, int]] = []
         self._up_to_date = False
         self._anchor = CudaGraph(device)
+        with torch.cuda.stream(torch.cuda.default_stream(device)):
+            torch.cuda.current_blas_handle()  # none can be made inside of a capture
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            # Handle and workspace of cuBLAS for this stream: made here, they are not of the pool.
-            torch.cuda.current_blas_handle()
             try:
                 self._anchor.begin(self)
                 self._held = torch.zeros(1, device=device)
@@ -97,8 +97,7 @@ class CudaPool:
             compat.memory_at(start, size, self._device).fill_(0xFF)
 
     def _look_again(self) -> None:
-        found = torch.cuda.memory_snapshot(self.id, include_traces=False)
-        self._segments = [(each["address"], each["total_size"]) for each in found]
+        self._segments = compat.pool_segments(self.id)
         self._up_to_date = not compat.cuda_is_capturing()
 
     def _in_known_segment(self, address: int) -> bool:

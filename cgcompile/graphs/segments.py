@@ -74,6 +74,7 @@ class SegmentRecorder(Breaker):
         self._copied: dict[int, tuple[list[compat.StorageLife], str]] = {}  # by bridge
         self._writes: list[tuple[list[compat.StorageLife], str, str]] = []  # to bridges
         self._left_behind: dict[int, tuple[compat.StorageLife, str]] = {}
+        self._outside: set[int] = set()
         self._stack = ExitStack()
 
     # -------------------------------------------------------------- begin and end
@@ -324,7 +325,13 @@ class SegmentRecorder(Breaker):
 
     def _owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory that lives as long as the recording."""
-        return self.pool.owns(tensor) or self.pool.arena.owns(address(tensor))
+        where = address(tensor)
+        if where in self._outside:
+            return False
+        ours = self.pool.owns(tensor) or self.pool.arena.owns(where)
+        if not ours:
+            self._outside.add(where)  # asking the allocator takes milliseconds
+        return ours
 
     def _held(self, leaf: Any) -> Any:
         """How a segment keeps an argument: weakly where the memory is ours, or it could not be

@@ -53,7 +53,7 @@ class Step:
         if self._split.numbers is not None:
             namespace["returned_sizes"] = self._split.numbers.module.forward
         exec(self._code, namespace)
-        step: Callable[..., Any] = namespace["step"]
+        step: Callable[..., Any] = namespace.pop("step")  # else a cycle keeps what is bound
         return restoring_grad_mode(step) if self._split.sets_grad_mode else step
 
 

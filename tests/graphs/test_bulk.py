@@ -189,6 +189,12 @@ def test_the_largest_of_a_compiled_model_comes_first(device: str, hook) -> None:
 # ---------------------------------------------------------------- garbage
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_frozen() -> None:
+    """Other libraries of the process may have frozen what lives."""
+    gc.unfreeze()
+
+
 @pytest.fixture
 def collections() -> Iterator[list[int]]:
     """The generation of each collection that begins."""
