@@ -379,6 +379,7 @@ class CompiledGraph:
             if self._pool is not None:
                 self._pool.device.synchronize()  # a replay may still run, on whatever stream
                 self._bindings.clear()
+                self._auto.reset()
                 release(self._pool)
 
 

@@ -369,6 +369,7 @@ class Engine:
             self.call.clear_graphs()
         self.captured.clear()
         self.warmed.clear()
+        self.auto_mode.clear()
 
     def _new_weights(self) -> None:
         """Other parameter objects: graphs of the old ones serve no more."""

@@ -24,12 +24,20 @@ from entry_support import (
     compiled_case,
     compiled_model,
     made,
+    marked,
     operators,
 )
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, set_forward_context
+from cgcompile import (
+    AttentionCGSupport,
+    BatchDescriptor,
+    CUDAGraphMode,
+    CUDAGraphWrapper,
+    SplittingOp,
+    set_forward_context,
+)
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.device import any_capture
 from cgcompile.reasons import Reason
@@ -625,3 +633,27 @@ def test_seventy_layers_one_by_one_with_strict(device: str) -> None:
             x, expected = layer(x).tanh(), other(expected).tanh()
         assert_same(x, expected)
     assert backend.counters.replays == 2 * len(layers), backend.counters
+
+
+def test_release_takes_back_the_mode_of_the_beginning(device: str, hook: Any) -> None:
+    """A FULL capture that was refused once must not decide for ever."""
+    settings = {
+        "splitting_ops": (SplittingOp("cgentry::hooked", support=AttentionCGSupport.ALWAYS),)
+    }
+    model, compiled, backend = compiled_model(Hooked, device, **settings)
+    x = batch(device)
+    compiled(marked(x))
+
+    def refused(value):
+        return value * value.sum().item()
+
+    hook(refused)
+    assert_same(compiled(x), model(x))
+    (graph,) = backend.graphs
+    assert graph.recordings[0].batch.mode is CUDAGraphMode.PIECEWISE
+    hook(lambda value: torch.softmax(value, -1))
+    backend.release()
+    for _ in range(3):
+        x = batch(device)
+        assert_same(compiled(x), model(x))
+    assert graph.recordings[0].batch.mode is CUDAGraphMode.FULL

@@ -38,7 +38,12 @@ class AutoDispatch:
         self._config = config
         self._rows = _rows(split, config)
         self._read = Roles.of(split, CUDAGraphMode.FULL).read
-        self.use(_mode(split, wanted))
+        self._first = _mode(split, wanted)
+        self.use(self._first)
+
+    def reset(self) -> None:
+        """Take the mode of the beginning again: all graphs have been dropped."""
+        self.use(self._first)
 
     def use(self, mode: CUDAGraphMode) -> None:
         """Take ``mode`` from now on."""
