@@ -22,7 +22,7 @@ from cgcompile.forward_context import (
     callers_context,
     override_forward_context,
 )
-from cgcompile.graphs.capture import release
+from cgcompile.graphs.capture import bury
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
@@ -380,7 +380,9 @@ class CompiledGraph:
                 self._pool.device.synchronize()  # a replay may still run, on whatever stream
                 self._bindings.clear()
                 self._auto.reset()
-                release(self._pool)
+                self._pool.release()
+        if self._pool is not None:
+            bury(self._pool)
 
 
 _GRADIENTS = Why(Reason.GRADIENTS, "grad mode is on, and an input or a constant requires grad")

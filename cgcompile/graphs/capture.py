@@ -171,12 +171,12 @@ def capture_postponed() -> bool:
     return _postponed.get()
 
 
-def release(pool: GraphPool) -> None:
-    """Drop all graphs of a pool, and give their memory back.
+def bury(pool: GraphPool) -> None:
+    """Give the memory of graphs back that nobody uses any more.
 
-    Inside of a capture of this thread they wait for the next one.
+    Waits for a capture in another thread to end, so hold no lock that it may want. Inside of a
+    capture of this thread they stay until the next one.
     """
-    pool.release()
     if not inside_capture():
         with _turn.taken("release", wait=True):
             pool.device.bury()

@@ -144,7 +144,7 @@ class CudaGraph:
         self._pool = None
 
     def __del__(self) -> None:
-        if self._pool is not None:
+        if self._pool is not None and _dead is not None:  # None while the interpreter ends
             _dead.append(self._graph)
 
 

@@ -10,7 +10,7 @@ compiled.
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -21,11 +21,11 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError, GuardError
 from cgcompile.forward_context import BatchDescriptor, ForwardContext, callers_context
 from cgcompile.graphs.capture import (
+    bury,
     capture,
     capture_allowed,
     capture_postponed,
     inside_capture,
-    release,
 )
 from cgcompile.graphs.copies import address
 from cgcompile.graphs.cuda import wait_for_inputs
@@ -365,16 +365,15 @@ class CUDAGraphWrapper(Transparent):
 
     def drop(self, entry: CUDAGraphEntry) -> None:
         """Drop one capture, if it was kept: its step was not finished."""
-        with self._lock:
-            entries = self._entries.get((self.runtime_mode, entry.batch_descriptor), [])
-            if entry in entries:
-                entries.remove(entry)
+        with self._lock, suppress(ValueError):
+            self._entries.get((self.runtime_mode, entry.batch_descriptor), []).remove(entry)
 
     def clear_all_graphs(self) -> None:
         """Drop the graphs of all wrappers that share this one's pool, and the pool's memory."""
         self.clear_graphs()
         if self._pool is not None:
-            release(self._pool)
+            self._pool.release()
+            bury(self._pool)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("runnable", "config", "_modes", "options", "name")
