@@ -20,6 +20,7 @@ from cgcompile.config import CompilationConfig, CompilationMode
 from cgcompile.entry import CompiledGraph
 from cgcompile.errors import ConfigError, DispatchError
 from cgcompile.graphs.bulk import BulkCapture, capture_all
+from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.verify import Difference
 from cgcompile.passes import split_graph
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
@@ -163,10 +164,18 @@ class Backend:
         """Free all CUDA graphs and their memory; capture is open again.
 
         Results that a replay returned under a forward context lie in that memory: drop them first.
+        Graphs of models that are gone are freed as well, or by the next capture. Scratch memory of
+        cuBLAS stays until ``torch._C._cuda_clearCublasWorkspaces()``. Waits for captures of other
+        threads to end.
+
+        Raises:
+            CaptureError: called inside of a step or of a capture.
         """
         self._capture_closed = False
         for graph in self.graphs:
             graph.release()
+        with releasing():  # graphs of models that are gone as well
+            pass
 
     def reset(self) -> None:
         """Forget what was compiled; ``torch._dynamo.reset()`` calls it."""

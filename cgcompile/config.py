@@ -219,7 +219,8 @@ class CompilationConfig:
         one_of("raise", "copy", "recapture", "eager"),
         "Under a forward context, where an input of a graph lies elsewhere, or a number in it is "
         "another one, than at capture: 'raise', 'recapture' (bounded by max_captured_shapes) or "
-        "run 'eager'. 'copy': inputs that are only read may lie anywhere, they are copied.",
+        "run 'eager'. 'copy': inputs that are only read may lie anywhere, they are copied; a "
+        "compiled model alone can do that.",
         piecewise_only=True,
     )
     poison: bool = setting(

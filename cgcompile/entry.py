@@ -22,7 +22,7 @@ from cgcompile.forward_context import (
     callers_context,
     override_forward_context,
 )
-from cgcompile.graphs.capture import bury
+from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
@@ -133,7 +133,7 @@ class CompiledGraph:
         try:
             context = callers_context()
             if context is not None and context.inputs_ready is not None:
-                wait_for_inputs(context.inputs_ready)
+                wait_for_inputs(context.inputs_ready, self.split.device)
             again = self._again
             if again is not None and context is not None and again.serves(context, inputs):
                 if self._owner == threading.get_ident():
@@ -354,6 +354,7 @@ class CompiledGraph:
             rtol: relative tolerance.
             atol: absolute tolerance.
         """
+        self._refuse_inside()
         with self._lock:
             self._again = None
             self._verifying = None if found is None else (found, (rtol, atol))
@@ -374,15 +375,18 @@ class CompiledGraph:
             self._admission.closed = False
 
     def _release(self) -> None:
-        with self._lock:
+        self._refuse_inside()
+        with releasing(), self._lock:
             self._again = None
             if self._pool is not None:
                 self._pool.device.synchronize()  # a replay may still run, on whatever stream
                 self._bindings.clear()
                 self._auto.reset()
                 self._pool.release()
-        if self._pool is not None:
-            bury(self._pool)
+
+    def _refuse_inside(self) -> None:
+        if self._owner == threading.get_ident():
+            raise CaptureError.reentered()
 
 
 _GRADIENTS = Why(Reason.GRADIENTS, "grad mode is on, and an input or a constant requires grad")

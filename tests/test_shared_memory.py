@@ -262,3 +262,90 @@ def test_a_segment_that_cannot_begin_leaves_nothing(
 
 def test_an_op_that_a_test_steers_is_what_it_was() -> None:
     assert torch.equal(Hook.function(torch.zeros(2)), torch.softmax(torch.zeros(2), -1))
+
+
+# ---------------------------------------------------------------- what the program keeps
+
+
+@pytest.mark.parametrize("later", ["break writes the copy", "captured op", "break"])
+def test_a_stale_copy_of_what_the_program_keeps_is_an_error(device: str, later: str) -> None:
+    cache = torch.zeros(4, 8, device=device)
+
+    @eager_break_during_capture
+    def get_cache():
+        return cache
+
+    @eager_break_during_capture
+    def write(target, x):
+        target.add_(x)
+
+    def model(x):
+        kept = get_cache()
+        if later == "captured op":
+            cache.add_(x)
+        else:
+            write(kept if later == "break writes the copy" else cache, x)
+        return kept + 1
+
+    wrapper = BreakableCUDAGraphWrapper(model, HOST, PIECEWISE)
+    with step(), pytest.raises(CaptureError, match=r"get_cache.*one of the two is stale"):
+        wrapper(torch.ones(4, 8, device=device))
+    assert not wrapper.concrete_cudagraph_entries
+
+
+def test_what_the_program_keeps_and_nobody_writes_is_read_anew(device: str) -> None:
+    table = torch.zeros(4, 8, device=device)
+
+    @eager_break_during_capture
+    def get_table():
+        return table
+
+    wrapper = BreakableCUDAGraphWrapper(lambda x: get_table() * x, HOST, PIECEWISE)
+    x = torch.rand(4, 8, device=device)
+    for _ in range(4):
+        table.normal_()
+        with step():
+            assert_same(wrapper(x), table * x)
+    assert wrapper.counters.replays == 3
+
+
+def test_a_break_does_not_change_the_lists_that_it_is_given(device: str) -> None:
+    @eager_break_during_capture
+    def append(x, found):
+        found.append(x + len(found))
+
+    def model(x):
+        found: list[torch.Tensor] = []
+        append(x + 1, found)
+        return found[0] * 2
+
+    wrapper = BreakableCUDAGraphWrapper(model, HOST, PIECEWISE)
+    with step(), pytest.raises(CaptureError, match="append' changed a list"):
+        wrapper(torch.rand(4, 8, device=device))
+
+
+def test_release_inside_of_a_step_or_a_capture_is_an_error(device: str, hook: Any) -> None:
+    backend = backend_for(**HOOKED)
+    model = ReturnsAView()
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    for _ in range(3):
+        compiled(batch(device, 4))
+
+    def releases(x):
+        backend.release()
+        return x
+
+    hook(releases)
+    with pytest.raises(CaptureError, match="from inside one of its own steps"):
+        compiled(batch(device, 4))
+    hook(lambda x: torch.softmax(x, -1))
+    x = batch(device, 4)
+    assert_same(compiled(x), model(x))
+
+    def clears(x):
+        wrapper.clear_all_graphs()
+        return x
+
+    wrapper = CUDAGraphWrapper(clears, HOST)
+    with step(4, CUDAGraphMode.FULL), pytest.raises(CaptureError, match="inside of a capture"):
+        wrapper(torch.rand(4, 8, device=device))

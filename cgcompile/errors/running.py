@@ -150,6 +150,29 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def release_inside(cls) -> "CaptureError":
+        return cls(
+            "graphs were to be released inside of a capture, which uses their memory.\n"
+            "  Release them after the capture."
+        )
+
+    @classmethod
+    def mutates_arguments(cls, name: str) -> "CaptureError":
+        return cls(
+            f"eager break {name!r} changed a list or dict that it was given, but it gets the same "
+            "one at every replay.\n"
+            "  Return what it makes, or keep state in an object of its own."
+        )
+
+    @classmethod
+    def stale_copy(cls, name: str) -> "CaptureError":
+        return cls(
+            f"eager break {name!r} returned a tensor that the program keeps, and it, or the copy "
+            "of it that graphs read, was written later in the step: one of the two is stale.\n"
+            "  Pass the tensor in from outside of the break, or write it before it is returned."
+        )
+
+    @classmethod
     def reentered(cls) -> "CaptureError":
         return cls(
             "a compiled graph was called from inside one of its own steps: its buffers hold that "

@@ -15,6 +15,12 @@ from cgcompile import compat
 _ALIGNMENT = 256  # bytes; what CUDA's allocator gives
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Where the storage of a tensor begins; 0 if it has no memory."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() if storage.nbytes() else 0
+
+
 class Block:
     """Bytes at a fixed address.
 

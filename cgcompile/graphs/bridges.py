@@ -13,8 +13,8 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import AddressChangedError, HostValueChangedError
-from cgcompile.graphs.arena import Block, Frame
-from cgcompile.graphs.copies import OwnedCopy, address, span
+from cgcompile.graphs.arena import Block, Frame, address
+from cgcompile.graphs.copies import OwnedCopy, span
 from cgcompile.graphs.guards import layout_text, same_layout, same_value
 
 Crossing = Callable[[list[Any]], None]

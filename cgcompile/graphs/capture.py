@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from cgcompile.errors import CaptureBusyError, CaptureError
+from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.graphs.device import DeviceGraph, any_capture
 from cgcompile.graphs.pool import GraphPool
 
@@ -55,6 +56,10 @@ def capture_allowed() -> bool:
     return _allowed.get()
 
 
+_RELEASE = "release"  # takes the turn for a moment, so captures wait for it
+_PATIENCE = 60.0  # seconds; a capture takes less
+
+
 class _Turn:
     """Who captures now. CUDA allows one capture a process to be safe, so this is global."""
 
@@ -64,7 +69,9 @@ class _Turn:
 
     @contextmanager
     def taken(self, what: str, holder: object = None, wait: bool = False) -> Iterator[None]:
-        if not self._lock.acquire(blocking=wait and not self.is_here()):
+        now = self._now
+        wait = (wait or (now is not None and now[1] == _RELEASE)) and not self.is_here()
+        if not self._lock.acquire(timeout=_PATIENCE if wait else 0):
             thread, running, _ = self._now or (0, "something", None)
             raise CaptureBusyError.busy(what, running, thread == threading.get_ident())
         try:
@@ -171,15 +178,23 @@ def capture_postponed() -> bool:
     return _postponed.get()
 
 
-def bury(pool: GraphPool) -> None:
-    """Give the memory of graphs back that nobody uses any more.
+@contextmanager
+def releasing() -> Iterator[None]:
+    """Around whatever drops graphs: nothing is captured meanwhile, and their memory is given back.
 
-    Waits for a capture in another thread to end, so hold no lock that it may want. Inside of a
-    capture of this thread they stay until the next one.
+    Waits for a capture in another thread to end, so hold no lock that it may want.
+
+    Raises:
+        CaptureError: this thread is inside of a capture.
+        CaptureBusyError: the capture of another thread does not end.
     """
-    if not inside_capture():
-        with _turn.taken("release", wait=True):
-            pool.device.bury()
+    if inside_capture():
+        raise CaptureError.release_inside()
+    with _turn.taken(_RELEASE, wait=True):
+        try:
+            yield
+        finally:
+            bury_graphs()
 
 
 def capture(
@@ -206,7 +221,7 @@ def capture(
     with _turn.taken(what):
         if collect and not _in_bulk.get():
             gc.collect()
-        pool.device.bury()
+        bury_graphs()
         graph = pool.device.new_graph()
         with without_garbage_collection(), pool.device.on_stream(pool.stream):
             if pool.device.is_capturing():

@@ -14,12 +14,6 @@ from cgcompile import compat
 from cgcompile.graphs.arena import Block, Frame
 
 
-def address(tensor: torch.Tensor) -> int:
-    """Where the storage of a tensor begins; 0 if it has no memory."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr() if storage.nbytes() else 0
-
-
 def span(tensor: torch.Tensor) -> int:
     """How many elements of memory a tensor reaches over, gaps included."""
     if tensor.numel() == 0:

@@ -21,21 +21,33 @@ def _nothing_recorded() -> None:
     raise CaptureError.empty()
 
 
-def wait_for_inputs(ready: torch.cuda.Stream | torch.cuda.Event) -> None:
-    """Let the current stream wait for what another one writes; nothing inside of a capture."""
-    if compat.cuda_is_capturing():
+def wait_for_inputs(
+    ready: torch.cuda.Stream | torch.cuda.Event, device: torch.device | None
+) -> None:
+    """Let the current stream of a device wait for what another one writes.
+
+    Nothing happens inside of a capture, nor for a device that is none of CUDA.
+
+    Args:
+        ready: a stream, or an event of it.
+        device: where the step runs; the current CUDA device if left out.
+    """
+    if device is not None and device.type != "cuda":
         return
-    current = torch.cuda.current_stream()
-    if isinstance(ready, torch.cuda.Event):
-        current.wait_event(ready)
-    else:
-        current.wait_stream(ready)
+    with torch.cuda.device(device):
+        if compat.cuda_is_capturing():
+            return
+        current = torch.cuda.current_stream()
+        if isinstance(ready, torch.cuda.Event):
+            current.wait_event(ready)
+        else:
+            current.wait_stream(ready)
 
 
 # Graphs that nobody uses any more, until it is safe to destroy them. torch keeps all graphs in a
 # set without a lock, and releases the GIL while it adds one at the begin of a capture: a graph that
 # dies in another thread meanwhile would break the set. So they die in the turn of who captures.
-_dead: deque[torch.cuda.CUDAGraph] = deque()
+_dead: deque[tuple[torch.device, torch.cuda.CUDAGraph]] = deque()
 
 # Graphs whose capture broke. torch's allocator of pinned memory keeps a pointer to them for ever
 # (2.11: only the end of a good capture takes it out), so they must never die.
@@ -44,10 +56,9 @@ _broken: list[torch.cuda.CUDAGraph] = []
 
 def bury_graphs() -> None:
     """Destroy graphs that nobody uses; for whoever has the turn to capture, and does not yet."""
-    if _dead:
-        torch.cuda.synchronize()  # a replay may still run, on whatever stream
-        while _dead:
-            _dead.popleft()
+    found = [_dead.popleft() for _ in range(len(_dead))]
+    for device in {device for device, _ in found}:
+        torch.cuda.synchronize(device)  # a replay may still run, on whatever stream
 
 
 class CudaPool:
@@ -65,6 +76,7 @@ class CudaPool:
         self._device = device
         self._segments: list[tuple[int, int]] = []
         self._up_to_date = False
+        self._captures = 0  # that are open, and may add memory
         self._anchor = CudaGraph(device)
         with torch.cuda.stream(torch.cuda.default_stream(device)):
             torch.cuda.current_blas_handle()  # none can be made inside of a capture
@@ -88,7 +100,12 @@ class CudaPool:
 
     def grows(self) -> None:
         """A capture begins: memory may be added from now on."""
+        self._captures += 1
         self._up_to_date = False
+
+    def rests(self) -> None:
+        """A capture has ended."""
+        self._captures -= 1
 
     def poison(self) -> None:
         """Every byte 0xFF: NaN for floating point, -1 for integers."""
@@ -98,7 +115,7 @@ class CudaPool:
 
     def _look_again(self) -> None:
         self._segments = compat.pool_segments(self.id)
-        self._up_to_date = not compat.cuda_is_capturing()
+        self._up_to_date = self._captures == 0
 
     def _in_known_segment(self, address: int) -> bool:
         return any(start <= address < start + size for start, size in self._segments)
@@ -108,9 +125,10 @@ class CudaGraph:
     """One CUDA graph. See :class:`~cgcompile.graphs.device.DeviceGraph`."""
 
     def __init__(self, device: torch.device) -> None:
+        self._pool: CudaPool | None = None
+        self._begun = False
         self._device = device
         self._graph = torch.cuda.CUDAGraph()
-        self._pool: CudaPool | None = None
         self.replay: Callable[[], None] = _nothing_recorded
 
     def begin(self, pool: CudaPool) -> None:
@@ -121,15 +139,21 @@ class CudaGraph:
         self._stream = torch.cuda.current_stream(self._device)
         # "global" mode would let unsafe calls of other threads fail this capture.
         self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+        self._begun = True
 
     def end(self) -> None:
+        assert self._pool is not None
         self._graph.capture_end()
         self.replay = compat.replay_of(self._graph)
+        self._pool.rests()
 
     def abandon(self) -> None:
         if self._pool is None or self.replay is not _nothing_recorded:
-            return  # it has not begun, or has ended well
+            return  # nothing was tried, or it has ended well
+        self._pool.rests()
         try:
+            if not self._begun:  # else it would be the capture of somebody else that ends
+                raise CaptureError.empty()
             with torch.cuda.stream(self._stream):  # the program may have left another one current
                 self._graph.capture_end()
         except RuntimeError:  # says again, in other words, that the capture had failed
@@ -139,13 +163,13 @@ class CudaGraph:
 
     def reset(self) -> None:
         self.replay = _nothing_recorded
-        _dead.append(self._graph)
+        _dead.append((self._device, self._graph))
         self._graph = torch.cuda.CUDAGraph()
-        self._pool = None
+        self._pool, self._begun = None, False
 
     def __del__(self) -> None:
         if self._pool is not None and _dead is not None:  # None while the interpreter ends
-            _dead.append(self._graph)
+            _dead.append((self._device, self._graph))
 
 
 class CudaDevice:
@@ -197,9 +221,6 @@ class CudaDevice:
         """
         with contextlib.suppress(RuntimeError):
             CudaPool(self.device, stream)
-
-    def bury(self) -> None:
-        bury_graphs()
 
     def around(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()

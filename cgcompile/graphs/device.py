@@ -41,12 +41,14 @@ class CaptureDevice(Protocol):
 
     Attributes:
         name: ``"cuda"`` or ``"host"``.
+        device: where it captures.
         tensor_type: the ``torch.device`` type of the tensors that it captures.
         notices_freed: whether a replay refuses memory that was freed since the capture, even where
             something else lies there by now.
     """
 
     name: str
+    device: torch.device
     tensor_type: str
     notices_freed: bool
 
@@ -86,9 +88,6 @@ class CaptureDevice(Protocol):
 
     def recover(self, stream: Any) -> None:
         """After a failed capture: bring back to order what the device left; never raises."""
-
-    def bury(self) -> None:
-        """Destroy graphs that nobody uses; for whoever has the turn to capture, before it does."""
 
     def around(self) -> AbstractContextManager[Any]:
         """A context for code of users that is captured."""

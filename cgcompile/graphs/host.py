@@ -333,6 +333,7 @@ class HostDevice:
     """See :class:`~cgcompile.graphs.device.CaptureDevice`. A CPU has one stream: the program."""
 
     name = "host"
+    device = torch.device("cpu")
     tensor_type = "cpu"
     notices_freed = True
 
@@ -368,9 +369,6 @@ class HostDevice:
         return None
 
     def recover(self, stream: None) -> None:
-        return None
-
-    def bury(self) -> None:
         return None
 
     def around(self) -> AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from cgcompile import compat
-from cgcompile.graphs.arena import Arena
+from cgcompile.graphs.arena import Arena, address
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph
 
 
@@ -43,6 +43,7 @@ class GraphPool:
         self._stream_key: int | None = None
         self._last_stream: Any = None
         self._parked: list[DeviceGraph] = []
+        self._retired: list[Any] = []  # memory of graphs from before a failure
         self._users: weakref.WeakSet[_HasGraphs] = weakref.WeakSet()
 
     @property
@@ -52,13 +53,23 @@ class GraphPool:
             self._memory = self.device.new_pool(self.stream, self.arena.owns)
         return self._memory
 
+    @property
+    def where(self) -> torch.device:
+        """The device of the tensors that are captured."""
+        return self.device.device
+
     def add_user(self, user: _HasGraphs) -> None:
         """Remember, weakly, who has graphs here."""
         self._users.add(user)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor is this pool's."""
-        return self._memory is not None and self.device.owns(self._memory, tensor)
+        own = self._retired if self._memory is None else (self._memory, *self._retired)
+        return any(self.device.owns(memory, tensor) for memory in own)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor is this pool's or its arena's."""
+        return self.owns(tensor) or self.arena.owns(address(tensor))
 
     def follow_stream(self) -> None:
         """Call before a replay: work of the pool that another stream was given comes first."""
@@ -96,6 +107,8 @@ class GraphPool:
         Graphs that were captured before stay usable: each keeps the memory that it was captured in.
         """
         self._parked += broken
+        if self._memory is not None:
+            self._retired.append(self._memory)
         self._memory = None
         self.device.recover(self.stream)
 
@@ -106,5 +119,6 @@ class GraphPool:
             user.clear_graphs()
         self.generation += 1
         self._parked.clear()
+        self._retired.clear()
         self._memory = None
         self.arena.clear()

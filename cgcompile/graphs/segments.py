@@ -17,12 +17,13 @@ from cgcompile import compat
 from cgcompile.boundaries import Boundaries, SplittingOp, allows_full, target_name
 from cgcompile.errors import CaptureError, HostValueChangedError
 from cgcompile.forward_context import current_forward_context, in_full_mode
-from cgcompile.graphs.arena import Block
+from cgcompile.graphs.arena import Block, address
 from cgcompile.graphs.breaks import Breaker, BreakMode, Makers
 from cgcompile.graphs.bridges import Place, crossings
 from cgcompile.graphs.capture import capture_turn, without_garbage_collection
-from cgcompile.graphs.copies import address
+from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.graphs.device import DeviceGraph
+from cgcompile.graphs.originals import Original
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import Structure, check_leaves, flatten, rebuilt
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence, Segment
@@ -72,6 +73,7 @@ class SegmentRecorder(Breaker):
         self._failed: tuple[str, BaseException] | None = None
         self._bridges: list[Block] = []
         self._copied: dict[int, tuple[list[compat.StorageLife], str]] = {}  # by bridge
+        self._kept: list[Original] = []  # copied results, until the program lets the original go
         self._writes: list[tuple[list[compat.StorageLife], str, str]] = []  # to bridges
         self._left_behind: dict[int, tuple[compat.StorageLife, str]] = {}
         self._outside: set[int] = set()
@@ -96,7 +98,7 @@ class SegmentRecorder(Breaker):
         self._mode = BreakMode(self, self._boundaries, device.tensor_type, composites)
         with ExitStack() as stack:
             stack.enter_context(capture_turn(self.name, self))
-            device.bury()
+            bury_graphs()
             stack.enter_context(without_garbage_collection())
             self._callers_stream = device.current_stream()
             stack.enter_context(device.on_stream(self.pool.stream))
@@ -127,6 +129,7 @@ class SegmentRecorder(Breaker):
             if self._failed is not None:
                 name, error = self._failed
                 raise CaptureError.swallowed(self.name, name, error) from error
+            self._refuse_stale_copies()
             for lives, op, name in self._writes:
                 if not all(life.ended for life in lives):
                     raise CaptureError.writes_a_copy(op, name)
@@ -241,9 +244,17 @@ class SegmentRecorder(Breaker):
         kwargs = kwargs or {}
         self._end()
         try:
+            self._refuse_stale_copies()
             self._bring_back_bridges()
+            held = compat.tree_map(self._held, (args, dict(kwargs)))
+            given = compat.tree_leaves((args, kwargs)), compat.tree_spec((args, dict(kwargs)))
             made = self._run(name, function, args, kwargs)
-            result = self._record(name, function, args, kwargs, made)
+            self._refuse_stale_copies()
+            now = compat.tree_leaves((args, kwargs))
+            same = given[1] == compat.tree_spec((args, dict(kwargs)))
+            if not same or any(a is not b for a, b in zip(given[0], now, strict=True)):
+                raise CaptureError.mutates_arguments(name)
+            result = self._record(name, function, held, given[0], made)
             self._begin()
         except BaseException as error:
             self.fail(name, error)
@@ -274,8 +285,8 @@ class SegmentRecorder(Breaker):
         self,
         name: str,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        held: tuple[tuple[Any, ...], dict[str, Any]],
+        given: list[Any],
         made: Any,
     ) -> Any:
         nothing = made is None and compat.is_op(function)  # and so it is by its schema
@@ -286,10 +297,11 @@ class SegmentRecorder(Breaker):
             for item, each in enumerate(leaves)
             if isinstance(each, torch.Tensor)
         }
+        sources = {item: compat.weak_tensor(leaves[item]) for item in lives}
         places = [Place(name, self._batch, item, f"[{item}]") for item in range(len(leaves))]
         names = {place.name for place in places}
         ours = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and self._owns(leaf)]
-        fixed = {address(tensor) for tensor in (*compat.tree_tensors((args, kwargs)), *ours)} - {0}
+        fixed = {address(tensor) for tensor in (*compat.tree_tensors(given), *ours)} - {0}
         with ExitStack() as stack:
             if self._execute:
                 stack.enter_context(self.pool.device.on_stream(self._callers_stream))
@@ -300,6 +312,10 @@ class SegmentRecorder(Breaker):
             self._bridges.append(block)
             members = [place for place in places if place.name in crossed]
             self._copied[block.address] = ([lives[place.item] for place in members], name)
+            for place in members:
+                source, lent = sources[place.item], leaves[place.item]
+                kept = Original(name, lives[place.item], source, compat.weak_tensor(lent), block)
+                self._kept.append(kept)
             for place in places:
                 if place.name in crossed:
                     leaves[place.item] = block.lend(leaves[place.item])
@@ -307,8 +323,7 @@ class SegmentRecorder(Breaker):
             EagerSegment(
                 name,
                 function,
-                compat.tree_map(self._held, args),
-                compat.tree_map(self._held, dict(kwargs)),
+                *held,
                 leaves=self._opened(name, made, structure),
                 crossings=tuple(across.crossings),
             )
@@ -339,6 +354,14 @@ class SegmentRecorder(Breaker):
         if isinstance(leaf, torch.Tensor) and address(leaf) and self._owns(leaf):
             return compat.weak_tensor(leaf)
         return leaf
+
+    def _refuse_stale_copies(self) -> None:
+        """Of what a break returned and the program keeps there are two now: they must be equal."""
+        for kept in [kept for kept in self._kept if kept.life.ended]:
+            self._kept.remove(kept)
+        for kept in self._kept:
+            if kept.is_stale:
+                raise CaptureError.stale_copy(kept.name)
 
     def _bring_back_bridges(self) -> None:
         """Let bridges that the program holds no more serve this break."""

@@ -20,14 +20,14 @@ from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError, GuardError
 from cgcompile.forward_context import BatchDescriptor, ForwardContext, callers_context
+from cgcompile.graphs.arena import address
 from cgcompile.graphs.capture import (
-    bury,
     capture,
     capture_allowed,
     capture_postponed,
     inside_capture,
+    releasing,
 )
-from cgcompile.graphs.copies import address
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import (
@@ -142,10 +142,9 @@ class CUDAGraphWrapper(Transparent):
             return self._plain(Reason.NO_CONTEXT, "no forward context", args, kwargs)
         mode = context.cudagraph_runtime_mode
         if context.inputs_ready is not None:
-            wait_for_inputs(context.inputs_ready)
+            wait_for_inputs(context.inputs_ready, getattr(self._pool, "where", None))
         if mode not in self._modes:
-            none = mode is CUDAGraphMode.NONE
-            reason = Reason.MODE_NONE if none else Reason.OTHER_MODE
+            reason = Reason.MODE_NONE if mode is CUDAGraphMode.NONE else Reason.OTHER_MODE
             return self._plain(reason, f"the context says {mode.name}", args, kwargs)
         if inside_capture():
             return self._plain(Reason.INSIDE_CAPTURE, "inside of a capture", args, kwargs)
@@ -254,10 +253,9 @@ class CUDAGraphWrapper(Transparent):
 
     def _log_capture(self, descriptor: BatchDescriptor) -> str:
         """What is about to be captured, in words."""
-        what = f"{self.name} ({descriptor})"
         level = logging.INFO if self.options.debug_log_enable else logging.DEBUG
-        log.log(level, "capturing %s", what)
-        return what
+        log.log(level, "capturing %s (%s)", self.name, descriptor)
+        return f"{self.name} ({descriptor})"
 
     def _captured(
         self,
@@ -292,7 +290,7 @@ class CUDAGraphWrapper(Transparent):
         assert self._pool is not None
         if not isinstance(leaf, torch.Tensor) or not address(leaf):
             return leaf
-        if not (self._pool.owns(leaf) or self._pool.arena.owns(address(leaf))):
+        if not self._pool.holds(leaf):
             return leaf
         return compat.weak_tensor(leaf) if self.options.weak_ref_output else compat.alias(leaf)
 
@@ -347,9 +345,8 @@ class CUDAGraphWrapper(Transparent):
         if self._pool is None or not self.options.weak_ref_output:
             return
         for entries in self._entries.values():
-            for leaf in compat.tree_tensors([entry.output for entry in entries]):
-                if self._pool.owns(leaf) or self._pool.arena.owns(address(leaf)):
-                    yield leaf
+            outputs = compat.tree_tensors([entry.output for entry in entries])
+            yield from filter(self._pool.holds, outputs)
 
     def unwrap(self) -> Callable[..., Any]:
         """The innermost callable, through wrappers in wrappers."""
@@ -369,11 +366,15 @@ class CUDAGraphWrapper(Transparent):
             self._entries.get((self.runtime_mode, entry.batch_descriptor), []).remove(entry)
 
     def clear_all_graphs(self) -> None:
-        """Drop the graphs of all wrappers that share this one's pool, and the pool's memory."""
+        """Drop the graphs of all wrappers that share this one's pool, and the pool's memory.
+
+        Raises:
+            CaptureError: called inside of a capture.
+        """
         self.clear_graphs()
         if self._pool is not None:
-            self._pool.release()
-            bury(self._pool)
+            with releasing():
+                self._pool.release()
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("runnable", "config", "_modes", "options", "name")

@@ -20,9 +20,8 @@ from cgcompile import compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.errors import CaptureBusyError, DispatchError
 from cgcompile.forward_context import callers_context
-from cgcompile.graphs.arena import Block
+from cgcompile.graphs.arena import Block, address
 from cgcompile.graphs.bridges import Bridged, Place, crossings
-from cgcompile.graphs.copies import address
 from cgcompile.graphs.entries import Captured, CUDAGraphEntry
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence, Segment, Slot
 from cgcompile.graphs.wrapper import CUDAGraphWrapper

@@ -19,7 +19,8 @@ from cgcompile.forward_context import (
     ForwardContext,
     override_forward_context,
 )
-from cgcompile.graphs.copies import OwnedCopy, address
+from cgcompile.graphs.arena import address
+from cgcompile.graphs.copies import OwnedCopy
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence

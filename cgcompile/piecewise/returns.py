@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile import compat
-from cgcompile.graphs.copies import FreshCopies, address
+from cgcompile.graphs.arena import address
+from cgcompile.graphs.copies import FreshCopies
 from cgcompile.graphs.sequence import Slot
 from cgcompile.passes.split import SplitGraph
 
