@@ -142,7 +142,7 @@ class CUDAGraphWrapper(Transparent):
             return self._plain(Reason.NO_CONTEXT, "no forward context", args, kwargs)
         mode = context.cudagraph_runtime_mode
         if context.inputs_ready is not None:
-            wait_for_inputs(context.inputs_ready, getattr(self._pool, "where", None))
+            wait_for_inputs(context.inputs_ready, None if self._pool is None else self._pool.where)
         if mode not in self._modes:
             reason = Reason.MODE_NONE if mode is CUDAGraphMode.NONE else Reason.OTHER_MODE
             return self._plain(reason, f"the context says {mode.name}", args, kwargs)
