@@ -6,7 +6,7 @@ address is checked to be there again; a value that is no tensor must be the same
 is called with the list of results and puts in place what the graphs read.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,7 @@ from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.graphs.arena import Block, Frame, address
 from cgcompile.graphs.copies import OwnedCopy, span
 from cgcompile.graphs.guards import layout_text, same_layout, same_value
-
-Crossing = Callable[[list[Any]], None]
+from cgcompile.graphs.sequence import Crossing
 
 
 class Place(NamedTuple):
