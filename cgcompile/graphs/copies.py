@@ -28,6 +28,13 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return compat.physical(tensor).as_strided((span(tensor),), (1,))
 
 
+def numbers_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor as uint8 [bytes], in order, gaps left out: equal for equal bits."""
+    with torch.inference_mode(False), torch.no_grad():
+        plain = tensor.resolve_conj().resolve_neg().contiguous()
+        return plain.reshape(-1).view(torch.uint8)
+
+
 class OwnedCopy:
     """A buffer with the layout of one tensor, refilled from others of the same layout.
 

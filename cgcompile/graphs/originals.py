@@ -8,10 +8,13 @@ import torch
 
 from cgcompile import compat
 from cgcompile.graphs.arena import Block
+from cgcompile.graphs.copies import numbers_as_bytes
 
 
 class Original:
     """A result of a break that was copied, and that somebody may keep.
+
+    Made, and asked, on the stream that breaks run on.
 
     Args:
         name: of the break.
@@ -34,16 +37,11 @@ class Original:
         self._source = source
         self._bridge = bridge
         self._block = block
-        self._was = _bytes(source).clone()
+        self._was = numbers_as_bytes(source).clone()
 
     @property
     def is_stale(self) -> bool:
         """Whether the original or its copy has been written; synchronises."""
-        if not torch.equal(_bytes(self._source), self._was):
+        if not torch.equal(numbers_as_bytes(self._source), self._was):
             return True
-        return self._block.is_lent and not torch.equal(_bytes(self._bridge), self._was)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        return self._block.is_lent and not torch.equal(numbers_as_bytes(self._bridge), self._was)

@@ -7,8 +7,9 @@ first exception. ``breakable.py`` has what users call.
 """
 
 import logging
+import operator
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from cgcompile.graphs.results import Structure, check_leaves, flatten, rebuilt
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence, Segment
 
 log = logging.getLogger(__name__)
+
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # by position, by name
 
 
 class SegmentRecorder(Breaker):
@@ -129,7 +133,8 @@ class SegmentRecorder(Breaker):
             if self._failed is not None:
                 name, error = self._failed
                 raise CaptureError.swallowed(self.name, name, error) from error
-            self._refuse_stale_copies()
+            with self._on_stream_of_breaks():
+                self._refuse_stale_copies()
             for lives, op, name in self._writes:
                 if not all(life.ended for life in lives):
                     raise CaptureError.writes_a_copy(op, name)
@@ -198,7 +203,7 @@ class SegmentRecorder(Breaker):
         number = sum(isinstance(each, GraphSegment) for each in self._segments)
         self._segments.append(GraphSegment(f"{self.name}[{number}]", graph))
         if self._execute:
-            with self.pool.device.on_stream(self._callers_stream):
+            with self._on_stream_of_breaks():
                 self.pool.follow_stream()
                 graph.replay()
 
@@ -241,40 +246,41 @@ class SegmentRecorder(Breaker):
         Raises:
             BaseException: what the function raised, unchanged; the recording is lost then.
         """
-        kwargs = kwargs or {}
+        given = (args, dict(kwargs or {}))
         self._end()
         try:
-            self._refuse_stale_copies()
-            self._bring_back_bridges()
-            held = compat.tree_map(self._held, (args, dict(kwargs)))
-            given = compat.tree_leaves((args, kwargs)), compat.tree_spec((args, dict(kwargs)))
-            made = self._run(name, function, args, kwargs)
-            self._refuse_stale_copies()
-            now = compat.tree_leaves((args, kwargs))
-            same = given[1] == compat.tree_spec((args, dict(kwargs)))
-            if not same or any(a is not b for a, b in zip(given[0], now, strict=True)):
-                raise CaptureError.mutates_arguments(name)
-            result = self._record(name, function, held, given[0], made)
+            with self._on_stream_of_breaks():
+                result = self._break(name, function, given)
             self._begin()
         except BaseException as error:
             self.fail(name, error)
             raise
         return result
 
-    def _run(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        with ExitStack() as stack:
-            if self._execute:
-                stack.enter_context(self.pool.device.on_stream(self._callers_stream))
-            if not self._debug:
-                return function(*args, **kwargs)
-            with Makers(self.pool.device.tensor_type) as makers:
-                made = function(*args, **kwargs)
+    def _on_stream_of_breaks(self) -> AbstractContextManager[Any]:
+        """The caller's stream, where graph segments are replayed; else the capture stream."""
+        stream = self._callers_stream if self._execute else self.pool.stream
+        return self.pool.device.on_stream(stream)
+
+    def _break(self, name: str, function: Callable[..., Any], given: _Arguments) -> Any:
+        """Run a function between two segments and record it; see :meth:`run_eager`."""
+        self._refuse_stale_copies()
+        self._bring_back_bridges()
+        held = compat.tree_map(self._held, given)
+        leaves, spec = compat.tree_leaves(given), compat.tree_spec(given)
+        made = self._run(name, function, given)
+        self._refuse_stale_copies()
+        now = compat.tree_leaves(given)
+        if compat.tree_spec(given) != spec or any(map(operator.is_not, now, leaves)):
+            raise CaptureError.mutates_arguments(name)
+        return self._record(name, function, held, leaves, made)
+
+    def _run(self, name: str, function: Callable[..., Any], given: _Arguments) -> Any:
+        args, kwargs = given
+        if not self._debug:
+            return function(*args, **kwargs)
+        with Makers(self.pool.device.tensor_type) as makers:
+            made = function(*args, **kwargs)
         returned = {address(leaf) for leaf in flatten(made)[0] if isinstance(leaf, torch.Tensor)}
         for where, life in makers.alive.items():
             if where not in returned:
@@ -285,7 +291,7 @@ class SegmentRecorder(Breaker):
         self,
         name: str,
         function: Callable[..., Any],
-        held: tuple[tuple[Any, ...], dict[str, Any]],
+        held: _Arguments,
         given: list[Any],
         made: Any,
     ) -> Any:
@@ -302,12 +308,9 @@ class SegmentRecorder(Breaker):
         names = {place.name for place in places}
         ours = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and self._owns(leaf)]
         fixed = {address(tensor) for tensor in (*compat.tree_tensors(given), *ours)} - {0}
-        with ExitStack() as stack:
-            if self._execute:
-                stack.enter_context(self.pool.device.on_stream(self._callers_stream))
-            across = crossings(places, leaves, names, (), fixed, self._frame)
-            for crossing in across.crossings:
-                crossing(leaves)
+        across = crossings(places, leaves, names, (), fixed, self._frame)
+        for crossing in across.crossings:
+            crossing(leaves)
         for block, crossed in across.blocks:
             self._bridges.append(block)
             members = [place for place in places if place.name in crossed]

@@ -55,12 +55,10 @@ class GraphSegment:
     Attributes:
         name: for messages.
         graph: the recording.
-        output: what it fills: tensors, held weakly where the pool owns their memory.
     """
 
     name: str
     graph: DeviceGraph
-    output: Any = None
 
 
 @dataclass(frozen=True, eq=False)

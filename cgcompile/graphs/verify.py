@@ -19,7 +19,7 @@ from cgcompile.forward_context import callers_context, in_full_mode
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.breaks import Breaker, BreakMode
 from cgcompile.graphs.capture import capture_turn
-from cgcompile.graphs.copies import flat
+from cgcompile.graphs.copies import flat, numbers_as_bytes
 from cgcompile.graphs.entries import CUDAGraphEntry
 from cgcompile.graphs.guards import layout_text, same_value
 from cgcompile.graphs.sequence import EagerSegment
@@ -84,9 +84,7 @@ def _same_kind(found: Any, expected: torch.Tensor) -> bool:
 
 def _close(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> bool:
     if rtol == atol == 0.0:
-        pair = (each.resolve_conj().resolve_neg().reshape(-1) for each in (found, expected))
-        mine, its = (each.contiguous().view(torch.uint8) for each in pair)
-        return torch.equal(mine, its)
+        return torch.equal(numbers_as_bytes(found), numbers_as_bytes(expected))
     return torch.allclose(found, expected, rtol=rtol, atol=atol, equal_nan=True)
 
 

@@ -291,7 +291,7 @@ class _Recorder:
         self._pool_memory |= own
         self._fixed |= own
         self._sources.update(zip(piece.outputs, captured.entry.output, strict=True))
-        self._segments.append(GraphSegment(piece.name, captured.entry.graph, captured.entry.output))
+        self._segments.append(GraphSegment(piece.name, captured.entry.graph))
         return captured
 
     def _eager(self, piece: Piece) -> Runnable:
@@ -306,17 +306,12 @@ class _Recorder:
                 return plain(*given)
             values = dict(zip(piece.inputs, given, strict=True))
             made = call.leaves(call.function(*arguments(call, values.__getitem__)))
-            across = crossings(
-                places, made, self._uses.read, self._uses.returned, self._fixed, self._frame
-            )
+            frame, uses = self._recording.frame, self._uses
+            across = crossings(places, made, uses.read, uses.returned, self._fixed, frame)
             self._append(piece, call, made, across)
             return made
 
         return run
-
-    @property
-    def _frame(self) -> Any:
-        return self._recording.frame
 
     def _append(self, piece: Piece, call: Call, made: list[Any], across: Bridged) -> None:
         """Record an eager piece that has run; its results cross, here as at every replay."""

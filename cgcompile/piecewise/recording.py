@@ -206,6 +206,8 @@ class Recording:
             What the graph returns: the caller's own, or without copies views of pool memory.
         """
         self._prepare(inputs)
+        if real is not None and real >= self.batch.descriptor.num_tokens:
+            real = None  # nothing is padded
         slots = self._run(inputs, real)
         if not slots:
             return self._returns.make(slots, inputs)
