@@ -80,7 +80,7 @@ class SegmentRecorder(Breaker):
         self._kept: list[Original] = []  # copied results, until the program lets the original go
         self._writes: list[tuple[list[compat.StorageLife], str, str]] = []  # to bridges
         self._left_behind: dict[int, tuple[compat.StorageLife, str]] = {}
-        self._outside: set[int] = set()
+        self._outside: dict[int, compat.StorageLife] = {}  # by address
         self._stack = ExitStack()
 
     # -------------------------------------------------------------- begin and end
@@ -344,11 +344,13 @@ class SegmentRecorder(Breaker):
     def _owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory that lives as long as the recording."""
         where = address(tensor)
-        if where in self._outside:
+        known = self._outside.get(where)
+        if known is not None and not known.ended:
             return False
         ours = self.pool.owns(tensor) or self.pool.arena.owns(where)
         if not ours:
-            self._outside.add(where)  # asking the allocator takes milliseconds
+            # Asking the allocator takes milliseconds; an address may be used again.
+            self._outside[where] = compat.StorageLife(tensor)
         return ours
 
     def _held(self, leaf: Any) -> Any:
