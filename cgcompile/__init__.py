@@ -7,6 +7,7 @@ Read the code in the order of a call: ``config``, ``backend``, ``passes``, ``pie
 
 from cgcompile.backend import Backend, runtime
 from cgcompile.boundaries import AttentionCGSupport, Boundaries, SplittingOp, eager_region
+from cgcompile.compile import CompiledModel, compile
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.errors import CGCompileError
 from cgcompile.forward_context import (
@@ -31,6 +32,7 @@ from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters, Reason
+from cgcompile.tracing.dims import DynamicDim
 from cgcompile.version import __version__
 
 __all__ = [
@@ -48,8 +50,10 @@ __all__ = [
     "CUDAGraphWrapper",
     "CompilationConfig",
     "CompilationMode",
+    "CompiledModel",
     "Counters",
     "Difference",
+    "DynamicDim",
     "EagerSegment",
     "ForwardContext",
     "GraphSegment",
@@ -60,6 +64,7 @@ __all__ = [
     "__version__",
     "allow_capture",
     "capture_all",
+    "compile",
     "eager_break_during_capture",
     "eager_region",
     "get_forward_context",

@@ -16,7 +16,7 @@ from torch import fx
 
 from cgcompile import compat
 from cgcompile.boundaries import Boundaries
-from cgcompile.config import CompilationConfig, CompilationMode
+from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.entry import CompiledGraph
 from cgcompile.errors import ConfigError, DispatchError
 from cgcompile.graphs.bulk import BulkCapture, capture_all
@@ -200,14 +200,32 @@ class Backend:
         """
         if mode is not None or options:
             raise ConfigError.settings_are_fixed()
-        if self.config.mode is CompilationMode.NONE:
-            return gm.forward
-        if self.config.mode is CompilationMode.STOCK_TORCH_COMPILE:
-            return compat.compile_whole(gm, example_inputs, inductor_patches(self.config))
         if self.config.mode is CompilationMode.DYNAMO_TRACE_ONCE:
             raise ConfigError.trace_once_needs_guards_dropped()
+        if self.config.splitting == "breakable":
+            raise ConfigError.breakable_needs_no_trace()
+        return self.compile_graph(gm, example_inputs)
+
+    def compile_graph(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: bool = False
+    ) -> Callable[..., Any]:
+        """Compile one traced graph in the mode of the settings; :meth:`__call__` without doors.
+
+        Args:
+            gm: a pre-grad graph of Dynamo.
+            example_inputs: what it was traced with.
+            frozen: the tensors of modules are the same objects at the same addresses in all calls;
+                nobody needs to look.
+        """
+        config = self.config
+        if config.cudagraph_mode is CUDAGraphMode.NONE:
+            if config.mode is CompilationMode.NONE:
+                return gm.forward
+            if config.mode is not CompilationMode.PIECEWISE:
+                return compat.compile_whole(gm, example_inputs, inductor_patches(config))
         self._compiled += 1
-        graph = _compile_piecewise(gm, self.config)
+        make = _compile_piecewise if config.mode is CompilationMode.PIECEWISE else _compile_unsplit
+        graph = make(gm, config, frozen)
         if self._capture_closed:
             graph.close_capture()
         self._graphs = [each for each in self._graphs if each() is not None]
@@ -215,7 +233,24 @@ class Backend:
         return graph
 
 
-def _compile_piecewise(gm: fx.GraphModule, config: CompilationConfig) -> CompiledGraph:
+def _compile_unsplit(gm: fx.GraphModule, config: CompilationConfig, frozen: bool) -> CompiledGraph:
+    """Compile a whole graph for FULL graphs, if the boundaries that it holds allow them."""
+    registry = Boundaries(config.splitting_ops)
+    met = [found.support for found in map(registry.match, gm.graph.nodes) if found is not None]
+    nothing = Boundaries((), builtin=False)
+    split = split_graph(gm, nothing)
+    pieces = tuple(replace(piece, support=min([piece.support, *met])) for piece in split.pieces)
+    split = replace(split, pieces=pieces)
+    compiled = config.mode is not CompilationMode.NONE
+    whole = replace(
+        config, mode=CompilationMode.PIECEWISE, compiler="inductor" if compiled else "eager"
+    )
+    return CompiledGraph(split, compile_pieces(split, whole), nothing, whole, frozen)
+
+
+def _compile_piecewise(
+    gm: fx.GraphModule, config: CompilationConfig, frozen: bool
+) -> CompiledGraph:
     """Split, check, compile, stitch."""
     compat.make_floats_constant(gm)
     boundaries = Boundaries(config.splitting_ops, builtin=config.builtin_splitting_ops)
@@ -231,7 +266,7 @@ def _compile_piecewise(gm: fx.GraphModule, config: CompilationConfig) -> Compile
     split.symbols.check_sizes(sizes, config.capture_dim)
     runnables = compile_pieces(split, config)
     split.symbols.check_sizes(sizes, config.capture_dim)  # a compiler may add guards of its own
-    return CompiledGraph(split, runnables, boundaries, config)
+    return CompiledGraph(split, runnables, boundaries, config, frozen)
 
 
 class NamedBackend:

@@ -148,6 +148,14 @@ class CompilationConfig:
         parse_mapping,
         "Settings of torch._inductor.config for the compiled code, as a mapping or JSON text.",
     )
+    splitting: str = setting(
+        "splitting",
+        "fx",
+        one_of("fx", "breakable"),
+        "'fx': the traced graph is cut at its boundaries. 'breakable': nothing is traced, capture "
+        "breaks where a splitting op runs; needs cgcompile.compile().",
+        piecewise_only=True,
+    )
     splitting_ops: tuple[Any, ...] = setting(
         "splitting_ops",
         (),

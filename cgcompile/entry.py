@@ -52,6 +52,7 @@ class CompiledGraph:
         runnables: what to call for each piece.
         boundaries: the registry that it was split by.
         config: the settings.
+        frozen: tensors of modules are the same objects at the same addresses in all calls.
 
     Attributes:
         split: the split graph; ``print(graph.split)`` shows it.
@@ -64,6 +65,7 @@ class CompiledGraph:
         runnables: Sequence[Runnable],
         boundaries: Boundaries,
         config: CompilationConfig,
+        frozen: bool = False,
     ) -> None:
         self.split = split
         self._ledger = Ledger()
@@ -84,9 +86,11 @@ class CompiledGraph:
         self._owner = 0
         self._verifying: tuple[list[Difference | None], tuple[float, float]] | None = None
         self._again: Again | None = None  # what the last call under a context replayed
-        self._prepare(step, runnables, boundaries)
+        self._prepare(step, runnables, boundaries, frozen)
 
-    def _prepare(self, step: Step, runnables: Sequence[Runnable], boundaries: Boundaries) -> None:
+    def _prepare(
+        self, step: Step, runnables: Sequence[Runnable], boundaries: Boundaries, frozen: bool
+    ) -> None:
         """Work out what can be captured, once."""
         split, config = self.split, self._config
         assert config.cudagraph_mode is not None
@@ -100,7 +104,8 @@ class CompiledGraph:
             return
         self._is_capturing = self._pool.device.is_capturing
         self._program = Program(split, step, runnables, boundaries, self._pool, config)
-        self._bindings = Bindings(self._program, self._run, self._roles[FULL].static)
+        static = self._roles[FULL].static
+        self._bindings = Bindings(self._program, self._run, static, watched=not frozen)
         captured = any(piece.capture for piece in split.pieces)
         self._has_pieces = captured and wanted.has_mode(PIECEWISE)
         self._admission = Admission(

@@ -24,6 +24,7 @@ def test_settings_are_a_decision() -> None:
         "cudagraph_mode",
         "compiler",
         "inductor_options",
+        "splitting",
         "splitting_ops",
         "builtin_splitting_ops",
         "graph_passes",

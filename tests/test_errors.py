@@ -20,7 +20,9 @@ from cgcompile.errors import (
     HostValueChangedError,
     PassError,
     PieceCompileError,
+    RecompileError,
     SymbolError,
+    TraceError,
     WeightsError,
 )
 
@@ -100,6 +102,22 @@ EXAMPLES: dict[str, CGCompileError] = {
     "HostValueChangedError.changed": HostValueChangedError.changed(
         "piece_2", "num_tokens=64", "input 1", 3, 2
     ),
+    "ConfigError.unknown_parameter": ConfigError.unknown_parameter("y", ["self", "x"]),
+    "ConfigError.not_compilable": ConfigError.not_compilable("the class Decoder"),
+    "ConfigError.breakable_needs_no_trace": ConfigError.breakable_needs_no_trace(),
+    "TraceError.refused": TraceError.refused(
+        "Decoder.forward", "Unsupported: graph break\n  m.py:4 in forward"
+    ),
+    "TraceError.sizes_differ": TraceError.sizes_differ(
+        "tokens", "x.shape[0] is 4", "y.shape[0] is 5"
+    ),
+    "TraceError.no_such_dimension": TraceError.no_such_dimension("x", 2, "[4, 8]"),
+    "TraceError.fixed": TraceError.fixed("Decoder.forward", "x.shape[0] is 8"),
+    "TraceError.writes_globals": TraceError.writes_globals("step", "count"),
+    "RecompileError.closed": RecompileError.closed("Decoder.forward", "L['x'].size()[0] == 8"),
+    "RecompileError.dropped_guard": RecompileError.dropped_guard(
+        "Decoder.forward", "L['self'].scale == 2.0"
+    ),
     "PieceCompileError.not_callable": PieceCompileError.not_callable("piece_0", "mine", None),
 }
 
@@ -132,6 +150,33 @@ class Messages(TestCase):
         texts = [f"{n}: {e}" for n, e in EXAMPLES.items() if n.startswith(kind + ".")]
         self.assertExpectedInline("\n".join(texts), expected, skip=1)
 
+    def test_trace(self) -> None:
+        self.check(
+            "TraceError",
+            """\
+TraceError.refused: Decoder.forward does not become one graph: Unsupported: graph break
+  m.py:4 in forward
+  Change that line, put it into an op of your own, or take torch.compile(model, backend='cgcompile'), which makes several graphs of it, or splitting='breakable', which needs no trace.
+TraceError.sizes_differ: dynamic_dims: both are called 'tokens', but x.shape[0] is 4 and y.shape[0] is 5.
+  Dimensions of one name have one size; give them two names, or none.
+TraceError.no_such_dimension: dynamic_dims: x has no dimension 2; its shape is [4, 8].
+  Name a dimension that it has in every call.
+TraceError.fixed: Decoder.forward: x.shape[0] is 8, and the model fixes it to that, though it was to vary (dynamic_dims).
+  Look for a comparison with a constant, or int() of the size; or leave the dimension out.
+TraceError.writes_globals: step assigns to global names: count; a compiled call would not.
+  Keep that state in an object, or take torch.compile(model, backend='cgcompile').""",
+        )
+
+    def test_recompile(self) -> None:
+        self.check(
+            "RecompileError",
+            """\
+RecompileError.closed: Decoder.forward is frozen, and this call would be traced again: L['x'].size()[0] == 8.
+  Make such a call before freeze(), or mark what varies with dynamic_dims.
+RecompileError.dropped_guard: Decoder.forward: a guard that was dropped does not hold, so the result would be wrong: L['self'].scale == 2.0
+  Keep guards (guards='keep'), or do not change this between calls.""",
+        )
+
     def test_config(self) -> None:
         self.check(
             "ConfigError",
@@ -150,9 +195,15 @@ ConfigError.not_compiled_here: cgcompile.runtime(): found a Linear; expected a m
 ConfigError.unknown_inductor_option: inductor_options: this torch has no Inductor setting 'max_autotun'. Did you mean 'max_autotune'?
   The names are those of torch._inductor.config.
 ConfigError.trace_once_needs_guards_dropped: mode DYNAMO_TRACE_ONCE traces once and drops Dynamo's guards, but torch.compile gives a backend no say over guards.
-  Drop them where torch.compile takes them, and compile the whole graph: options={'mode': 'STOCK_TORCH_COMPILE', 'guard_filter_fn': torch.compiler.skip_all_guards_unsafe}.
+  Use cgcompile.compile(model, mode='DYNAMO_TRACE_ONCE'), or drop them where torch.compile takes them: options={'mode': 'STOCK_TORCH_COMPILE', 'guard_filter_fn': torch.compiler.skip_all_guards_unsafe}.
 ConfigError.which_dimension: cudagraph_capture_sizes: the sizes must speak of one dynamic dimension of the inputs, but the graph has 2 of them.
-  Set capture_dim to one of: x.size()[0], y.size()[0].""",
+  Set capture_dim to one of: x.size()[0], y.size()[0].
+ConfigError.unknown_parameter: dynamic_dims: the function has no parameter 'y'.
+  Parameters: self, x.
+ConfigError.not_compilable: cgcompile.compile(): found the class Decoder; expected a module, a bound method of one, or a function.
+  Of a class, compile its instances, or decorate its forward.
+ConfigError.breakable_needs_no_trace: splitting='breakable' in torch.compile(): it traces nothing, and torch.compile has traced.
+  Use cgcompile.compile(model, splitting='breakable').""",
         )
 
     def test_descriptor(self) -> None:

@@ -57,8 +57,10 @@ from cgcompile.compat.dynamo import (
     is_container,
     is_static_input,
     is_unbacked,
+    known_size,
     make_floats_constant,
     restarts,
+    size_conditions,
     source_name,
     storage_key,
     tree_leaves,
@@ -80,4 +82,13 @@ from cgcompile.compat.operators import (
     process_group_backend,
     written_arguments,
     written_tensors,
+)
+from cgcompile.compat.tracing import (
+    CannotTrace,
+    Guards,
+    Trace,
+    marked,
+    size_oblivious,
+    trace_call,
+    traced_function,
 )

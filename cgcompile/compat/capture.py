@@ -162,6 +162,8 @@ class Addresses:
 
     def hold(self, objects: Sequence[Any]) -> bool:
         """Whether all are still there."""
+        if not self._places:
+            return True
         if _equal_addresses is not None:
             return bool(_equal_addresses(list(objects), self._known, self._places))
         for place in self._places:  # noqa: SIM110  (a generator costs a call)

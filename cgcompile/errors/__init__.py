@@ -13,7 +13,9 @@ from cgcompile.errors.compilation import (
     ForwardContextError,
     PassError,
     PieceCompileError,
+    RecompileError,
     SymbolError,
+    TraceError,
 )
 from cgcompile.errors.root import CGCompileError
 from cgcompile.errors.running import (

@@ -58,9 +58,30 @@ class ConfigError(CGCompileError, ValueError):
         return cls(
             "mode DYNAMO_TRACE_ONCE traces once and drops Dynamo's guards, but torch.compile gives "
             "a backend no say over guards.\n"
-            "  Drop them where torch.compile takes them, and compile the whole graph: options="
-            "{'mode': 'STOCK_TORCH_COMPILE', 'guard_filter_fn': "
+            "  Use cgcompile.compile(model, mode='DYNAMO_TRACE_ONCE'), or drop them where "
+            "torch.compile takes them: options={'mode': 'STOCK_TORCH_COMPILE', 'guard_filter_fn': "
             "torch.compiler.skip_all_guards_unsafe}."
+        )
+
+    @classmethod
+    def breakable_needs_no_trace(cls) -> "ConfigError":
+        return cls(
+            "splitting='breakable' in torch.compile(): it traces nothing, and torch.compile has "
+            "traced.\n  Use cgcompile.compile(model, splitting='breakable')."
+        )
+
+    @classmethod
+    def unknown_parameter(cls, name: str, known: Sequence[str]) -> "ConfigError":
+        return cls(
+            f"dynamic_dims: the function has no parameter {name!r}.{close(name, known)}\n"
+            f"  Parameters: {listed(known)}."
+        )
+
+    @classmethod
+    def not_compilable(cls, found: str) -> "ConfigError":
+        return cls(
+            f"cgcompile.compile(): found {found}; expected a module, a bound method of one, or a "
+            "function.\n  Of a class, compile its instances, or decorate its forward."
         )
 
     @classmethod
@@ -217,6 +238,66 @@ class SymbolError(CGCompileError, RuntimeError):
         return cls(
             f"cudagraph_capture_sizes: size {size} of {dim} is refused by the model's own guard "
             f"{guard}{where}.\n  Leave it out, or round it to a size that the guard allows."
+        )
+
+
+class TraceError(CGCompileError, RuntimeError):
+    """A call that cannot become one graph."""
+
+    @classmethod
+    def refused(cls, name: str, why: str) -> "TraceError":
+        return cls(
+            f"{name} does not become one graph: {why}\n"
+            "  Change that line, put it into an op of your own, or take torch.compile(model, "
+            "backend='cgcompile'), which makes several graphs of it, or splitting='breakable', "
+            "which needs no trace."
+        )
+
+    @classmethod
+    def sizes_differ(cls, name: str, one: str, other: str) -> "TraceError":
+        return cls(
+            f"dynamic_dims: both are called {name!r}, but {one} and {other}.\n"
+            "  Dimensions of one name have one size; give them two names, or none."
+        )
+
+    @classmethod
+    def no_such_dimension(cls, path: str, dim: int, shape: str) -> "TraceError":
+        return cls(
+            f"dynamic_dims: {path} has no dimension {dim}; its shape is {shape}.\n"
+            "  Name a dimension that it has in every call."
+        )
+
+    @classmethod
+    def fixed(cls, name: str, dim: str) -> "TraceError":
+        return cls(
+            f"{name}: {dim}, and the model fixes it to that, though it was to vary "
+            "(dynamic_dims).\n  Look for a comparison with a constant, or int() of the size; or "
+            "leave the dimension out."
+        )
+
+    @classmethod
+    def writes_globals(cls, name: str, names: str) -> "TraceError":
+        return cls(
+            f"{name} assigns to global names: {names}; a compiled call would not.\n"
+            "  Keep that state in an object, or take torch.compile(model, backend='cgcompile')."
+        )
+
+
+class RecompileError(CGCompileError, RuntimeError):
+    """A call that no trace serves, where nothing may be traced any more or guards were dropped."""
+
+    @classmethod
+    def closed(cls, name: str, why: str) -> "RecompileError":
+        return cls(
+            f"{name} is frozen, and this call would be traced again: {why}.\n"
+            "  Make such a call before freeze(), or mark what varies with dynamic_dims."
+        )
+
+    @classmethod
+    def dropped_guard(cls, name: str, guard: str) -> "RecompileError":
+        return cls(
+            f"{name}: a guard that was dropped does not hold, so the result would be wrong: "
+            f"{guard}\n  Keep guards (guards='keep'), or do not change this between calls."
         )
 
 

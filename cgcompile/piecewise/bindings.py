@@ -50,14 +50,20 @@ class Binding:
         self.gone = False
         self._written: list[compat.StorageLife] = []
 
-    def hold(self, inputs: Sequence[Any], static: Sequence[int], written: Sequence[int]) -> None:
+    def hold(
+        self,
+        inputs: Sequence[Any],
+        static: Sequence[int],
+        watched: Sequence[int],
+        written: Sequence[int],
+    ) -> None:
         """Graphs are about to be captured for the weights and written inputs at these positions.
 
         Graphs read that memory, so the weights' is held. A written input may go, and its graphs
         with it.
         """
         self._held = [inputs[place].untyped_storage() for place in static]
-        self._addresses = compat.Addresses(inputs, static)
+        self._addresses = compat.Addresses(inputs, watched)
         self._written = [compat.StorageLife(inputs[place]) for place in written]
 
     def moved(self, inputs: tuple[Any, ...]) -> bool:
@@ -121,15 +127,24 @@ class Bindings:
         program: what is recorded.
         whole: runs the whole step.
         static: positions of parameters, buffers and module attributes.
+        watched: whether they may be other objects, or lie elsewhere, in another call.
     """
 
-    def __init__(self, program: Program, whole: Callable[..., Any], static: Sequence[int]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        whole: Callable[..., Any],
+        static: Sequence[int],
+        *,
+        watched: bool = True,
+    ) -> None:
         self._program = program
         self._whole = whole
         self._static = tuple(static)
-        self._statics = picker(static)
+        self._watched = self._static if watched else ()
+        self._statics = picker(self._watched)
         size = len(compat.identities((None,)))
-        self._stretches = _stretches(static)
+        self._stretches = _stretches(self._watched)
         self._runs = [(first * size, last * size) for first, last in self._stretches]
         self._known: dict[Hashable, Binding] = {}
         self._watches: dict[Hashable, list[weakref.ref[Any]]] = {}
@@ -190,7 +205,7 @@ class Bindings:
 
     def hold(self, binding: Binding, inputs: tuple[Any, ...], written: Sequence[int]) -> None:
         """The first graph of a binding is about to be captured."""
-        binding.hold(inputs, self._static, written)
+        binding.hold(inputs, self._static, self._watched, written)
         self._lost = 0
 
     @property

@@ -1,0 +1,284 @@
+"""Dynamo as a function: trace a call without running it. See ``cgcompile/compat/__init__.py``.
+
+What is used of ``torch._dynamo.convert_frame`` is what torch's own ahead-of-time front ends use;
+the names are the same in 2.11, 2.13 and 2.15.
+"""
+
+import dis
+import importlib
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgcompile.compat.dynamo import source_name
+
+
+class CannotTrace(Exception):
+    """Dynamo cannot make one graph of a call; the text says why."""
+
+
+@dataclass(frozen=True)
+class FrozenTensor:
+    """A tensor that a trace found outside of the arguments.
+
+    Attributes:
+        input: which input of the graph it has become.
+        where: the Python expression over ``L`` (locals) and ``G`` (globals) that finds it.
+        tensor: the tensor.
+    """
+
+    input: int
+    where: str
+    tensor: torch.Tensor
+
+
+class Trace:
+    """One call of a function as a graph, with the Python around it.
+
+    Args:
+        function: the function that was traced; a bound object is its first argument.
+        output: what Dynamo returned.
+
+    Attributes:
+        graph: the pre-grad graph; None if the call computes nothing with tensors.
+        inputs: what the graph was traced with: numbers and tensors, frozen ones last.
+        frozen: the tensors that were not taken from the call, in the order of ``inputs``.
+    """
+
+    def __init__(self, function: types.FunctionType, output: Any) -> None:
+        self._function = function
+        self._output = output
+        found = output.backend_input
+        self.graph: fx.GraphModule | None = None if found is None else found.graph_module
+        self.inputs: list[Any] = [] if found is None else list(found.example_inputs)
+        self.frozen: tuple[FrozenTensor, ...] = ()
+        if self.graph is not None:
+            self.frozen = _lift(self.graph, len(self.inputs))
+            self.inputs += [each.tensor for each in self.frozen]
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """What a backend expects around it: Dynamo's context of this trace."""
+        from torch._guards import TracingContext, tracing
+
+        assert self._output.backend_input is not None
+        context = TracingContext(self._output.backend_input.fake_mode)
+        context.tensor_to_context = self._output.backend_input.tensor_to_context
+        with _measured(), tracing(context):
+            yield
+
+    def function(self, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
+        """The traced call as a function of the same signature, without any guard.
+
+        Args:
+            compiled: takes the inputs of the graph that are not frozen; returns its outputs.
+        """
+        capture = self._output.graph_capture_output
+        modules = {
+            alias: importlib.import_module(name) for alias, name in capture.import_sources.items()
+        }
+        names = {**self._function.__globals__, **capture.f_globals, **modules}
+        if self._output.backend_input is not None:
+            names[self._output.backend_input.backend_id] = compiled
+        made = types.FunctionType(
+            capture.bytecode,
+            names,
+            self._function.__name__,
+            capture.argdefs,
+            capture.closure or None,
+        )
+        made.__kwdefaults__ = self._function.__kwdefaults__
+        return made
+
+    @property
+    def written_globals(self) -> tuple[str, ...]:
+        """Global names that the call assigns to."""
+        code = self._output.graph_capture_output.bytecode
+        stores = ("STORE_GLOBAL", "DELETE_GLOBAL")
+        found = {each.argval for each in dis.get_instructions(code) if each.opname in stores}
+        return tuple(sorted(found))
+
+    def guards(self, *, sizes_only: bool) -> "Guards":
+        """What Dynamo assumed of the call.
+
+        Args:
+            sizes_only: leave out all but what is assumed of sizes.
+
+        Raises:
+            CannotTrace: a dynamic dimension was fixed.
+        """
+        from torch._dynamo.hooks import Hooks
+
+        chosen = Hooks(guard_filter_fn=_sizes_only) if sizes_only else None
+        with _measured(), _as_cannot_trace():
+            found = self._output.graph_capture_output.build_guards(
+                self._function.__code__, hooks=chosen
+            )
+        return Guards(found)
+
+
+class Guards:
+    """What must hold of the locals of a call, so that a trace serves it."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made  # it keeps what the guards look at
+        self.hold: Callable[[dict[str, Any]], bool] = made.guard_manager.check
+
+    def first_that_fails(self, names: dict[str, Any]) -> str:
+        """The first condition that does not hold, as Python, with the user's line."""
+        found = self._made.guard_manager.check_verbose(names)
+        parts = [str(part).strip() for part in found.verbose_code_parts]
+        return " ".join(parts[0].split()) if parts else str(found)
+
+
+def _sizes_only(entries: Any) -> list[bool]:
+    return [entry.guard_type == "SHAPE_ENV" for entry in entries]
+
+
+def traced_function(called: Any) -> tuple[types.FunctionType, Any]:
+    """(function, bound object or None) that Dynamo traces for a module, method or function."""
+    from torch._dynamo.convert_frame import get_traced_fn
+
+    return get_traced_fn(called)
+
+
+def trace_call(
+    called: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    freeze: bool,
+) -> Trace:
+    """Trace a call; nothing is run.
+
+    Args:
+        called: module, bound method or function.
+        args: of the call.
+        kwargs: of the call.
+        freeze: take tensors of modules, globals and closures as they are now, instead of looking
+            them up at each call.
+
+    Raises:
+        CannotTrace: the call does not become one graph.
+    """
+    from torch._dynamo import config, convert_frame
+    from torch._dynamo.eval_frame import set_enable_dynamic
+
+    patches = {
+        "install_free_tensors": freeze,
+        "capture_scalar_outputs": True,
+        "capture_dynamic_output_shape_ops": True,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(convert_frame.compile_lock)
+        stack.enter_context(_as_cannot_trace())
+        stack.enter_context(config.patch(patches))
+        stack.enter_context(_measured())
+        stack.enter_context(set_enable_dynamic(False))
+        output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
+    return Trace(traced_function(called)[0], output)
+
+
+@contextmanager
+def _measured() -> Iterator[None]:
+    """torch counts its own seconds, and insists on an outermost span."""
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    with get_metrics_context(), dynamo_timed("cgcompile"):
+        yield
+
+
+@contextmanager
+def _as_cannot_trace() -> Iterator[None]:
+    from torch._dynamo.exc import TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+    try:
+        yield
+    except (TorchDynamoException, ConstraintViolationError) as error:
+        raise CannotTrace(_in_short(error)) from error
+
+
+def _in_short(error: BaseException) -> str:
+    """The beginning of torch's explanation, and the user's line."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    hints = [line for line in lines if line.startswith(("Explanation:", "Hint:"))][:2]
+    frames = [line for line in lines if line.startswith('File "')]
+    found = [*lines[:1], *hints, *frames[-1:]]
+    return "\n  ".join(found) or type(error).__name__
+
+
+def size_oblivious(on: bool) -> Any:
+    """A context in which sizes 0 and 1 of dynamic dimensions are not told from others."""
+    from torch.fx.experimental import _config
+
+    return _config.patch(backed_size_oblivious=on)
+
+
+def _lift(graph: fx.GraphModule, inputs: int) -> tuple[FrozenTensor, ...]:
+    """Make placeholders of the tensors that Dynamo has put into a graph, behind all others.
+
+    Pieces take weights as inputs, so that equal layers are equal pieces.
+    """
+    sources = getattr(graph, "_param_name_to_source", None) or {}
+    last = graph.graph.find_nodes(op="placeholder")
+    found: list[FrozenTensor] = []
+    lifted: dict[str, fx.Node] = {}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        tensor = getattr(graph, str(node.target), None)
+        if node.target not in sources or not isinstance(tensor, torch.Tensor):
+            continue
+        if node.target not in lifted:
+            source = sources[node.target]
+            where = last[-1] if last else graph.graph._root
+            with graph.graph.inserting_after(where):
+                made = graph.graph.placeholder(str(node.target))
+            made.meta = dict(node.meta)
+            made._dynamo_source = source
+            last = [made]
+            lifted[str(node.target)] = made
+            found.append(FrozenTensor(inputs + len(found), source_name(made) or "", tensor))
+        node.replace_all_uses_with(lifted[str(node.target)])
+        graph.graph.erase_node(node)
+    for name in lifted:
+        delattr(graph, name)
+    graph.recompile()
+    return tuple(found)
+
+
+# ---------------------------------------------------------------- marking dimensions
+
+_MARKS = ("_dynamo_", "_has_dynamo", "_specialize_on")
+
+
+@contextmanager
+def marked(dims: list[tuple[torch.Tensor, int, str | None]], unbacked: bool) -> Iterator[None]:
+    """Mark dimensions of tensors as dynamic for a trace; the tensors are as before after it.
+
+    Args:
+        dims: (tensor, dimension, name); equal names are equal sizes.
+        unbacked: nothing may be assumed of a size.
+    """
+    from torch._dynamo.decorators import mark_dynamic, mark_unbacked
+
+    tensors = {id(tensor): tensor for tensor, _, _ in dims}
+    before = {key: dict(tensor.__dict__) for key, tensor in tensors.items()}
+    try:
+        for tensor in tensors.values():
+            for mark in [mark for mark in tensor.__dict__ if mark.startswith(_MARKS)]:
+                del tensor.__dict__[mark]
+        for tensor, dim, name in dims:
+            if unbacked:
+                mark_unbacked(tensor, dim, shape_id=name)
+            else:
+                mark_dynamic(tensor, dim)
+        yield
+    finally:
+        for key, tensor in tensors.items():
+            tensor.__dict__.clear()
+            tensor.__dict__.update(before[key])

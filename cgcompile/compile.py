@@ -1,0 +1,199 @@
+"""``cgcompile.compile(model)``: all compilation modes behind one call, traced once.
+
+``torch.compile(model, backend="cgcompile")`` leaves it to Dynamo when to trace and what to check at
+each call. Here the trace is our own: it runs nothing, so that the first call may be of any size; it
+marks the dimensions that vary; and what is checked at each call can be chosen.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgcompile.backend import Backend
+from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from cgcompile.errors import ConfigError
+from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
+from cgcompile.graphs.transparent import Transparent
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.tracing.variants import GUARDS, SHAPES, Rules, Traces, Variant
+
+
+def compile(
+    model: Any = None,
+    config: CompilationConfig | None = None,
+    *,
+    dynamic_dims: Mapping[str, Any] | None = None,
+    guards: str | None = None,
+    check_guards: bool = False,
+    dynamic_shapes: str = "backed_size_oblivious",
+    **settings: Any,
+) -> Any:
+    """Compile a module, a bound method or a function; also as a decorator.
+
+    A call that no trace serves is traced: Dynamo makes one graph of it, whole, and nothing runs
+    while it does. The mode of the settings says what becomes of the graph: PIECEWISE splits it,
+    STOCK_TORCH_COMPILE and DYNAMO_TRACE_ONCE compile it whole, NONE traces nothing.
+
+    Args:
+        model: what to compile; left out: returns a decorator.
+        config: the settings; environment and defaults if left out.
+        dynamic_dims: which dimensions vary, by the name of the parameter: ``{"x": 0}``,
+            ``{"x": (0, 1)}``, or with names, ``{"x": {0: "tokens"}, "y": {0: "tokens"}}``;
+            dimensions of one name have one size in each call. Of a tuple, list or dict, those of
+            each tensor in it. ``Annotated[Tensor, cgcompile.DynamicDim(0)]`` on the parameter says
+            the same. All other sizes are constants of a trace.
+        guards: what is checked at each call. ``"keep"`` (the default, but for DYNAMO_TRACE_ONCE):
+            all that Dynamo assumed. ``"shape"``: the arguments (number, types, dtypes, devices,
+            fixed sizes, which sizes are equal, values that are no tensors), and what it assumed of
+            sizes. ``"none"``: the arguments alone; tensors of modules are bound, not looked up:
+            changes in place are seen, replaced ones need :meth:`CompiledModel.invalidate`, and
+            what else the model reads, such as its attributes, is as it was when traced.
+        check_guards: for debugging: check what was dropped as well, and raise where it fails.
+        dynamic_shapes: what a trace may assume of a dynamic size. ``"backed"``: that it is at
+            least 2, as in ``torch.compile``; smaller ones are traces of their own, or, without
+            guards, trusted to behave alike. ``"backed_size_oblivious"``: nothing of 0 and 1, unless
+            your code compares with them. ``"unbacked"``: nothing at all; code that branches on a
+            size does not trace.
+        **settings: single settings; they beat ``config``.
+
+    Returns:
+        A :class:`CompiledModel`.
+
+    Raises:
+        ConfigError: unknown or impossible settings, or something that cannot be compiled.
+    """
+    if model is None:
+        return functools.partial(
+            compile,
+            config=config,
+            dynamic_dims=dynamic_dims,
+            guards=guards,
+            check_guards=check_guards,
+            dynamic_shapes=dynamic_shapes,
+            **settings,
+        )
+    if isinstance(model, type) or not isinstance(
+        model, (torch.nn.Module, types.FunctionType, types.MethodType)
+    ):
+        found = f"the class {model.__name__}" if isinstance(model, type) else repr(model)
+        raise ConfigError.not_compilable(found)
+    backend = Backend(config, **settings)
+    rules = _rules(backend.config, guards, check_guards, dynamic_shapes)
+    return CompiledModel(model, backend, dynamic_dims, rules)
+
+
+def _rules(config: CompilationConfig, guards: str | None, check_guards: bool, shapes: str) -> Rules:
+    once = config.mode is CompilationMode.DYNAMO_TRACE_ONCE
+    chosen = guards or ("none" if once else "keep")
+    for name, value, known in (("guards", chosen, GUARDS), ("dynamic_shapes", shapes, SHAPES)):
+        if value not in known:
+            raise ConfigError.bad_value(name, "compile", value, "one of " + ", ".join(known))
+    if once and chosen != "none":
+        raise ConfigError.impossible(
+            f"guards={chosen!r} with mode DYNAMO_TRACE_ONCE",
+            "it traces once and drops them",
+            "Use mode STOCK_TORCH_COMPILE, or guards='none'.",
+        )
+    return Rules(chosen, check_guards, shapes)
+
+
+class CompiledModel(Transparent):
+    """What :func:`compile` returns: called like the model, with the model's attributes.
+
+    To compile a part of a model, assign ``layer.forward = cgcompile.compile(layer.forward)``, or
+    decorate the ``forward`` of its class: each instance gets a trace, equal pieces are compiled
+    once.
+
+    Args:
+        runnable: the model.
+        backend: compiles the graphs.
+        dynamic_dims: see :func:`compile`.
+        rules: how calls are traced and told apart.
+
+    Attributes:
+        runnable: the model as it was given.
+        backend: the handle over what was compiled: counters, capture, verify, release.
+    """
+
+    def __init__(
+        self,
+        runnable: Any,
+        backend: Backend,
+        dynamic_dims: Mapping[str, Any] | None,
+        rules: Rules,
+    ) -> None:
+        self.runnable = runnable
+        self.backend = backend
+        self._traces: Traces | None = None
+        self._call = _untraced(runnable, backend.config)
+        if self._call is None:
+            self._traces = Traces(runnable, self._compile, dynamic_dims, rules)
+            self._call = self._traces
+        elif dynamic_dims or rules != Rules():
+            raise ConfigError.impossible(
+                "dynamic_dims, guards, check_guards or dynamic_shapes without a trace",
+                "mode NONE and splitting='breakable' trace nothing",
+                "Leave them out, or use mode PIECEWISE with splitting='fx'.",
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model.
+
+        Raises:
+            TraceError: the call does not become one graph.
+            RecompileError: it would be traced again after :meth:`freeze`, or a guard that was
+                dropped does not hold (``check_guards``).
+            CGCompileError: what compiling or replaying raises.
+            BaseException: what the model raises.
+        """
+        return self._call(*args, **kwargs)  # type: ignore[misc]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"CompiledModel({self.runnable!r})"
+
+    def unwrap(self) -> Any:
+        """The model as it was given."""
+        return self.runnable
+
+    @property
+    def traces(self) -> tuple[Variant, ...]:
+        """What was traced, the one used last first."""
+        return () if self._traces is None else self._traces.made
+
+    def freeze(self) -> None:
+        """Trace nothing any more: a call that would be traced again is an error from now on."""
+        if self._traces is not None:
+            self._traces.is_closed = True
+
+    def invalidate(self, reason: str) -> None:
+        """Something changed that is not looked at: forget all traces and graphs.
+
+        Args:
+            reason: what has changed; for the log.
+        """
+        self.backend.invalidate(reason)
+        if self._traces is not None:
+            self._traces.clear()
+
+    def _compile(
+        self, graph: fx.GraphModule, inputs: list[Any], frozen: bool
+    ) -> Callable[..., Any]:
+        return self.backend.compile_graph(graph, inputs, frozen=frozen)
+
+
+def _untraced(model: Any, config: CompilationConfig) -> Callable[..., Any] | None:
+    """What to call where nothing is traced; None where it is."""
+    assert config.cudagraph_mode is not None
+    if config.splitting == "breakable":
+        return BreakableCUDAGraphWrapper(model, config)
+    if config.mode is not CompilationMode.NONE:
+        return None
+    full = config.cudagraph_mode.has_mode(CUDAGraphMode.FULL)
+    return CUDAGraphWrapper(model, config, CUDAGraphMode.FULL) if full else model

@@ -1,0 +1,5 @@
+"""One trace of a function, and when it serves a call. ``cgcompile/compile.py`` is what users call.
+
+``dims`` says which sizes vary, ``arguments`` what of a call a trace depends on, ``variants`` keeps
+the traces of one function and finds the one of a call.
+"""

@@ -1,0 +1,166 @@
+"""What of a call a trace depends on, as generated Python: :func:`fits_source`.
+
+Guards of Dynamo look at the whole model and cost tens of microseconds. Where they are dropped, the
+arguments are still compared: their number, types, dtypes, devices and ranks, the sizes that are
+not dynamic, which sizes are equal, and all values that are no tensors. It reads like this::
+
+    def fits(args, kwargs):
+        if len(args) != 2 or kwargs:
+            return False
+        v0, v1 = args
+        if type(v0) is not t0 or v0.dtype is not d0 or v0.device != e0:
+            return False
+        s0 = v0.shape
+        if len(s0) != 2 or s0[1] != 16:
+            return False
+        ...
+        return True
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+_PLAIN = (bool, int, str, bytes, type(None))
+_SEALED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+# By path, such as ``L['x'][0]``: for each dimension its size, or the name of a size that varies.
+Shapes = Mapping[str, tuple[int | str, ...]]
+
+
+class _Lines:
+    """Generated lines, and what they refer to."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {}
+        self._shapes = shapes
+        self._count = 0
+        self._sizes: dict[str, list[str]] = {}  # by the name of a size: where it can be read
+        self._tensors: dict[int, str] = {}  # by identity: the variable that is it
+
+    def fresh(self, letter: str) -> str:
+        self._count += 1
+        return f"{letter}{self._count}"
+
+    def bound(self, letter: str, value: Any) -> str:
+        name = self.fresh(letter)
+        self.names[name] = value
+        return name
+
+    def unless(self, condition: str) -> None:
+        self.lines += [f"    if {condition}:", "        return False"]
+
+    def leaf(self, name: str, value: Any, path: str) -> None:
+        """Compare the variable ``name`` with a value of the traced call."""
+        kind = self.bound("t", type(value))
+        if isinstance(value, torch.Tensor):
+            self._tensor(name, kind, value, path)
+        elif isinstance(value, (float, complex)):  # tells -0.0 from 0.0, and nan is itself
+            self.unless(f"type({name}) is not {kind} or repr({name}) != {repr(value)!r}")
+        elif isinstance(value, (*_PLAIN, *_SEALED)):
+            self.unless(f"type({name}) is not {kind} or {name} != {self.bound('c', value)}")
+        elif type(value) in (tuple, list):
+            self.unless(f"type({name}) is not {kind} or len({name}) != {len(value)}")
+            self._items(name, [(index, index, item) for index, item in enumerate(value)], path)
+        elif type(value) is dict and all(isinstance(key, str) for key in value):
+            keys = self.bound("k", value.keys() | set())
+            self.unless(f"type({name}) is not {kind} or {name}.keys() != {keys}")
+            self._items(name, [(repr(key), key, item) for key, item in value.items()], path)
+        else:
+            self._object(name, value)
+
+    def _items(self, name: str, items: list[tuple[Any, Any, Any]], path: str) -> None:
+        for text, key, item in items:
+            variable = self.fresh("v")
+            self.lines.append(f"    {variable} = {name}[{text}]")
+            self.leaf(variable, item, f"{path}[{key!r}]")
+
+    def _tensor(self, name: str, kind: str, value: torch.Tensor, path: str) -> None:
+        if id(value) in self._tensors:
+            self.unless(f"{name} is not {self._tensors[id(value)]}")
+            return
+        self._tensors[id(value)] = name
+        dtype, device = self.bound("d", value.dtype), self.bound("e", value.device)
+        unlike = f"{name}.dtype is not {dtype} or {name}.device != {device}"
+        self.unless(f"type({name}) is not {kind} or {unlike}")
+        shape = self.fresh("s")
+        self.lines.append(f"    {shape} = {name}.shape")
+        sizes = self._shapes.get(path, tuple(value.shape))
+        fixed = [f"{shape}[{d}] != {n}" for d, n in enumerate(sizes) if isinstance(n, int)]
+        self.unless(" or ".join([f"len({shape}) != {len(sizes)}", *fixed]))
+        for dim, size in enumerate(sizes):
+            if isinstance(size, str):
+                self._sizes.setdefault(size, []).append(f"{shape}[{dim}]")
+
+    def _object(self, name: str, value: Any) -> None:
+        """Something that a trace may have looked into: it must be the same object."""
+        try:
+            alive = self.bound("r", weakref.ref(value))
+            self.unless(f"{name} is not {alive}()")
+        except TypeError:
+            self.unless(f"{name} is not {self.bound('o', value)}")
+
+    def conditions(self, conditions: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+        """What was assumed of sizes, where all of them can be read off the arguments."""
+        used: set[str] = set()
+        for text, symbols in conditions:
+            if all(symbol in self._sizes for symbol in symbols):
+                for symbol in sorted(set(symbols) - used):
+                    self.lines.append(f"    {symbol} = {self._sizes[symbol][0]}")
+                used.update(symbols)
+                self.unless(f"not ({text})")
+
+    def relations(self) -> None:
+        """Sizes that are equal, and tensors that are different objects."""
+        for places in self._sizes.values():
+            for other in places[1:]:
+                self.unless(f"{places[0]} != {other}")
+        if len(self._tensors) > 1:
+            objects = ", ".join(f"id({name})" for name in self._tensors.values())
+            self.unless(f"len({{{objects}}}) != {len(self._tensors)}")
+
+
+def fits_function(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    paths: Mapping[Any, str],
+    shapes: Shapes,
+    conditions: Iterable[tuple[str, tuple[str, ...]]],
+) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
+    """A function that tells whether another call is like this one.
+
+    Args:
+        args: of the call that was traced.
+        kwargs: of that call.
+        paths: where Dynamo finds each of them, by position or name.
+        shapes: the sizes of tensors that are not all fixed, by path.
+        conditions: on sizes: (Python text, the symbols in it).
+
+    Returns:
+        ``fits(args, kwargs)``; its text is the attribute ``source``.
+    """
+    made = _Lines(shapes)
+    keywords = "kwargs" if not kwargs else f"len(kwargs) != {len(kwargs)}"
+    made.unless(f"len(args) != {len(args)} or {keywords}")
+    variables = [made.fresh("v") for _ in args]
+    if variables:
+        made.lines.append(f"    ({', '.join(variables)},) = args")
+    for position, (variable, value) in enumerate(zip(variables, args, strict=True)):
+        made.leaf(variable, value, paths.get(position, ""))
+    absent = made.bound("m", object())
+    for name, value in kwargs.items():
+        variable = made.fresh("v")
+        made.lines.append(f"    {variable} = kwargs.get({name!r}, {absent})")
+        made.leaf(variable, value, paths.get(name, ""))
+    made.relations()
+    made.conditions(conditions)
+    source = "\n".join(["def fits(args, kwargs):", *made.lines, "    return True"]) + "\n"
+    namespace = {"math": math, **made.names}
+    exec(compile(source, "<cgcompile fits>", "exec"), namespace)
+    fits: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
+    fits.source = source  # type: ignore[attr-defined]
+    return fits

@@ -1,0 +1,177 @@
+"""Which dimensions of the arguments vary from call to call: :class:`DynamicDims`.
+
+They are given by the name of the parameter, or with the annotation of the parameter::
+
+    def forward(self, x: Annotated[torch.Tensor, DynamicDim(0, "tokens")]): ...
+
+The rule: a dimension that is not named here is the same in all calls that one trace serves.
+"""
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgcompile import compat
+from cgcompile.errors import ConfigError, TraceError
+
+
+@dataclass(frozen=True)
+class DynamicDim:
+    """A dimension that varies, for ``typing.Annotated``.
+
+    Args:
+        dim: which one; negative from the end.
+        name: dimensions of equal name have equal sizes in each call.
+    """
+
+    dim: int
+    name: str | None = None
+
+
+Dims = dict[str, tuple[DynamicDim, ...]]  # by parameter
+
+
+class DynamicDims:
+    """The dynamic dimensions of one function.
+
+    Args:
+        given: by name of the parameter: a dimension, several of them, or their names by dimension.
+            If the parameter is a tuple, list or dict, they are those of each tensor in it.
+        signature: of the function.
+        function: the function, for its annotations.
+
+    Raises:
+        ConfigError: a parameter that does not exist, or something that is no dimension.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any] | None,
+        signature: inspect.Signature,
+        function: Callable[..., Any],
+    ) -> None:
+        self.by_name: Dims = _annotated(function)
+        known = list(signature.parameters)
+        takes_any = any(
+            each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values()
+        )
+        for name, value in (given or {}).items():
+            if name not in known and not takes_any:
+                raise ConfigError.unknown_parameter(name, known)
+            self.by_name[name] = _parsed(name, value)
+
+    def found(self, arguments: Iterable[tuple[str, str, Any]]) -> list["Found"]:
+        """The dynamic dimensions of the tensors of a call.
+
+        Args:
+            arguments: (name of the parameter, where Dynamo finds it, what it is).
+
+        Raises:
+            TraceError: a tensor without such a dimension; equal names, but sizes that differ.
+        """
+        found = [
+            _found(each, leaf, f"{name}{path}", f"{source}{path}")
+            for name, source, value in arguments
+            for path, leaf in compat.tree_paths(value)
+            if isinstance(leaf, torch.Tensor)
+            for each in self.by_name.get(name, ())
+        ]
+        first: dict[str, Found] = {}
+        for each in found:
+            if each.name is not None:
+                other = first.setdefault(each.name, each)
+                if each.size != other.size:
+                    raise TraceError.sizes_differ(each.name, other.text, each.text)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A dynamic dimension of one call.
+
+    Attributes:
+        tensor: what has it.
+        dim: which one, from the front.
+        name: dimensions of equal name have equal sizes.
+        path: the argument, for people.
+        source: the argument, for Dynamo.
+    """
+
+    tensor: torch.Tensor
+    dim: int
+    name: str | None
+    path: str
+    source: str
+
+    @property
+    def size(self) -> int:
+        return self.tensor.shape[self.dim]
+
+    @property
+    def text(self) -> str:
+        return f"{self.path}.shape[{self.dim}] is {self.size}"
+
+
+def _found(each: DynamicDim, tensor: torch.Tensor, path: str, source: str) -> Found:
+    dim = each.dim + tensor.dim() if each.dim < 0 else each.dim
+    if not 0 <= dim < tensor.dim():
+        raise TraceError.no_such_dimension(path, each.dim, str(list(tensor.shape)))
+    return Found(tensor, dim, each.name, path, source)
+
+
+def _annotated(function: Callable[..., Any]) -> Dims:
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception:  # annotations may name what only type checkers import
+        hints = dict(getattr(function, "__annotations__", {}))
+    found: Dims = {}
+    for name, hint in hints.items():
+        dims = tuple(each for each in _metadata(hint) if isinstance(each, DynamicDim))
+        if dims:
+            found[name] = dims
+    return found
+
+
+def _metadata(hint: Any) -> list[Any]:
+    """What ``Annotated`` says, also inside of ``Optional``."""
+    found = list(getattr(hint, "__metadata__", ()))
+    for part in typing.get_args(hint):
+        if not isinstance(part, DynamicDim):
+            found += _metadata(part)
+    return found
+
+
+def _parsed(name: str, value: Any) -> tuple[DynamicDim, ...]:
+    if isinstance(value, DynamicDim):
+        return (value,)
+    if isinstance(value, Mapping):
+        items = [DynamicDim(dim, label) for dim, label in value.items()]
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        items = [each if isinstance(each, DynamicDim) else DynamicDim(each) for each in value]
+    else:
+        items = [DynamicDim(value)]
+    for each in items:
+        is_number = isinstance(each.dim, int) and not isinstance(each.dim, bool)
+        if not is_number or not (each.name is None or isinstance(each.name, str)):
+            expected = "a dimension, several of them, or names by dimension such as {0: 'tokens'}"
+            raise ConfigError.bad_value(f"dynamic_dims[{name!r}]", "compile", value, expected)
+    return tuple(items)
+
+
+def enlarged(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+    """A tensor like this one, with other sizes and memory of its own; nothing is copied.
+
+    Dimensions lie in memory in the same order.
+    """
+    shape = [sizes.get(dim, size) for dim, size in enumerate(tensor.shape)]
+    order = sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), -dim))
+    strides, step = [0] * tensor.dim(), 1
+    for dim in order:
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.requires_grad_(tensor.requires_grad)

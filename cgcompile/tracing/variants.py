@@ -1,0 +1,324 @@
+"""The traces of one function: :class:`Traces` finds the one that serves a call, or makes it.
+
+A trace is made once for each kind of call. Nothing is run while it is made, so that the first call
+may be of any size.
+"""
+
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgcompile import compat
+from cgcompile.errors import RecompileError, TraceError
+from cgcompile.tracing.arguments import Shapes, fits_function
+from cgcompile.tracing.dims import DynamicDims, Found, enlarged
+
+log = logging.getLogger(__name__)
+
+# Compiles a graph: (graph, its example inputs, whether the last ones are frozen) -> callable.
+Compile = Callable[[fx.GraphModule, list[Any], bool], Callable[..., Any]]
+
+SHAPES = ("backed", "backed_size_oblivious", "unbacked")
+GUARDS = ("keep", "shape", "none")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How calls are traced and told apart.
+
+    Attributes:
+        guards: which of Dynamo's assumptions are looked at in each call.
+        check_guards: look at all of them, and raise where one that was dropped fails.
+        shapes: what a trace may assume of a dynamic size.
+    """
+
+    guards: str = "keep"
+    check_guards: bool = False
+    shapes: str = "backed_size_oblivious"
+
+
+class Variant:
+    """One trace, compiled.
+
+    Args:
+        trace: what Dynamo found.
+        compiled: the compiled graph; None if there is nothing to compute.
+        fits: whether a call is like the traced one, by its arguments.
+        bound: what the function is bound to, as its first arguments.
+
+    Attributes:
+        compiled: the compiled graph.
+        calls: how many calls it has served; only those that were looked at closely.
+    """
+
+    def __init__(
+        self,
+        trace: compat.Trace,
+        compiled: Callable[..., Any] | None,
+        fits: Callable[[tuple[Any, ...], dict[str, Any]], bool],
+        rules: Rules,
+    ) -> None:
+        self.compiled = compiled
+        self.fits = fits
+        self.frozen = trace.frozen
+        self._rules = rules
+        checked = rules.guards != "none"
+        self.guards = trace.guards(sizes_only=rules.guards == "shape") if checked else None
+        self.dropped = None
+        if rules.check_guards and rules.guards != "keep":
+            self.dropped = trace.guards(sizes_only=False)
+        run = compiled
+        if compiled is not None and trace.frozen:
+            tensors = tuple(each.tensor for each in trace.frozen)
+            run = lambda *inputs: compiled(*inputs, *tensors)  # noqa: E731
+        self.run = trace.function(run)
+
+    def moved(self, names: Mapping[str, Any], globals_: Mapping[str, Any]) -> str | None:
+        """The first frozen tensor that is another one now, as Python; None if all are there."""
+        for each in self.frozen:
+            try:
+                now = eval(each.where, {"L": names, "G": globals_})
+            except (AttributeError, LookupError, TypeError):
+                now = None
+            if now is not each.tensor:
+                return each.where
+        return None
+
+
+class Traces:
+    """All traces of one function.
+
+    Args:
+        called: module, bound method or function.
+        compile_graph: compiles a traced graph.
+        dims: which dimensions vary, by the name of the parameter.
+        rules: how calls are told apart.
+
+    Attributes:
+        made: the traces, the one used last first.
+        frozen: why nothing is traced any more; None while calls may be.
+    """
+
+    def __init__(
+        self,
+        called: Any,
+        compile_graph: Compile,
+        dims: Mapping[str, Any] | None,
+        rules: Rules,
+    ) -> None:
+        self._called = called
+        self._function, self._bound = compat.traced_function(called)
+        self._signature = inspect.signature(self._function, follow_wrapped=False)
+        self._spoken = inspect.signature(self._function)  # behind decorators
+        self._dims = DynamicDims(dims, self._spoken, self._function)
+        self._compile = compile_graph
+        self._rules = rules
+        self._lock = threading.RLock()
+        self.made: tuple[Variant, ...] = ()
+        self.is_closed = False
+        self._unfrozen = False  # whether the model replaces tensors of its own
+
+    @property
+    def name(self) -> str:
+        return self._function.__qualname__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the trace that serves this call; trace it if there is none."""
+        if self._bound is not None:
+            args = (self._bound, *args)
+        for variant in self.made:
+            if variant.fits(args, kwargs) and self._holds(variant, args, kwargs):
+                if variant is not self.made[0]:
+                    self._use_first(variant)
+                return variant.run(*args, **kwargs)
+        with self._lock:
+            variant = self._traced(args, kwargs)
+            names = self._names(args, kwargs)
+            result = variant.run(*args, **kwargs)
+            if variant.frozen and variant.moved(names, self._function.__globals__):
+                # The result is right: nothing had moved before. The next call is traced again.
+                log.info(
+                    "%s replaces tensors of its own; they are looked up from now on", self.name
+                )
+                self._unfrozen = True
+                self.made = tuple(each for each in self.made if each is not variant)
+        return result
+
+    def _holds(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if variant.guards is None and variant.dropped is None:
+            return True
+        names = self._names(args, kwargs)
+        if variant.guards is not None and not variant.guards.hold(names):
+            return False
+        if variant.dropped is not None and not variant.dropped.hold(names):
+            raise RecompileError.dropped_guard(self.name, variant.dropped.first_that_fails(names))
+        return True
+
+    def _use_first(self, variant: Variant) -> None:
+        with self._lock:
+            others = tuple(each for each in self.made if each is not variant)
+            self.made = (variant, *others)
+
+    def _names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The locals of a call, as Dynamo's guards and sources speak of them."""
+        found = self._signature.bind(*args, **kwargs)
+        found.apply_defaults()
+        names = found.arguments
+        cells = self._function.__closure__ or ()
+        for name, cell in zip(self._function.__code__.co_freevars, cells, strict=True):
+            names[name] = cell.cell_contents
+        return names
+
+    def clear(self) -> None:
+        """Forget all traces."""
+        with self._lock:
+            self.made = ()
+            self._unfrozen = False
+
+    # -------------------------------------------------------------- a new trace
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        if self.is_closed:
+            raise RecompileError.closed(self.name, self._why_none_serves(args, kwargs))
+        self._signature.bind(*args, **kwargs)  # a call that Python refuses, refused by Python
+        dims = self._dims.found(self._named(args, kwargs))
+        small = [each for each in dims if each.size < 2]
+        if not small or self._rules.shapes == "unbacked":
+            return self._made(args, kwargs, dims)
+        # torch would take a size of 0 or 1 for a constant.
+        larger = _with_two_rows(args, kwargs, dims)
+        if not any(self._serves(each, *larger[:2]) for each in self.made):
+            variant = self._made(*larger)
+            if self._serves(variant, args, kwargs):
+                return variant
+        return self._made(args, kwargs, [each for each in dims if each not in small])
+
+    def _serves(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if not variant.fits(args, kwargs):
+            return False
+        return variant.guards is None or variant.guards.hold(self._names(args, kwargs))
+
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
+        """Trace a call and compile what comes of it."""
+        freeze = self._rules.guards == "none" and not self._unfrozen
+        unbacked = self._rules.shapes == "unbacked"
+        marks = [(each.tensor, each.dim, each.name) for each in dims]
+        oblivious = self._rules.shapes == "backed_size_oblivious"
+        try:
+            with compat.size_oblivious(oblivious), compat.marked(marks, unbacked):
+                trace = self._trace(args, kwargs, freeze)
+                _check_dims(self.name, dims, _shapes(trace.graph))
+                compiled = None
+                if trace.graph is not None:
+                    with trace.compiling():
+                        compiled = self._compile(trace.graph, trace.inputs, bool(trace.frozen))
+                shapes = _shapes(trace.graph)  # once more: a compiler may have fixed a size
+                conditions = () if trace.graph is None else compat.size_conditions(trace.graph)
+                paths = self._paths(args, kwargs)
+                fits = fits_function(args, kwargs, paths, shapes, conditions)
+                variant = Variant(trace, compiled, fits, self._rules)
+        except compat.CannotTrace as error:
+            raise TraceError.refused(self.name, str(error)) from error
+        self.made = (variant, *self.made)
+        return variant
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], freeze: bool) -> compat.Trace:
+        called = self._function if self._bound is not None else self._called
+        trace = compat.trace_call(called, args, kwargs, freeze=freeze)
+        if trace.written_globals:
+            raise TraceError.writes_globals(self.name, ", ".join(trace.written_globals))
+        return trace
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, Any]]:
+        """(name of the parameter, where Dynamo finds it, value) of each argument."""
+        paths = self._paths(args, kwargs)
+        parameters = list(self._spoken.parameters)
+        found = [
+            (parameters[min(position, len(parameters) - 1)], paths[position], value)
+            for position, value in enumerate(args)
+        ]
+        return found + [(name, paths[name], value) for name, value in kwargs.items()]
+
+    def _paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, str]:
+        """How Dynamo calls each argument, by its position or keyword."""
+        parameters = list(self._signature.parameters.values())
+        positional = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
+        paths: dict[Any, str] = {}
+        for position in range(len(args)):
+            beyond = position - len(positional)
+            paths[position] = (
+                f"L[{positional[position].name!r}]" if beyond < 0 else f"L[{rest!r}][{beyond}]"
+            )
+        anything = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
+        for name in kwargs:
+            known = name in self._signature.parameters
+            paths[name] = f"L[{name!r}]" if known else f"L[{anything!r}][{name!r}]"
+        return paths
+
+    def _why_none_serves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        names = self._names(args, kwargs)
+        for variant in self.made:
+            if variant.fits(args, kwargs) and variant.guards is not None:
+                return variant.guards.first_that_fails(names)
+        shown = [f"{name}: {_described(value)}" for name, value in names.items() if name != "self"]
+        return "no trace is for arguments like " + ", ".join(shown)
+
+
+def _with_two_rows(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Found]]:
+    """A call with dynamic sizes of 0 and 1 made 2; what cannot be replaced is not dynamic."""
+    made: dict[int, torch.Tensor] = {}
+    for each in dims:
+        sizes = {other.dim: 2 for other in dims if other.tensor is each.tensor and other.size < 2}
+        if sizes and id(each.tensor) not in made:
+            made[id(each.tensor)] = enlarged(each.tensor, sizes)
+    reached: set[int] = set()
+
+    def replaced(value: Any) -> Any:
+        if id(value) in made:
+            reached.add(id(value))
+            return made[id(value)]
+        if type(value) in (tuple, list):
+            return type(value)(map(replaced, value))
+        if type(value) is dict:
+            return {key: replaced(item) for key, item in value.items()}
+        return value
+
+    larger = replaced(args), replaced(kwargs)
+    kept = [each for each in dims if each.size > 1 or id(each.tensor) in reached]
+    return *larger, [replace(each, tensor=replaced(each.tensor)) for each in kept]
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
+    text = repr(value)
+    return text if len(text) <= 40 else type(value).__name__
+
+
+def _shapes(graph: fx.GraphModule | None) -> Shapes:
+    """The sizes of the tensors that a graph is given, those that vary by their expression."""
+    found: dict[str, tuple[int | str, ...]] = {}
+    for node in () if graph is None else graph.graph.find_nodes(op="placeholder"):
+        meta = node.meta.get("example_value")
+        if isinstance(meta, torch.Tensor):
+            found[compat.source_name(node) or ""] = tuple(map(compat.known_size, meta.shape))
+    return found
+
+
+def _check_dims(name: str, dims: list[Found], shapes: Shapes) -> None:
+    """A dimension that was to vary and was taken for a constant would be wrong silently."""
+    for each in dims:
+        sizes = shapes.get(each.source)
+        if sizes is not None and isinstance(sizes[each.dim], int):
+            raise TraceError.fixed(name, each.text)
