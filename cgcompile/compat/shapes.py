@@ -39,8 +39,9 @@ class OwnShapes:
 
     Args:
         sizes: what the symbols of Dynamo's become, numbers or bounded symbols.
-        label: tells environments apart; symbols get names by it, so that torch's own caches never
-            take an artifact of other bounds for this one.
+        label: tells environments apart. Symbols get names by it, so that torch's own caches look
+            for an artifact of the same bounds; names are few, and where two are the same, the
+            bounds of the artifact that was found come back as :meth:`guards`.
     """
 
     def __init__(self, sizes: Mapping[sympy.Symbol, int | Span], label: str) -> None:
