@@ -7,6 +7,7 @@ guards refuse is refused up front, with the guard, and not by a wrong result.
 
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,9 @@ class Symbols:
     def dims(self) -> dict[str, str]:
         """Printed symbol -> the input dimension it stands for: ``{"s0": "x.size()[0]"}``."""
         return {str(self._short[symbol]): dim for symbol, dim in self._dims.items()}
+
+    def __contains__(self, symbol: sympy.Symbol) -> bool:
+        return symbol in self._dims
 
     # -------------------------------------------------------------- printing
 
@@ -133,18 +137,24 @@ class Symbols:
         if self._shapes is None:
             return None
         guards = [guard for guard, _ in self._shapes.guards()]
+        if not self._allows({symbol: size}, guards):
+            return None
         others = [other for other in self._dims if other != symbol]
-        choices = [self._likely(other, size) for other in others]
-        for numbers in itertools.islice(itertools.product(*choices), 64):
+        scale = size / (self._shapes.hint(symbol) or size or 1)
+        choices = [self._likely(other, size, scale) for other in others]
+        for numbers in itertools.islice(itertools.product(*choices), 256):
             found = {symbol: size, **dict(zip(others, numbers, strict=True))}
             if self._allows(found, guards):
                 return found
         return None
 
-    def _likely(self, symbol: sympy.Symbol, size: int) -> list[int]:
-        assert self._shapes is not None
-        hint, least = self._shapes.hint(symbol), self.bounds(symbol)[0]
-        return list(dict.fromkeys(([] if hint is None else [hint]) + [size, max(int(least), 2)]))
+    def _likely(self, symbol: sympy.Symbol, size: int, scale: float) -> list[int]:
+        """Numbers that may go with a size: as traced, the same, scaled alike, the least."""
+        least, traced = max(int(self.bounds(symbol)[0]), 2), self.traced_with(symbol)
+        if traced is None:
+            return list(dict.fromkeys([size, least]))
+        scaled = math.ceil(traced * scale)
+        return list(dict.fromkeys([traced, size, scaled, 2 * scaled, least]))
 
     def _allows(self, numbers: dict[sympy.Symbol, int], guards: list[sympy.Expr]) -> bool:
         for symbol, number in numbers.items():

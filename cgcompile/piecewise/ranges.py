@@ -13,9 +13,9 @@ capture the choice is made while recording, so a replay pays nothing for it.
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -69,6 +69,8 @@ class Variant:
         sizes: the sizes it is for; None for all, as they were traced.
         own: the sizes of its own, in which ``module`` was traced again, or None.
         given: conditions on other sizes under which it was made.
+        readers: how to read the symbols that the inputs have, the one that decides first; empty
+            where ``sizes`` is None.
     """
 
     piece: Piece
@@ -76,6 +78,7 @@ class Variant:
     sizes: SizeRange | None = None
     own: compat.OwnShapes | None = None
     given: tuple[sympy.Expr, ...] = ()
+    readers: Mapping[sympy.Symbol, Reader] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -112,6 +115,7 @@ class Variants:
         wanted = self._sizes or self._ranges
         self._named = self._symbols.chosen(config.capture_dim) if wanted else None
         self._compiles = config.compiler != "eager"
+        self._found: dict[SizeRange, dict[sympy.Symbol, int] | None] = {}
 
     def of(self, piece: Piece) -> list[Variant]:
         """The artifacts to make of a piece; the one for all sizes, where there is one, is last.
@@ -125,47 +129,63 @@ class Variants:
         free = symbols_of(inputs)
         if not self._compiles or symbol not in free:
             return [whole]
+        ordered = sorted(free, key=lambda each: (each != symbol, str(each)))
+        readers = {each: read for each in ordered if (read := reader(inputs, each)) is not None}
         why = compat.why_not_copied(piece.module)
-        unread = [each for each in free if reader(inputs, each) is None]
-        if why is not None or unread:
-            log.info("%s: one artifact for all sizes: %s", piece.name, why or f"{unread} unread")
+        if why is None and not all(each in readers and each in self._symbols for each in free):
+            why = "the value of a size in it cannot be read"
+        if why is not None:
+            log.info("%s: one artifact for all sizes: %s", piece.name, why)
             return [whole]
-        sizes = [each for size in self._sizes for each in self._made(piece, symbol, free, size)]
-        ranges = [each for size in self._ranges for each in self._made(piece, symbol, free, size)]
+        sizes = [each for size in self._sizes for each in self._made(piece, symbol, readers, size)]
+        ranges = [
+            each for size in self._ranges for each in self._made(piece, symbol, readers, size)
+        ]
         return [*sizes, *ranges] if ranges else [*sizes, whole]
 
     def _made(
-        self, piece: Piece, symbol: sympy.Symbol, free: set[sympy.Symbol], wanted: SizeRange
+        self,
+        piece: Piece,
+        symbol: sympy.Symbol,
+        readers: Mapping[sympy.Symbol, Reader],
+        wanted: SizeRange,
     ) -> Iterator[Variant]:
         """The variant for some sizes; none if the graph never has any of them."""
         least, most = self._symbols.bounds(symbol)
         first = max(wanted.first, int(least))
-        end = sympy.oo if wanted.last is None else sympy.Integer(wanted.last)
-        most = min(end, most)
-        found = (
-            self._symbols.numbers_with(symbol, size) for size in self._hints(symbol, first, most)
-        )
-        numbers = next((each for each in found if each is not None), None)
+        most = min(sympy.oo if wanted.last is None else sympy.Integer(wanted.last), most)
+        numbers = self._numbers(symbol, wanted, first, most)
         if numbers is None:
-            log.info("%s: no artifact for %s: the graph never has them", piece.name, wanted)
             return
-        last = int(most) if most.is_Integer else None
         spans: dict[sympy.Symbol, int | compat.Span] = {}
         given = []
-        for each in free:
+        for each in readers:
             low, high = (first, most) if each == symbol else self._symbols.bounds(each)
             if low < 1:
                 given.append(sympy.Ge(each, 1))
             low = max(int(low), 1)
             spans[each] = low if low == high else compat.Span(numbers[each], low, high)
-        served = SizeRange(first, last)
+        served = SizeRange(first, int(most) if most.is_Integer else None)
         own = compat.OwnShapes(spans, str(served))
         try:
             module = own.copied(piece.module, compat.copied(piece.module))
         except Exception as error:
             name = f"{piece.name}, {served}"
             raise PieceCompileError.not_traced(name, piece.where, error) from error
-        yield Variant(piece, module, served, own, tuple(given))
+        yield Variant(piece, module, served, own, tuple(given), readers)
+
+    def _numbers(
+        self, symbol: sympy.Symbol, wanted: SizeRange, first: int, most: Any
+    ) -> dict[sympy.Symbol, int] | None:
+        """A number for each symbol to compile a range with; None if there is none."""
+        if wanted not in self._found:
+            hints = self._hints(symbol, first, most)
+            found = (self._symbols.numbers_with(symbol, size) for size in hints)
+            self._found[wanted] = next((each for each in found if each is not None), None)
+            if self._found[wanted] is None:
+                reason = "guards exclude it, or no other sizes were found that go with it"
+                log.info("no artifact for %s: %s", wanted, reason)
+        return self._found[wanted]
 
     def _hints(self, symbol: sympy.Symbol, first: int, most: Any) -> Iterator[int]:
         """Sizes of a range to compile with, the best first: as traced, then the largest."""
@@ -184,11 +204,8 @@ class Variants:
         """
         if len(made) == 1 and made[0][0].sizes is None:
             return made[0][1]
-        piece = made[0][0].piece
-        inputs = [value(node) for node in piece.module.graph.find_nodes(op="placeholder")]
+        piece, readers = made[0][0].piece, made[0][0].readers
         assert self._named is not None
-        read = reader(inputs, self._symbols.current(self._named))
-        assert read is not None
         rest: Runnable = piece.module.forward
         rest_is = "the uncompiled piece"
         artifacts = []
@@ -197,10 +214,10 @@ class Variants:
                 rest, rest_is = run, "the artifact for all sizes"
                 continue
             assumed = variant.assumed()
-            holds = _checked(inputs, assumed) if assumed else None
+            holds = _checked(readers, assumed) if assumed else None
             text = self._symbols.pretty(sympy.And(*assumed)) if assumed else ""
             artifacts.append(Artifact(variant.sizes, run, holds, text))
-        named = self._symbols.text_of(self._named)
+        named, read = self._symbols.text_of(self._named), next(iter(readers.values()))
         return Ranged(piece.name, named, read, artifacts, rest, rest_is)
 
     def specialised(self, variant: Variant) -> dict[str, str]:
@@ -211,16 +228,16 @@ class Variants:
         return {self._symbols.text_of(symbol): str(size) for symbol, size in fixed.items()}
 
 
-_TRIED = 256  # sizes of a range, from its first on, that may be needed to find one without a guard
+_TRIED = 64  # sizes of a range, from its first on, that may be needed to find one without a guard
 
 
 def _checked(
-    inputs: Sequence[Any], assumed: Sequence[sympy.Expr]
+    readers: Mapping[sympy.Symbol, Reader], assumed: Sequence[sympy.Expr]
 ) -> Callable[[Sequence[Any]], bool]:
     symbols = sorted(set().union(*(each.free_symbols for each in assumed)), key=str)
-    readers = [reader(inputs, symbol) for symbol in symbols]
+    values = [readers[symbol] for symbol in symbols]
     holds = compat.python_predicate(assumed, symbols)
-    return lambda given: holds(*(read(given) for read in readers if read is not None))
+    return lambda given: holds(*(read(given) for read in values))
 
 
 # ---------------------------------------------------------------- reading a symbol

@@ -524,6 +524,42 @@ def test_ranges_that_a_guard_of_the_model_excludes_have_no_artifact() -> None:
     assert "sizes 9 to 30" in backend.graphs[0].artifacts
 
 
+@pytest.mark.parametrize("sizes", [{"compile_sizes": (2,)}, {"compile_ranges_endpoints": (2,)}])
+def test_a_size_that_torch_itself_fixes(sizes: dict, caplog) -> None:
+    """The artifact for all sizes is specialised under the others: the graph is traced again."""
+
+    class Convolved(nn.Module):
+        def forward(self, x, w):
+            h = F.conv2d(x, w, padding=1) * 2
+            h = F.scaled_dot_product_attention(h, h, h)
+            return F.conv2d(h, w, padding=1) * 2
+
+    model, step, _ = compiled(Convolved(), compiler="inductor", capture_dim="x.size()[0]", **sizes)
+    w = torch.randn(8, 8, 3, 3)
+    for number in (2, 3):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(number, 8, 5, 6).to(memory_format=layout)
+            torch.testing.assert_close(step(x, w), model(x, w), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiler", ["aot", "inductor"])
+def test_compiled_in_inference_mode(compiler: str) -> None:
+    class Writes(nn.Module):
+        def forward(self, x):
+            x.mul_(2)
+            h = F.scaled_dot_product_attention(x, x, x)
+            return h.add_(x.shape[0]).sin()
+
+    sizes = {"compile_sizes": (5,), "compile_ranges_endpoints": (8,)}
+    model, step, backend = compiled(Writes(), compiler=compiler, **sizes)
+    with torch.inference_mode():
+        step(marked(batch(6)))
+        for size in (5, 7, 9):
+            x = batch(size)
+            torch.testing.assert_close(step(x.clone()), model(x), rtol=1e-4, atol=1e-5)
+    assert backend.graphs[0].artifacts.count("size 5") == 2
+
+
 def test_two_dimensions_that_a_guard_relates() -> None:
     """The other dimension is compiled with a number that the model allows beside the size."""
 
@@ -546,7 +582,11 @@ def test_two_dimensions_that_a_guard_relates() -> None:
     for size, rows in ((5, 11), (5, 30), (40, 81), (7, 90)):
         x, y = batch(size), torch.randn(rows)
         torch.testing.assert_close(step(x, y), model(x, y))
-    print(backend.graphs[0].artifacts, seen)
+    assert [[type(each) for each in row] for row in seen] == [
+        [torch.SymInt, int],
+        [torch.SymInt, int],
+        [torch.SymInt, torch.SymInt],
+    ]
     assert len(backend.graphs) == 1
 
 
