@@ -90,10 +90,13 @@ class OwnShapes:
             gm: the piece; ``why_not_copied`` has nothing against its inputs.
             copy: the same graph, which may be changed.
         """
+        from torch._dispatch.python import enable_python_dispatcher
+
         shared = _shared_storages(gm)
         bases: dict[int, torch.Tensor] = {}
         inputs = []
-        with torch.no_grad(), self.context(), self._mode:
+        # torch 2.11 takes symbolic sizes in composite ops only with the Python dispatcher.
+        with torch.no_grad(), self.context(), self._mode, enable_python_dispatcher():
             for node in copy.graph.find_nodes(op="placeholder"):
                 before = node.meta.get("example_value")
                 made = self._fake(before, shared, bases)
