@@ -7,7 +7,7 @@ environment: whoever runs the artifact must (:meth:`OwnShapes.guards`, :func:`py
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -115,7 +115,7 @@ class OwnShapes:
         strides = [self.number(stride) for stride in found.stride()]
         offset = self.number(found.storage_offset())
         key = storage_key(found)
-        if key not in shared and isinstance(offset, int) and offset == 0:
+        if not _needs_a_base(found, shared):
             return torch.empty_strided(sizes, strides, dtype=found.dtype, device=found.device)
         if key is None or key not in bases:
             count = self.number(found.untyped_storage().nbytes()) // found.element_size()
@@ -176,14 +176,30 @@ def _shared_storages(gm: fx.GraphModule) -> set[int]:
     return {key for key in keys if key is not None and keys.count(key) > 1}
 
 
-def why_not_copied(gm: fx.GraphModule) -> str | None:
-    """Why :meth:`OwnShapes.copied` cannot make the inputs of a piece again; None if it can."""
+def _needs_a_base(tensor: torch.Tensor, shared: set[int]) -> bool:
+    """Whether a tensor is not all there is of its memory, so that it must be made as a view."""
+    offset = tensor.storage_offset()
+    return storage_key(tensor) in shared or not isinstance(offset, int) or offset != 0
+
+
+def why_not_copied(gm: fx.GraphModule, symbols: Set[sympy.Symbol]) -> str | None:
+    """Why :meth:`OwnShapes.copied` cannot make the inputs of a piece again; None if it can.
+
+    Args:
+        gm: the piece.
+        symbols: those that have a number in the environment.
+    """
+    shared = _shared_storages(gm)
     for node in gm.graph.find_nodes(op="placeholder"):
         found = node.meta.get("example_value")
         if isinstance(found, torch.Tensor):
             flags = found.is_conj() or found.is_neg() or found.is_quantized
             if not is_plain_tensor(found) or flags:
                 return f"input {node.name!r} is no plain dense tensor"
+            size: Any = found.untyped_storage().nbytes()
+            free: Set[Any] = size.node.expr.free_symbols if hasattr(size, "node") else set()
+            if _needs_a_base(found, shared) and not free <= symbols:
+                return f"input {node.name!r} is a view of memory whose size no input tells"
         elif not isinstance(found, (torch.SymInt, *_CONSTANTS)):
             return f"input {node.name!r} is a {type(found).__name__}"
     return None

@@ -131,7 +131,7 @@ class Variants:
             return [whole]
         ordered = sorted(free, key=lambda each: (each != symbol, str(each)))
         readers = {each: read for each in ordered if (read := reader(inputs, each)) is not None}
-        why = compat.why_not_copied(piece.module)
+        why = compat.why_not_copied(piece.module, free)
         if why is None and not all(each in readers and each in self._symbols for each in free):
             why = "the value of a size in it cannot be read"
         if why is not None:

@@ -9,7 +9,7 @@ from cases import CASES, D, Decoder
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
-from support import build
+from support import build, check_against_eager
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -659,6 +659,24 @@ def test_values_of_another_environment() -> None:
     assert gm.graph.find_nodes(op="placeholder")[0].meta["example_value"] is s
 
 
+def test_a_view_of_memory_of_unknown_size_is_not_made_again() -> None:
+    shape_env = ShapeEnv()
+    s, t = symbolic(shape_env, 6), symbolic(shape_env, 9)
+    graph = torch.fx.Graph()
+    with torch._subclasses.FakeTensorMode(shape_env=shape_env):
+        base = torch.empty(t + s)
+        values = [s, base[1 : s + 1]]
+    for k, made in enumerate(values):
+        graph.placeholder(f"i{k}").meta["example_value"] = made
+    graph.output(())
+    gm = torch.fx.GraphModule({}, graph)
+    known, other = s.node.expr, t.node.expr
+    assert compat.why_not_copied(gm, {known, other}) is None
+    assert compat.why_not_copied(gm, {known}) == (
+        "input 'i1' is a view of memory whose size no input tells"
+    )
+
+
 def test_a_tensor_subclass_has_one_artifact() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
@@ -676,6 +694,25 @@ def test_a_tensor_subclass_has_one_artifact() -> None:
         wrapped = TwoTensor(w, w.clone())
         torch.testing.assert_close(step(x, wrapped).a, model(x, wrapped).a)
     assert len(labels) == 1
+
+
+HARD = ("flex_attention", "vmap_sdpa", "base_mutated_by_boundary", "view_mutated_in_another_piece")
+HARD += (
+    "cond",
+    "nonzero_graph_break",
+    "input_mutated_in_pieces",
+    "unbacked_input",
+    "size_returned",
+)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_pieces_of_every_kind(name: str) -> None:
+    case = CASES[name]
+    sizes = {"compile_sizes": case.sizes[:1], "compile_ranges_endpoints": (4,)}
+    backend = check_against_eager(case, "aot", **sizes)
+    texts = [graph.artifacts for graph in backend.graphs]
+    assert any(f"\n  size {case.sizes[0]}\n  sizes " in text for text in texts)
 
 
 @pytest.mark.parametrize("name", ["autocast", "no_grad", "inference_mode"])
