@@ -699,7 +699,6 @@ def test_a_tensor_subclass_has_one_artifact() -> None:
 HARD = ("flex_attention", "vmap_sdpa", "base_mutated_by_boundary", "view_mutated_in_another_piece")
 HARD += (
     "cond",
-    "nonzero_graph_break",
     "input_mutated_in_pieces",
     "unbacked_input",
     "size_returned",
