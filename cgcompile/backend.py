@@ -23,6 +23,7 @@ from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.verify import Difference
 from cgcompile.passes import split_graph
+from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
 from cgcompile.reasons import Counters
 
@@ -262,11 +263,16 @@ def _compile_piecewise(
         dump_dir=config.dump_passes,
     )
     log.info("split graph:\n%s", split)
-    sizes = config.cudagraph_capture_sizes or ()
-    split.symbols.check_sizes(sizes, config.capture_dim)
+    _check_sizes(split, config)
     runnables = compile_pieces(split, config)
-    split.symbols.check_sizes(sizes, config.capture_dim)  # a compiler may add guards of its own
+    _check_sizes(split, config)  # a compiler may add guards of its own
     return CompiledGraph(split, runnables, boundaries, config, frozen)
+
+
+def _check_sizes(split: SplitGraph, config: CompilationConfig) -> None:
+    captured, compiled = config.cudagraph_capture_sizes or (), config.sizes_to_compile
+    split.symbols.check_sizes(captured, config.capture_dim)
+    split.symbols.check_sizes(compiled, config.capture_dim, "compile_sizes")
 
 
 class NamedBackend:

@@ -20,14 +20,17 @@ from cgcompile.settings import (
     one_of,
     optional,
     parse_bool,
+    parse_compile_sizes,
     parse_compiler,
     parse_count,
+    parse_endpoints,
     parse_mapping,
     parse_passes,
     parse_sizes,
     parse_text,
     parsed,
     setting,
+    sizes_meant,
 )
 
 
@@ -112,10 +115,10 @@ class CompilationConfig:
     ==================== ============================================ =========================
 
     "Pieces, passes and sizes" are ``compiler``, ``splitting_ops``, ``builtin_splitting_ops``,
-    ``graph_passes``, ``piece_passes``, ``cudagraph_capture_sizes``, ``capture_dim``,
-    ``dump_passes``, ``capture_device``, ``strict``, ``on_input_change``, ``poison``,
-    ``num_warmups``, ``max_captured_shapes`` and ``max_bindings``: with a mode that would ignore
-    them, setting them is an error.
+    ``graph_passes``, ``piece_passes``, ``cudagraph_capture_sizes``, ``compile_sizes``,
+    ``compile_ranges_endpoints``, ``capture_dim``, ``dump_passes``, ``capture_device``, ``strict``,
+    ``on_input_change``, ``poison``, ``num_warmups``, ``max_captured_shapes`` and ``max_bindings``:
+    with a mode that would ignore them, setting them is an error.
     ``inductor_options`` need a mode and a compiler that use Inductor.
 
     Raises:
@@ -189,6 +192,22 @@ class CompilationConfig:
         None,
         optional(parse_sizes),
         "Sizes of the batch dimension that will be captured; each is checked against the guards.",
+        piecewise_only=True,
+    )
+    compile_sizes: tuple[int | str, ...] | None = setting(
+        "compile_sizes",
+        None,
+        optional(parse_compile_sizes),
+        "Sizes of the batch dimension for which each piece is compiled once more, for that size "
+        "alone; the text 'cudagraph_capture_sizes' stands for all of that setting.",
+        piecewise_only=True,
+    )
+    compile_ranges_endpoints: tuple[int, ...] | None = setting(
+        "compile_ranges_endpoints",
+        None,
+        optional(parse_endpoints),
+        "Where the batch dimension is cut into ranges that are compiled apart: 32, 512 for 1 to "
+        "32, 33 to 512, and 513 and more. A size of compile_sizes beats its range.",
         piecewise_only=True,
     )
     capture_dim: str | None = setting(
@@ -273,6 +292,7 @@ class CompilationConfig:
             checked = parsed(spec.name, "CompilationConfig", value, spec.metadata["parse"])
             object.__setattr__(self, spec.name, checked)
         self._refuse_ignored_settings()
+        sizes_meant(self.compile_sizes or (), self.cudagraph_capture_sizes)
         self._settle_cudagraph_mode()
 
     def _refuse_unknown_environment(self) -> None:
@@ -282,9 +302,11 @@ class CompilationConfig:
                 raise ConfigError.unknown_setting(variable, "environment", known)
 
     def _refuse_ignored_settings(self) -> None:
-        if self.cudagraph_capture_sizes is None and self.capture_dim is not None:
+        sizes = (self.cudagraph_capture_sizes, self.compile_sizes, self.compile_ranges_endpoints)
+        if sizes == (None, None, None) and self.capture_dim is not None:
             raise ConfigError.impossible(
-                f"capture_dim = {self.capture_dim!r} without cudagraph_capture_sizes",
+                f"capture_dim = {self.capture_dim!r} without cudagraph_capture_sizes, "
+                "compile_sizes or compile_ranges_endpoints",
                 "it says which dimension those sizes speak of",
                 "Give the sizes, or leave capture_dim out.",
             )
@@ -305,6 +327,11 @@ class CompilationConfig:
                     "only mode PIECEWISE splits the graph and compiles pieces",
                     f"Leave {spec.name} out, or use mode PIECEWISE.",
                 )
+
+    @property
+    def sizes_to_compile(self) -> tuple[int, ...]:
+        """The sizes that ``compile_sizes`` stands for, in order, each once."""
+        return sizes_meant(self.compile_sizes or (), self.cudagraph_capture_sizes)
 
     def _settle_cudagraph_mode(self) -> None:
         split = self.mode is CompilationMode.PIECEWISE

@@ -32,6 +32,7 @@ from cgcompile.piecewise.admission import Admission
 from cgcompile.piecewise.auto import AutoDispatch
 from cgcompile.piecewise.bindings import Again, Binding, Bindings
 from cgcompile.piecewise.compilers import Runnable
+from cgcompile.piecewise.ranges import artifacts_text
 from cgcompile.piecewise.recorder import record
 from cgcompile.piecewise.recording import Batch, Program, Recording, number
 from cgcompile.piecewise.roles import Roles, full_support, why_never
@@ -57,6 +58,7 @@ class CompiledGraph:
     Attributes:
         split: the split graph; ``print(graph.split)`` shows it.
         source: the generated Python that runs the pieces.
+        artifacts: which artifacts of each compiled piece serve which sizes, as text.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class CompiledGraph:
         self._config = config
         step = Step(split)
         self.source = step.source
+        self.artifacts = artifacts_text(split, runnables)
         self._run = step.bind(runnables)
         self._run_differentiable = step.bind([piece.module.forward for piece in split.pieces])
         constants = split.constants.values() if split.differentiable else ()

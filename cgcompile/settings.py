@@ -96,6 +96,51 @@ def parse_sizes(value: Any) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
+ALL_CAPTURE_SIZES = "cudagraph_capture_sizes"
+
+
+def parse_compile_sizes(value: Any) -> tuple[int | str, ...]:
+    """As ``parse_sizes``; one of the items may name the setting whose sizes are meant as well."""
+    items = items_of(value)
+    if ALL_CAPTURE_SIZES not in items:
+        return parse_sizes(items)
+    numbers = [item for item in items if item != ALL_CAPTURE_SIZES]
+    return (ALL_CAPTURE_SIZES, *(parse_sizes(numbers) if numbers else ()))
+
+
+def sizes_meant(listed: Sequence[int | str], captured: Sequence[int] | None) -> tuple[int, ...]:
+    """The sizes that ``compile_sizes`` stands for, in order, each once.
+
+    Args:
+        listed: that setting.
+        captured: ``cudagraph_capture_sizes``, in order; None if there are none.
+
+    Raises:
+        ConfigError: padding would change one of them, or it names sizes that are not given.
+    """
+    if captured is None and ALL_CAPTURE_SIZES in listed:
+        raise ConfigError.impossible(
+            f"compile_sizes = {tuple(listed)!r} without cudagraph_capture_sizes",
+            "the text stands for the sizes of that setting",
+            "Give cudagraph_capture_sizes, or list the sizes.",
+        )
+    numbers = [each for each in listed if isinstance(each, int)]
+    for size in numbers:
+        padded = next((each for each in captured or () if each >= size), size)
+        if padded != size:
+            raise ConfigError.padded_away(size, padded)
+    alias = captured if captured is not None and ALL_CAPTURE_SIZES in listed else ()
+    return tuple(sorted({*numbers, *alias}))
+
+
+def parse_endpoints(value: Any) -> tuple[int, ...]:
+    items = items_of(value)
+    sizes = parse_sizes(items)
+    if [int(item) for item in items] != list(sizes):
+        raise ValueError("increasing whole numbers, as a sequence or as text '32,512'")
+    return sizes
+
+
 def parse_passes(value: Any) -> tuple[Any, ...]:
     for each in items_of(value):
         if not (callable(each) and hasattr(each, "name") and callable(getattr(each, "uuid", None))):

@@ -5,7 +5,9 @@ every number of bytes is an expression of these symbols, so that a capture size 
 guards refuse is refused up front, with the guard, and not by a wrong result.
 """
 
+import itertools
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +50,9 @@ class Symbols:
     def dims(self) -> dict[str, str]:
         """Printed symbol -> the input dimension it stands for: ``{"s0": "x.size()[0]"}``."""
         return {str(self._short[symbol]): dim for symbol, dim in self._dims.items()}
+
+    def __contains__(self, symbol: sympy.Symbol) -> bool:
+        return symbol in self._dims
 
     # -------------------------------------------------------------- printing
 
@@ -93,7 +98,7 @@ class Symbols:
         Raises:
             ConfigError: the graph has several dimensions and none was named.
         """
-        symbol = self._chosen(dim)
+        symbol = self.chosen(dim)
         function = sympy.lambdify([symbol] if symbol is not None else [], expression, "math")
         return {n: int(function(n) if symbol is not None else function()) for n in sizes}
 
@@ -114,16 +119,75 @@ class Symbols:
                 fixed[dim] = str(now)
         return fixed
 
-    def check_sizes(self, sizes: Sequence[int], dim: str | None) -> None:
-        """Refuse a capture size that a guard or range of the traced code excludes.
+    def bounds(self, symbol: sympy.Symbol) -> tuple[Any, Any]:
+        """The least and the largest number that a symbol may stand for."""
+        return (0, sympy.oo) if self._shapes is None else self._shapes.bounds(symbol)
+
+    def numbers_with(self, symbol: sympy.Symbol, size: int) -> dict[sympy.Symbol, int] | None:
+        """A number for each symbol, with which the traced code may be right at a size.
+
+        Args:
+            symbol: which one has that size.
+            size: the number it stands for.
+
+        Returns:
+            Preferably the numbers that the graph was traced with; None if a guard or range excludes
+            the size, or no others were found that go with it.
+        """
+        if self._shapes is None:
+            return None
+        guards = [guard for guard, _ in self._shapes.guards()]
+        if not self._allows({symbol: size}, guards):
+            return None
+        others = [other for other in self._dims if other != symbol]
+        scale = size / (self._shapes.hint(symbol) or size or 1)
+        choices = [self._likely(other, size, scale) for other in others]
+        for numbers in itertools.islice(itertools.product(*choices), 256):
+            found = {symbol: size, **dict(zip(others, numbers, strict=True))}
+            if self._allows(found, guards):
+                return found
+        return None
+
+    def _likely(self, symbol: sympy.Symbol, size: int, scale: float) -> list[int]:
+        """Numbers that may go with a size: as traced, the same, scaled alike, the least."""
+        least, traced = max(int(self.bounds(symbol)[0]), 2), self.traced_with(symbol)
+        if traced is None:
+            return list(dict.fromkeys([size, least]))
+        scaled = math.ceil(traced * scale)
+        return list(dict.fromkeys([traced, size, scaled, 2 * scaled, least]))
+
+    def _allows(self, numbers: dict[sympy.Symbol, int], guards: list[sympy.Expr]) -> bool:
+        for symbol, number in numbers.items():
+            least, most = self.bounds(symbol)
+            if not least <= number <= most:
+                return False
+        return all(guard.subs(numbers) is not sympy.false for guard in guards)
+
+    def traced_with(self, symbol: sympy.Symbol) -> int | None:
+        """The number that a symbol stood for at tracing; None if torch does not say."""
+        return None if self._shapes is None else self._shapes.hint(symbol)
+
+    def current(self, symbol: sympy.Symbol) -> sympy.Expr:
+        """What a symbol stands for by now: itself, unless a guard has made it equal to another."""
+        return symbol if self._shapes is None else self._shapes.replacement(symbol)
+
+    def check_sizes(
+        self, sizes: Sequence[int], dim: str | None, setting: str = "cudagraph_capture_sizes"
+    ) -> None:
+        """Refuse a size that a guard or range of the traced code excludes.
 
         Sizes 0 and 1 of a backed dimension are not checked: torch traces a graph of their own.
+
+        Args:
+            sizes: values of the dimension.
+            dim: which dimension they speak of; may be left out if the graph has one.
+            setting: what lists them, for the message.
 
         Raises:
             SymbolError: names the size and the guard.
             ConfigError: it is not clear which dimension the sizes speak of.
         """
-        symbol = self._chosen(dim) if sizes else None
+        symbol = self.chosen(dim) if sizes else None
         if symbol is None or self._shapes is None:
             return
         least, most = self._shapes.bounds(symbol)
@@ -132,17 +196,27 @@ class Symbols:
             if size in own_graph:
                 continue
             if not least <= size <= most:
-                self._refuse(size, symbol, f"{least} <= {self._short[symbol]} <= {most}", "")
+                self._refuse(
+                    setting, size, symbol, f"{least} <= {self._short[symbol]} <= {most}", ""
+                )
             for guard, line in self._shapes.guards():
                 if guard.subs(symbol, size) is sympy.false:
-                    self._refuse(size, symbol, self.pretty(guard), line)
+                    self._refuse(setting, size, symbol, self.pretty(guard), line)
 
-    def _refuse(self, size: int, symbol: sympy.Symbol, guard: str, line: str) -> None:
-        dim = f"{self._short[symbol]} = {self._dims[symbol]}"
-        raise SymbolError.size_refused(size, dim, guard, f" ({line})" if line else "")
+    def _refuse(self, setting: str, size: int, symbol: sympy.Symbol, guard: str, line: str) -> None:
+        where = f" ({line})" if line else ""
+        raise SymbolError.size_refused(setting, size, self.text_of(symbol), guard, where)
 
-    def _chosen(self, dim: str | None) -> sympy.Symbol | None:
-        """The symbol of a dimension; None if the graph has no such dimension, or none at all."""
+    def text_of(self, symbol: sympy.Symbol) -> str:
+        """``s0 = x.size()[0]``."""
+        return f"{self._short[symbol]} = {self._dims[symbol]}"
+
+    def chosen(self, dim: str | None) -> sympy.Symbol | None:
+        """The symbol of a dimension; None if the graph has no such dimension, or none at all.
+
+        Raises:
+            ConfigError: the graph has several dimensions and none was named.
+        """
         if not self._dims:
             return None
         if dim is None and len(self._dims) == 1:

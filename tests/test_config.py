@@ -30,6 +30,8 @@ def test_settings_are_a_decision() -> None:
         "graph_passes",
         "piece_passes",
         "cudagraph_capture_sizes",
+        "compile_sizes",
+        "compile_ranges_endpoints",
         "capture_dim",
         "dump_passes",
         "capture_device",
@@ -74,6 +76,8 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
         ("splitting_ops", "ns::op, other::op", ("ns::op", "other::op")),
         ("builtin_splitting_ops", "off", False),
         ("cudagraph_capture_sizes", "8, 1,2,8", (1, 2, 8)),
+        ("compile_sizes", "8, 1,2,8", (1, 2, 8)),
+        ("compile_ranges_endpoints", "32, 512", (32, 512)),
         ("dump_passes", "/tmp/passes", "/tmp/passes"),
     ],
 )
@@ -103,6 +107,13 @@ def test_every_setting_by_every_door(
         ("cudagraph_capture_sizes", (True, 2)),
         ("cudagraph_capture_sizes", (1.5,)),
         ("cudagraph_capture_sizes", ()),
+        ("compile_sizes", "1,two"),
+        ("compile_sizes", (0,)),
+        ("compile_sizes", ()),
+        ("compile_sizes", ("cudagraph_capture_sizes", True)),
+        ("compile_ranges_endpoints", (512, 32)),
+        ("compile_ranges_endpoints", "32,32"),
+        ("compile_ranges_endpoints", (0, 4)),
         ("inductor_options", (5,)),
         ("graph_passes", (3,)),
         ("mode", None),
@@ -119,6 +130,28 @@ def test_capture_dim_needs_sizes() -> None:
         CompilationConfig(capture_dim="x.size()[0]")
     found = CompilationConfig(capture_dim="x.size()[0]", cudagraph_capture_sizes="1,2")
     assert found.capture_dim == "x.size()[0]"
+    assert CompilationConfig(capture_dim="x.size()[0]", compile_sizes=2).capture_dim
+    assert CompilationConfig(capture_dim="x.size()[0]", compile_ranges_endpoints=2).capture_dim
+
+
+def test_compile_sizes_may_be_the_capture_sizes() -> None:
+    sizes = {"cudagraph_capture_sizes": (1, 2, 8)}
+    found = CompilationConfig(compile_sizes="cudagraph_capture_sizes", **sizes)
+    assert found.compile_sizes == ("cudagraph_capture_sizes",)
+    assert found.sizes_to_compile == (1, 2, 8)
+    found = CompilationConfig(compile_sizes=(64, "cudagraph_capture_sizes", "9", 2), **sizes)
+    assert found.sizes_to_compile == (1, 2, 8, 9, 64)
+    other = CompilationConfig.resolve(found, arguments={"cudagraph_capture_sizes": (2, 9)})
+    assert other.sizes_to_compile == (2, 9, 64)
+    assert CompilationConfig().sizes_to_compile == ()
+    with pytest.raises(ConfigError, match=r"compile_sizes = .* without cudagraph_capture_sizes"):
+        CompilationConfig(compile_sizes="cudagraph_capture_sizes")
+
+
+@pytest.mark.parametrize(("size", "padded"), [(3, 8), (7, 8)])
+def test_a_compile_size_that_padding_would_change(size: int, padded: int) -> None:
+    with pytest.raises(ConfigError, match=f"size {size}: it is padded to {padded}, the next"):
+        CompilationConfig(compile_sizes=(2, size), cudagraph_capture_sizes=(1, 2, 8))
 
 
 @pytest.mark.parametrize("more", [{"compiler": "aot"}, {"mode": "NONE"}])

@@ -39,6 +39,7 @@ EXAMPLES: dict[str, CGCompileError] = {
         "max_autotun", ("max_autotune",)
     ),
     "ConfigError.trace_once_needs_guards_dropped": ConfigError.trace_once_needs_guards_dropped(),
+    "ConfigError.padded_away": ConfigError.padded_away(6, 8),
     "ConfigError.which_dimension": ConfigError.which_dimension(["x.size()[0]", "y.size()[0]"]),
     "DescriptorError.field": DescriptorError.field("num_reqs", 0, "a whole number"),
     "DescriptorError.not_uniform": DescriptorError.not_uniform(7, 2),
@@ -58,10 +59,13 @@ EXAMPLES: dict[str, CGCompileError] = {
     "SymbolError.free": SymbolError.free("rows", ["u0"], "piece_2"),
     "SymbolError.specialised": SymbolError.specialised("x.size()[0]", "8", "piece_0 (m.py:4)"),
     "SymbolError.size_refused": SymbolError.size_refused(
-        6, "s0 = x.size()[0]", "Eq(Mod(s0, 4), 0)", " (m.py:4)"
+        "cudagraph_capture_sizes", 6, "s0 = x.size()[0]", "Eq(Mod(s0, 4), 0)", " (m.py:4)"
     ),
     "PieceCompileError.raised": PieceCompileError.raised(
         "piece_0", "inductor", "m.py:4 in forward", ValueError("no")
+    ),
+    "PieceCompileError.not_traced": PieceCompileError.not_traced(
+        "piece_0, size 8", "m.py:4 in forward", ValueError("no")
     ),
     "PieceCompileError.bad_outputs": PieceCompileError.bad_outputs("piece_0", "mine", 2, "no list"),
     "GradientError.of_a_capture": GradientError.of_a_capture("Decoder"),
@@ -196,7 +200,9 @@ ConfigError.unknown_inductor_option: inductor_options: this torch has no Inducto
   The names are those of torch._inductor.config.
 ConfigError.trace_once_needs_guards_dropped: mode DYNAMO_TRACE_ONCE traces once and drops Dynamo's guards, but torch.compile gives a backend no say over guards.
   Use cgcompile.compile(model, mode='DYNAMO_TRACE_ONCE'), or drop them where torch.compile takes them: options={'mode': 'STOCK_TORCH_COMPILE', 'guard_filter_fn': torch.compiler.skip_all_guards_unsafe}.
-ConfigError.which_dimension: cudagraph_capture_sizes: the sizes must speak of one dynamic dimension of the inputs, but the graph has 2 of them.
+ConfigError.padded_away: compile_sizes: no step ever has size 6: it is padded to 8, the next of cudagraph_capture_sizes.
+  List 8 instead, or add 6 to cudagraph_capture_sizes.
+ConfigError.which_dimension: cudagraph_capture_sizes, compile_sizes and compile_ranges_endpoints must speak of one dynamic dimension of the inputs, but the graph has 2 of them.
   Set capture_dim to one of: x.size()[0], y.size()[0].
 ConfigError.unknown_parameter: dynamic_dims: the function has no parameter 'y'.
   Parameters: self, x.
@@ -282,6 +288,8 @@ GradientError.recomputes: this step needs gradients (grad mode is on and an inpu
             """\
 PieceCompileError.raised: piece_0: compiler 'inductor' raised ValueError: no
   The piece is from m.py:4 in forward. options={'compiler': 'eager'} runs it uncompiled; a splitting op or cgcompile.eager_region() takes the op out of the piece.
+PieceCompileError.not_traced: piece_0, size 8: running it on fake values of this size raised ValueError: no
+  The piece is from m.py:4 in forward. Leave the size out of compile_sizes, or compile_ranges_endpoints out, or take the op out of the piece with a splitting op.
 PieceCompileError.bad_outputs: piece_0: what compiler 'mine' made must return a tuple or list of 2 outputs; found no list.
   Return all outputs of the graph, in order.
 PieceCompileError.not_callable: piece_0: compiler 'mine' returned None; expected a callable that takes the inputs of the piece and returns the list of its outputs.""",

@@ -83,6 +83,7 @@ from cgcompile.compat.operators import (
     written_arguments,
     written_tensors,
 )
+from cgcompile.compat.shapes import OwnShapes, Span, python_predicate, why_not_copied
 from cgcompile.compat.tracing import (
     CannotTrace,
     Guards,

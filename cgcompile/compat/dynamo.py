@@ -240,6 +240,11 @@ class Shapes:
         found = self._env.var_to_range.get(symbol)
         return (sympy.Integer(0), sympy.oo) if found is None else (found.lower, found.upper)
 
+    def hint(self, symbol: sympy.Symbol) -> int | None:
+        """The number that it was traced with; None of an unbacked symbol."""
+        found = self._env.backed_var_to_val.get(symbol)
+        return None if found is None else int(found)
+
     def guards(self) -> list[tuple[sympy.Expr, str]]:
         """Each guard on sizes so far, with the user's line where torch knows it."""
         return [(guard.expr, _guard_line(guard)) for guard in self._env.guards]

@@ -85,10 +85,19 @@ class ConfigError(CGCompileError, ValueError):
         )
 
     @classmethod
+    def padded_away(cls, size: int, padded: int) -> "ConfigError":
+        return cls(
+            f"compile_sizes: no step ever has size {size}: it is padded to {padded}, the next of "
+            f"cudagraph_capture_sizes.\n  List {padded} instead, or add {size} to "
+            "cudagraph_capture_sizes."
+        )
+
+    @classmethod
     def which_dimension(cls, dims: Sequence[str]) -> "ConfigError":
         return cls(
-            "cudagraph_capture_sizes: the sizes must speak of one dynamic dimension of the inputs, "
-            f"but the graph has {len(dims)} of them.\n  Set capture_dim to one of: {listed(dims)}."
+            "cudagraph_capture_sizes, compile_sizes and compile_ranges_endpoints must speak of one "
+            f"dynamic dimension of the inputs, but the graph has {len(dims)} of them.\n"
+            f"  Set capture_dim to one of: {listed(dims)}."
         )
 
 
@@ -234,9 +243,11 @@ class SymbolError(CGCompileError, RuntimeError):
         )
 
     @classmethod
-    def size_refused(cls, size: int, dim: str, guard: str, where: str) -> "SymbolError":
+    def size_refused(
+        cls, setting: str, size: int, dim: str, guard: str, where: str
+    ) -> "SymbolError":
         return cls(
-            f"cudagraph_capture_sizes: size {size} of {dim} is refused by the model's own guard "
+            f"{setting}: size {size} of {dim} is refused by the model's own guard "
             f"{guard}{where}.\n  Leave it out, or round it to a size that the guard allows."
         )
 
@@ -312,6 +323,14 @@ class PieceCompileError(CGCompileError, RuntimeError):
             f"{piece}: compiler {compiler!r} raised {type(error).__name__}: {error}\n"
             f"  The piece is from {where}. options={{'compiler': 'eager'}} runs it uncompiled; "
             "a splitting op or cgcompile.eager_region() takes the op out of the piece."
+        )
+
+    @classmethod
+    def not_traced(cls, piece: str, where: str, error: BaseException) -> "PieceCompileError":
+        return cls(
+            f"{piece}: running it on fake values of this size raised {type(error).__name__}: "
+            f"{error}\n  The piece is from {where}. Leave the size out of compile_sizes, or "
+            "compile_ranges_endpoints out, or take the op out of the piece with a splitting op."
         )
 
     @classmethod

@@ -7,7 +7,7 @@ under ``no_grad``, because a piece compiled for training keeps state that a grap
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from cgcompile.errors import CGCompileError, ConfigError, PieceCompileError, Sym
 from cgcompile.passes.nodes import COMPUTING, toggles_state, value
 from cgcompile.passes.pieces import Piece
 from cgcompile.passes.split import SplitGraph
+from cgcompile.piecewise.ranges import Runnable, Variant, Variants
 
 log = logging.getLogger(__name__)
 
-Runnable = Callable[..., Sequence[Any]]
 PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Runnable]
 
 
@@ -38,30 +38,38 @@ def compile_pieces(split: SplitGraph, config: CompilationConfig) -> list[Runnabl
     compiler = compiler_for(config)
     name = compiler_name(config)
     todo = [piece for piece in split.distinct if piece.compiled]
+    variants = Variants(split, config)
     made: dict[int, Runnable] = {}
     progress = tqdm(todo, desc="cgcompile: pieces", unit="piece", disable=None, leave=False)
     with torch.no_grad(), progress:
         for piece in progress:
-            log.debug("compiling %s (%d ops) with %s", piece.name, piece.num_ops, name)
-            made[piece.index] = _compile_one(piece, compiler, name)
-            if callable(config.compiler):
-                made[piece.index] = _checked_outputs(piece, name, made[piece.index])
-            _check_sizes_stay_free(split, piece, users_own=callable(config.compiler))
+            parts = []
+            for variant in variants.of(piece):
+                log.debug("compiling %s (%d ops) with %s", variant.name, piece.num_ops, name)
+                with variant.context():
+                    run = _compile_one(variant, compiler, name)
+                if callable(config.compiler):
+                    run = _checked_outputs(piece, name, run)
+                fixed = variants.specialised(variant)
+                _check_sizes_stay_free(variant, fixed, users_own=callable(config.compiler))
+                parts.append((variant, run))
+            made[piece.index] = variants.choosing(parts)
     log.info("compiled %d pieces for %d, with %s", len(made), len(split.pieces), name)
     return [made.get(piece.same_as, piece.module.forward) for piece in split.pieces]
 
 
-def _compile_one(piece: Piece, compiler: PieceCompiler, name: str) -> Runnable:
-    module, covered = _without_inference_mode(piece.module)
+def _compile_one(variant: Variant, compiler: PieceCompiler, name: str) -> Runnable:
+    module, covered = _without_inference_mode(variant.module)
     fake_inputs = [value(node) for node in module.graph.find_nodes(op="placeholder")]
     try:
         made = compiler(module, fake_inputs)
     except Exception as error:
         if isinstance(error, (CGCompileError, *compat.restarts())):
             raise
-        raise PieceCompileError.raised(piece.name, name, piece.where, error) from error
+        where = variant.piece.where
+        raise PieceCompileError.raised(variant.name, name, where, error) from error
     if not callable(made):
-        raise PieceCompileError.not_callable(piece.name, name, made)
+        raise PieceCompileError.not_callable(variant.name, name, made)
     return torch.inference_mode()(made) if covered else made
 
 
@@ -90,9 +98,9 @@ def _without_inference_mode(gm: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
     return gm, covered
 
 
-def _check_sizes_stay_free(split: SplitGraph, piece: Piece, users_own: bool) -> None:
-    where = f"{piece.name} ({piece.where})"
-    for dim, size in split.symbols.specialised().items():
+def _check_sizes_stay_free(variant: Variant, fixed: Mapping[str, str], users_own: bool) -> None:
+    where = f"{variant.name} ({variant.piece.where})"
+    for dim, size in fixed.items():
         if users_own:
             raise SymbolError.specialised(dim, size, where)
         log.warning("%s: the compiler fixed %s to %s; other sizes compile again", where, dim, size)
