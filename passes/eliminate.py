@@ -128,12 +128,9 @@ def _dropout_is_off(node: fx.Node) -> bool:
 
 def _remove_alias(memory: Memory, node: fx.Node) -> None:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
-    if not same_layout(value(node), value(source)) or not memory.interchangeable(node, source):
-        return
-    is_result = any(user.op == "output" for user in node.users)
-    if is_result and (memory.is_input(source) or memory.returns_another(node, source)):
-        return  # the caller gets a tensor object of its own
-    memory.unite(node, source)
+    alike = same_layout(value(node), value(source)) and memory.interchangeable(node, source)
+    if alike and not memory.changes_a_result(node, source):
+        memory.unite(node, source)
 
 
 def _unchanged_number(node: fx.Node) -> fx.Node | None:

@@ -68,14 +68,19 @@ class Memory:
         touching = {*both, *(user for member in both for user in member.users)}
         return self._in_region.isdisjoint(touching) and not any(map(_changes_itself, touching))
 
-    def is_input(self, node: fx.Node) -> bool:
-        """Whether the node lies in memory that the graph was given."""
-        return any(member.op not in COMPUTING for member in self.family(node))
+    def changes_a_result(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether the caller would get one tensor object where two nodes are two objects now.
 
-    def returns_another(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether the caller gets something else that lies in the memory of ``source``."""
-        others = [member for member in self.family(source) if member is not node]
-        return any(user.op == "output" for user in self._users(others))
+        What is returned may be the object that ``node`` made without being ``node``: in-place ops
+        and ``to`` return their argument.
+        """
+        both = {*self.family(node), *self.family(source)}
+        returned = [m for m in both if any(user.op == "output" for user in m.users)]
+        is_input = any(member.op not in COMPUTING for member in both)
+        return (is_input or len(returned) > 1) and any(
+            m is node or (self._after(m, node) and same_layout(value(m), value(node)))
+            for m in returned
+        )
 
     def first_user(self, node: fx.Node) -> fx.Node | None:
         """What first uses the node, or anything that lies in its memory."""

@@ -37,6 +37,8 @@ EXAMPLES: dict[str, CGCompileError] = {
         "max_autotun", ("max_autotune",)
     ),
     "ConfigError.trace_once_needs_guards_dropped": ConfigError.trace_once_needs_guards_dropped(),
+    "ConfigError.unknown_pass": ConfigError.unknown_pass("eliminate_noop", ("eliminate_noops",)),
+    "ConfigError.needed_pass": ConfigError.needed_pass("bind_symbols", ("eliminate_noops",)),
     "ConfigError.which_dimension": ConfigError.which_dimension(["x.size()[0]", "y.size()[0]"]),
     "DescriptorError.field": DescriptorError.field("num_reqs", 0, "a whole number"),
     "DescriptorError.not_uniform": DescriptorError.not_uniform(7, 2),
@@ -151,6 +153,10 @@ ConfigError.unknown_inductor_option: inductor_options: this torch has no Inducto
   The names are those of torch._inductor.config.
 ConfigError.trace_once_needs_guards_dropped: mode DYNAMO_TRACE_ONCE traces once and drops Dynamo's guards, but torch.compile gives a backend no say over guards.
   Drop them where torch.compile takes them, and compile the whole graph: options={'mode': 'STOCK_TORCH_COMPILE', 'guard_filter_fn': torch.compiler.skip_all_guards_unsafe}.
+ConfigError.unknown_pass: disabled_passes: no pass 'eliminate_noop' runs here. Did you mean 'eliminate_noops'?
+  What can be disabled: eliminate_noops.
+ConfigError.needed_pass: disabled_passes: pass 'bind_symbols' cannot be disabled: without it a graph cannot be split.
+  What can be disabled: eliminate_noops.
 ConfigError.which_dimension: cudagraph_capture_sizes: the sizes must speak of one dynamic dimension of the inputs, but the graph has 2 of them.
   Set capture_dim to one of: x.size()[0], y.size()[0].""",
         )

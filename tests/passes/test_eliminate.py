@@ -156,6 +156,9 @@ def test_the_object_that_the_caller_gets_stays() -> None:
     assert noops(lambda t: (t.add_(1)[:], t.sin())) == {}
     assert noops(lambda t: ((h := t.sin()), h[:])) == {}
     assert noops(lambda t: ((h := t.sin())[:], h.view(h.shape))) == {}
+    assert noops(lambda t: (h := t.sin(), h[:].add_(1))) == {}  # add_ returns what h[:] made
+    assert noops(lambda t: (h := t.sin(), h[:].add_(1) + 1)) == {"_operator.getitem": -1}
+    assert noops(lambda t: t[:].add_(1)) == {}
     assert noops(lambda t: t.sin()[:]) == {"_operator.getitem": -1}
     assert noops(lambda t: ((h := t.sin()[:]), h)) == {"_operator.getitem": -1}
 
