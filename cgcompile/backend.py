@@ -22,7 +22,7 @@ from cgcompile.errors import ConfigError, DispatchError
 from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.verify import Difference
-from cgcompile.passes import split_graph
+from cgcompile.passes import check_disabled, split_graph
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
 from cgcompile.reasons import Counters
@@ -45,6 +45,8 @@ class Backend:
 
     def __init__(self, config: CompilationConfig | None = None, **settings: Any) -> None:
         self.config = CompilationConfig.resolve(config, arguments=settings)
+        theirs = (*self.config.graph_passes, *self.config.piece_passes)
+        check_disabled(self.config.disabled_passes, theirs)
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._graphs: list[weakref.ref[CompiledGraph]] = []
         self._capture_closed = False
@@ -260,6 +262,7 @@ def _compile_piecewise(
         boundaries,
         graph_passes=config.graph_passes,
         piece_passes=config.piece_passes,
+        disabled_passes=config.disabled_passes,
         dump_dir=config.dump_passes,
     )
     log.info("split graph:\n%s", split)

@@ -25,6 +25,7 @@ from cgcompile.settings import (
     parse_count,
     parse_endpoints,
     parse_mapping,
+    parse_names,
     parse_passes,
     parse_sizes,
     parse_text,
@@ -115,10 +116,11 @@ class CompilationConfig:
     ==================== ============================================ =========================
 
     "Pieces, passes and sizes" are ``compiler``, ``splitting_ops``, ``builtin_splitting_ops``,
-    ``graph_passes``, ``piece_passes``, ``cudagraph_capture_sizes``, ``compile_sizes``,
-    ``compile_ranges_endpoints``, ``capture_dim``, ``dump_passes``, ``capture_device``, ``strict``,
-    ``on_input_change``, ``poison``, ``num_warmups``, ``max_captured_shapes`` and ``max_bindings``:
-    with a mode that would ignore them, setting them is an error.
+    ``graph_passes``, ``piece_passes``, ``disabled_passes``, ``cudagraph_capture_sizes``,
+    ``compile_sizes``, ``compile_ranges_endpoints``, ``capture_dim``, ``dump_passes``,
+    ``capture_device``, ``strict``, ``on_input_change``, ``poison``, ``num_warmups``,
+    ``max_captured_shapes`` and ``max_bindings``: with a mode that would ignore them, setting them
+    is an error.
     ``inductor_options`` need a mode and a compiler that use Inductor.
 
     Raises:
@@ -185,6 +187,13 @@ class CompilationConfig:
         (),
         parse_passes,
         "Your passes over each distinct captured piece, after the split.",
+        piecewise_only=True,
+    )
+    disabled_passes: tuple[str, ...] = setting(
+        "disabled_passes",
+        (),
+        parse_names,
+        "Passes to leave out, by name: yours, 'eliminate_noops', 'eliminate_clones'.",
         piecewise_only=True,
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(

@@ -151,6 +151,13 @@ def parse_passes(value: Any) -> tuple[Any, ...]:
     return items_of(value)
 
 
+def parse_names(value: Any) -> tuple[str, ...]:
+    names = items_of(value)
+    if not all(isinstance(name, str) and name for name in names):
+        raise ValueError("names, as a sequence or as text 'one,other'")
+    return tuple(dict.fromkeys(names))
+
+
 def parse_compiler(value: Any) -> Any:
     if callable(value) or value in COMPILERS:
         return value

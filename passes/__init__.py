@@ -2,11 +2,11 @@
 
 The pipeline of a split is :data:`PIPELINE`, in order; the user's own passes run before it (over the
 whole graph) and after the cut (over each distinct captured piece). Read on in the same order:
-``normalize``, ``assign`` (with ``capturable`` and ``regions``), ``aliases``, ``partition``,
-``split``, ``printer``.
+``normalize``, ``eliminate`` (with ``memory``), ``assign`` (with ``capturable`` and ``regions``),
+``aliases``, ``partition``, ``split``, ``printer``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,32 +14,43 @@ from torch import fx
 
 from cgcompile import compat
 from cgcompile.boundaries import Boundaries
+from cgcompile.errors import ConfigError
 from cgcompile.passes.aliases import ResolveAliases
 from cgcompile.passes.assign import AssignPieces
 from cgcompile.passes.base import FunctionPass, GraphPass, PassManager
+from cgcompile.passes.eliminate import EliminateClones, EliminateNoOps
 from cgcompile.passes.normalize import BindSymbols, PullItems
 from cgcompile.passes.partition import cut
 from cgcompile.passes.pieces import Piece, Value
+from cgcompile.passes.records import PassRecord
 from cgcompile.passes.split import SplitGraph
 
 __all__ = [
+    "OPTIONAL",
     "PIPELINE",
+    "EliminateClones",
+    "EliminateNoOps",
     "FunctionPass",
     "GraphPass",
     "PassManager",
+    "PassRecord",
     "Piece",
     "SplitGraph",
     "Value",
+    "check_disabled",
     "split_graph",
 ]
 
-# Each is made with the registry of splitting ops, which only the assignment looks at.
-PIPELINE = (
-    lambda boundaries: BindSymbols(),
-    lambda boundaries: PullItems(),
-    lambda boundaries: AssignPieces(boundaries),
-    lambda boundaries: ResolveAliases(),
-)
+# Each is made with the registry of splitting ops, whether it looks at it or not.
+PIPELINE: Mapping[str, Callable[[Boundaries], GraphPass]] = {
+    BindSymbols.name: lambda boundaries: BindSymbols(),
+    PullItems.name: lambda boundaries: PullItems(),
+    EliminateNoOps.name: EliminateNoOps,
+    EliminateClones.name: EliminateClones,
+    AssignPieces.name: AssignPieces,
+    ResolveAliases.name: lambda boundaries: ResolveAliases(),
+}
+OPTIONAL = (EliminateNoOps.name, EliminateClones.name)  # a split is right without these
 
 
 def split_graph(
@@ -48,6 +59,7 @@ def split_graph(
     *,
     graph_passes: Iterable[Any] = (),
     piece_passes: Iterable[Any] = (),
+    disabled_passes: Collection[str] = (),
     dump_dir: str | None = None,
 ) -> SplitGraph:
     """Split Dynamo's pre-grad graph at its boundaries.
@@ -57,21 +69,47 @@ def split_graph(
         boundaries: the registry that says what is a splitting op.
         graph_passes: passes over the whole graph, before ours.
         piece_passes: passes over each distinct captured piece, after the cut.
+        disabled_passes: names of passes to leave out, theirs or :data:`OPTIONAL` ones of ours.
         dump_dir: a folder for the graph before and after every pass.
+
+    Returns:
+        The split, with a record of what each pass did.
 
     Raises:
         PassError: a pass raised or left an invalid graph.
         SymbolError: a size that no input gives would cross into a captured piece.
+        ConfigError: a disabled pass does not exist, or is needed.
     """
-    graph_passes = tuple(graph_passes)
+    graph_passes, piece_passes = tuple(graph_passes), tuple(piece_passes)
+    check_disabled(disabled_passes, (*graph_passes, *piece_passes))
     if graph_passes:
         gm = compat.copied(gm)  # Dynamo still owns its graph, and must not find it broken
-    ours = [make(boundaries) for make in PIPELINE]
-    gm = PassManager([*graph_passes, *ours], dump_dir)(gm)
-    split = cut(gm)
+    ours = [make(boundaries) for make in PIPELINE.values()]
+    on_graph = PassManager([*graph_passes, *ours], dump_dir, disabled_passes)
+    split = cut(on_graph(gm))
     _check_sizes_are_bound(split)
-    on_pieces = PassManager(piece_passes, dump_dir)
-    return _run_on_pieces(split, on_pieces) if on_pieces.passes else split
+    on_pieces = PassManager(piece_passes, dump_dir, disabled_passes)
+    if on_pieces.passes:
+        split = _run_on_pieces(split, on_pieces)
+    return replace(split, passes=(*on_graph.records, *on_pieces.records))
+
+
+def check_disabled(disabled: Collection[str], theirs: Iterable[Any]) -> None:
+    """Refuse to leave out a pass that does not run anyway, or that a split needs.
+
+    Args:
+        disabled: names of passes.
+        theirs: the passes of the user.
+
+    Raises:
+        ConfigError: names the pass, with close matches.
+    """
+    choices = [*(str(each.name) for each in theirs), *OPTIONAL]
+    for name in disabled:
+        if name in PIPELINE and name not in OPTIONAL:
+            raise ConfigError.needed_pass(name, choices)
+        if name not in choices:
+            raise ConfigError.unknown_pass(name, choices)
 
 
 def _check_sizes_are_bound(split: SplitGraph) -> None:

@@ -2,14 +2,16 @@
 
 A pass is a small object with a ``name``, a ``uuid()`` that changes when its effect does, and a
 ``__call__(gm) -> gm``. It may assume a valid graph and must leave one (:mod:`.verify`); between
-the two, anything goes. The manager verifies after every pass and, on request, writes the graph
-before and after each to a folder.
+the two, anything goes. The manager verifies after every pass, records what it did and, on request,
+writes the graph before and after each to a folder.
 """
 
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +21,10 @@ from cgcompile import compat
 from cgcompile.boundaries import target_name
 from cgcompile.errors import CGCompileError, ConfigError, PassError
 from cgcompile.passes.nodes import value
+from cgcompile.passes.records import PassRecord, difference, op_counts
 from cgcompile.passes.verify import fill_values, problem_in, signature
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -62,20 +67,36 @@ class PassManager:
     Args:
         passes: objects that follow :class:`GraphPass`.
         dump_dir: a folder (made if absent) for ``00.before.txt``, ``00.<name>.txt``, ...
+        disabled: names of passes to leave out.
+
+    Attributes:
+        passes: those that run, in order.
 
     Raises:
         PassError: something in ``passes`` is not a pass.
     """
 
-    def __init__(self, passes: Iterable[Any], dump_dir: str | None = None) -> None:
-        self.passes: tuple[GraphPass, ...] = tuple(passes)
-        for candidate in self.passes:
+    def __init__(
+        self,
+        passes: Iterable[Any],
+        dump_dir: str | None = None,
+        disabled: Collection[str] = (),
+    ) -> None:
+        given = tuple(passes)
+        for candidate in given:
             if not isinstance(candidate, GraphPass):
                 raise PassError.not_a_pass(candidate)
+        self.passes: tuple[GraphPass, ...] = tuple(p for p in given if p.name not in disabled)
         self._dump_dir = dump_dir
+        self._records: list[PassRecord] = []
+
+    @property
+    def records(self) -> tuple[PassRecord, ...]:
+        """What the passes did, one record for each run of each, in order."""
+        return tuple(self._records)
 
     def uuid(self) -> str:
-        """A hash over the uuids of all passes, in order."""
+        """A hash over the uuids of the passes that run, in order."""
         rows = "\n".join(each.uuid() for each in self.passes)
         return hashlib.sha256(rows.encode()).hexdigest()
 
@@ -85,19 +106,27 @@ class PassManager:
         Raises:
             PassError: a pass raised, or left an invalid graph. cgcompile's own errors pass through.
         """
-        expected = signature(gm)
+        expected, before = signature(gm), op_counts(gm)
         self._dump(gm, label, 0, "before")
         for number, each in enumerate(self.passes):
             known = set(gm.graph.nodes)
+            started = time.perf_counter()
             try:
                 gm = each(gm)
             except Exception as error:
                 if isinstance(error, (CGCompileError, *compat.restarts())):
                     raise
                 raise PassError.raised(each.name, error) from error
+            seconds = time.perf_counter() - started
             problem = problem_in(gm, expected) or fill_values(gm, known)
             if problem is not None:
                 raise PassError.invalid(each.name, problem)
+            after = op_counts(gm)
+            changes = difference(before, after)
+            record = PassRecord(each.name, label, seconds, before.total(), after.total(), changes)
+            log.debug("pass: %s", record)
+            self._records.append(record)
+            before = after
             self._dump(gm, label, number, each.name)
         return gm
 

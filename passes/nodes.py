@@ -48,6 +48,9 @@ _VIEWS |= {"select", "slice", "split", "split_with_sizes", "squeeze", "swapaxes"
 _VIEWS |= {"tensor_split", "to", "transpose", "type", "type_as", "unbind", "unflatten", "unfold"}
 _VIEWS |= {"unsafe_chunk", "unsafe_split", "unsqueeze", "view", "view_as", "view_as_complex"}
 _VIEWS |= {"view_as_real", "vsplit"}
+# Dropout that is off returns its argument.
+_VIEWS |= {"alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d"}
+_VIEWS |= {"feature_alpha_dropout", "feature_dropout"}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty"}
 _ALLOCATIONS |= {"new_empty_strided"}
 _RUN_ONCE_ON_THE_HOST = {"_log_api_usage_once", "lazy_load_decompositions", "_assert_scalar"}
@@ -157,14 +160,29 @@ def _written_by_function(node: fx.Node) -> list[fx.Node]:
     name = short_name(node.target)
     if node.target in _INPLACE_OPERATORS or _is_inplace(name):
         return _nodes(node.args[:1])
-    if _argument(node, "inplace") is True:
+    if given_argument(node, "inplace") is True:
         return _nodes(node.args[:1])
-    if _argument(node, "out") is not None:
-        return _nodes(_argument(node, "out"))
+    if given_argument(node, "out") is not None:
+        return _nodes(given_argument(node, "out"))
     for flag, targets in _WRITES_IF.get(name, {}).items():
-        if _argument(node, flag) not in (None, False):
-            return _nodes([_argument(node, target) for target in targets])
+        if given_argument(node, flag) not in (None, False):
+            return _nodes([given_argument(node, target) for target in targets])
     return []
+
+
+def is_torchs(node: fx.Node) -> bool:
+    """Whether the node calls what torch itself defines; of such a call it is known what it does."""
+    if node.op == "call_method":
+        return bool(node.args) and isinstance(_value_of(node.args[0]), torch.Tensor)
+    overloads = compat.op_overloads(node.target)
+    if overloads:
+        return all(op.namespace in ("aten", "prims") for op in overloads)
+    plain = node.op == "call_function" and not compat.is_higher_order_op(node.target)
+    return plain and not _is_users_own(node.target)
+
+
+def _value_of(argument: Any) -> Any:
+    return value(argument) if isinstance(argument, fx.Node) else argument
 
 
 def changes_layout(node: fx.Node) -> bool:
@@ -205,7 +223,7 @@ def is_known_view(node: fx.Node) -> bool:
     return short_name(node.target) in _VIEWS
 
 
-def _argument(node: fx.Node, name: str) -> Any:
+def given_argument(node: fx.Node, name: str) -> Any:
     """The argument that a call gives a function under this name, by position or by keyword."""
     if name in node.kwargs:
         return node.kwargs[name]

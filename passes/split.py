@@ -13,6 +13,7 @@ import torch
 from cgcompile.passes.nodes import tensors
 from cgcompile.passes.pieces import Piece, Value
 from cgcompile.passes.printer import count, piece_text
+from cgcompile.passes.records import PassRecord, table
 from cgcompile.passes.symbols import Symbols
 
 
@@ -34,6 +35,7 @@ class SplitGraph:
             gradients off for all of it.
         sets_grad_mode: whether pieces switch grad mode, and back.
         recomputes: whether the model holds ``torch.utils.checkpoint``.
+        passes: what each pass did, in order, those over pieces last; no part of the printed form.
     """
 
     pieces: tuple[Piece, ...]
@@ -48,6 +50,7 @@ class SplitGraph:
     differentiable: bool = True
     sets_grad_mode: bool = False
     recomputes: bool = False
+    passes: tuple[PassRecord, ...] = ()
 
     @property
     def distinct(self) -> tuple[Piece, ...]:
@@ -76,6 +79,10 @@ class SplitGraph:
         if self.graph_break is not None:
             rows.append(f"ended by a graph break: {self.graph_break if lines else '...'}")
         return "\n".join(rows)
+
+    def passes_text(self, *, seconds: bool = True) -> str:
+        """A table of :attr:`passes`, a line each; ``seconds=False`` leaves out the times."""
+        return table(self.passes, seconds=seconds)
 
     def _header(self) -> str:
         captured = sum(piece.capture for piece in self.pieces)

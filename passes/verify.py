@@ -6,7 +6,7 @@ that inserts nodes need not fill in their fake values; :func:`fill_values` does,
 new node on the fake values of its arguments.
 """
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -52,14 +52,27 @@ def fill_values(gm: fx.GraphModule, known: Set[fx.Node]) -> str | None:
     for node in missing:
         try:
             with torch.no_grad(), fake_mode:
-                node.meta["example_value"] = _run(gm, node)
+                node.meta["example_value"] = run_on_fakes(gm, node)
         except Exception as error:
             return f"node {node.name!r} has no fake value, and running it on fakes failed: {error}"
     return None
 
 
-def _run(gm: fx.GraphModule, node: fx.Node) -> Any:
+def run_on_fakes(
+    gm: fx.GraphModule, node: fx.Node, instead: Mapping[fx.Node, Any] | None = None
+) -> Any:
+    """What the node makes of the fake values of its arguments.
+
+    Args:
+        gm: the graph of the node.
+        node: a node that computes.
+        instead: values to take for some arguments in place of their own.
+    """
+    replaced = instead or {}
+
     def fake(argument: fx.Node) -> Any:
+        if argument in replaced:
+            return replaced[argument]
         return attribute(gm, argument) if argument.op == "get_attr" else value(argument)
 
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), fake)

@@ -40,6 +40,8 @@ EXAMPLES: dict[str, CGCompileError] = {
     ),
     "ConfigError.trace_once_needs_guards_dropped": ConfigError.trace_once_needs_guards_dropped(),
     "ConfigError.padded_away": ConfigError.padded_away(6, 8),
+    "ConfigError.unknown_pass": ConfigError.unknown_pass("eliminate_noop", ("eliminate_noops",)),
+    "ConfigError.needed_pass": ConfigError.needed_pass("bind_symbols", ("eliminate_noops",)),
     "ConfigError.which_dimension": ConfigError.which_dimension(["x.size()[0]", "y.size()[0]"]),
     "DescriptorError.field": DescriptorError.field("num_reqs", 0, "a whole number"),
     "DescriptorError.not_uniform": DescriptorError.not_uniform(7, 2),
@@ -202,6 +204,10 @@ ConfigError.trace_once_needs_guards_dropped: mode DYNAMO_TRACE_ONCE traces once 
   Use cgcompile.compile(model, mode='DYNAMO_TRACE_ONCE'), or drop them where torch.compile takes them: options={'mode': 'STOCK_TORCH_COMPILE', 'guard_filter_fn': torch.compiler.skip_all_guards_unsafe}.
 ConfigError.padded_away: compile_sizes: no step ever has size 6: it is padded to 8, the next of cudagraph_capture_sizes.
   List 8 instead, or add 6 to cudagraph_capture_sizes.
+ConfigError.unknown_pass: disabled_passes: no pass 'eliminate_noop' runs here. Did you mean 'eliminate_noops'?
+  What can be disabled: eliminate_noops.
+ConfigError.needed_pass: disabled_passes: pass 'bind_symbols' cannot be disabled: without it a graph cannot be split.
+  What can be disabled: eliminate_noops.
 ConfigError.which_dimension: cudagraph_capture_sizes, compile_sizes and compile_ranges_endpoints must speak of one dynamic dimension of the inputs, but the graph has 2 of them.
   Set capture_dim to one of: x.size()[0], y.size()[0].
 ConfigError.unknown_parameter: dynamic_dims: the function has no parameter 'y'.

@@ -252,6 +252,64 @@ def test_llama_names_each_broken_promise() -> None:
     assert broken[-1] == "6 graphs, more than 4"
 
 
+# ---------------------------------------------------------------- a pass
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot"])
+def test_the_pass_fuses_every_layer(compiler: str) -> None:
+    done = run("passes_silu_mul.py", "--device", "cpu", "--layers", "3", "--compiler", compiler)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = done.stdout.splitlines()
+    assert "matches: 3 in 3 layers" in rows
+    assert number_after("seconds of the pass: ", done.stdout) > 0
+    assert "distinct pieces: 4 without it, 4 with it" in rows
+    assert any(row.startswith("ms of a step: ") for row in rows)
+    assert "promises kept: yes" in rows
+    fused = next(row for row in rows if "fuse_silu_mul" in row)
+    assert "_operator.mul -3, cgcompile_example::silu_and_mul +3" in fused
+    if compiler == "eager":
+        assert "largest difference: 0, allowed 0" in rows
+
+
+def test_the_pass_says_what_is_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = load("passes_silu_mul.py")
+    monkeypatch.setattr(example, "_is_product", lambda node: node.name == "linear_4")
+    assert example.main(["--device", "cpu", "--layers", "2"]) == 1
+    assert "BROKEN: 0 matches in 2 layers" in capsys.readouterr().out
+
+
+def test_the_pass_leaves_alone_what_it_cannot_tell() -> None:
+    """Another use, a write, a product with a number, another type or shape: none is fused."""
+    import torch.nn.functional as F
+
+    import cgcompile
+
+    example = load("passes_silu_mul.py")
+    w, half = torch.randn(8, 8), torch.randn(8, 8, dtype=torch.float64)
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        fused = F.silu(F.linear(x, w)) * F.linear(x, w)
+        used = F.linear(x, w)
+        again = F.silu(used) * F.linear(x, w) + used
+        written = F.linear(x, w)
+        activated = F.silu(written)
+        written.add_(1)
+        number = F.silu(F.linear(x, w)) * 2
+        other = F.silu(F.linear(x, w)) * F.linear(x.double(), half)
+        row = F.silu(F.linear(x, w)) * F.linear(x[:1], w)
+        return fused, again, activated * F.linear(x, w), number, other, row
+
+    backend = cgcompile.Backend(compiler="eager", graph_passes=(example.FuseSiluMul(),))
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        found = torch.compile(program, backend=backend)(x)
+        torch.testing.assert_close(found, program(x), rtol=0, atol=0)
+    (record,) = [r for r in backend.graphs[0].split.passes if r.name == "fuse_silu_mul"]
+    assert example.matches(record) == 1
+
+
 # ---------------------------------------------------------------- benchmarks
 
 

@@ -32,8 +32,8 @@ def test_every_setting_is_in_the_table() -> None:
     assert sorted(first_column(section("Settings"))) == sorted(cgcompile.CompilationConfig.names())
 
 
-def test_the_pass_of_the_readme_works() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", section("Writing a pass"), re.DOTALL)
+def test_the_pass_of_the_readme_works(capsys) -> None:
+    code, look = re.findall(r"```python\n(.*?)```", section("Writing a pass"), re.DOTALL)
     namespace: dict = {"cgcompile": cgcompile, "torch": torch}
     exec(code, namespace)
 
@@ -44,6 +44,12 @@ def test_the_pass_of_the_readme_works() -> None:
     backend = namespace["backend"]
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(noisy, backend=backend)(x), x.sin())
+    exec(look, namespace)
+    assert "graph  drop_dropout" in capsys.readouterr().out
+    assert namespace["gone"]["drop_dropout"] == {"torch.nn.functional.dropout": -1}
+    assert "drop_dropout" in {record.name for record in backend.graphs[-1].split.passes}
+    without = cgcompile.Backend(backend.config, disabled_passes="drop_dropout")
+    assert without.config.disabled_passes == ("drop_dropout",)
 
 
 def test_the_engine_step_of_the_readme_works() -> None:

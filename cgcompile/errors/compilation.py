@@ -93,6 +93,20 @@ class ConfigError(CGCompileError, ValueError):
         )
 
     @classmethod
+    def unknown_pass(cls, name: str, known: Sequence[str]) -> "ConfigError":
+        return cls(
+            f"disabled_passes: no pass {name!r} runs here.{close(name, known)}\n"
+            f"  What can be disabled: {listed(known)}."
+        )
+
+    @classmethod
+    def needed_pass(cls, name: str, known: Sequence[str]) -> "ConfigError":
+        return cls(
+            f"disabled_passes: pass {name!r} cannot be disabled: without it a graph cannot be "
+            f"split.\n  What can be disabled: {listed(known)}."
+        )
+
+    @classmethod
     def which_dimension(cls, dims: Sequence[str]) -> "ConfigError":
         return cls(
             "cudagraph_capture_sizes, compile_sizes and compile_ranges_endpoints must speak of one "

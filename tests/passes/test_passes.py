@@ -1,17 +1,20 @@
 """A user's passes: where they run, what they may do, and what happens when they do it wrong."""
 
+import dataclasses
+import logging
 import operator
 import os
 
 import pytest
 import torch
 from cases import CASES, D, Decoder
+from expecttest import TestCase
 from support import build
 from torch import fx, nn
 
 import cgcompile
 from cgcompile.errors import ConfigError, PassError
-from cgcompile.passes import FunctionPass, PassManager
+from cgcompile.passes import OPTIONAL, PIPELINE, FunctionPass, PassManager
 
 
 def run(model: nn.Module, x: torch.Tensor, **settings) -> tuple[torch.Tensor, cgcompile.Backend]:
@@ -175,14 +178,149 @@ def test_dumps_before_and_after_each_pass(tmp_path) -> None:
         "graph.00.cos.txt",
         "graph.01.bind_symbols.txt",
         "graph.02.pull_items.txt",
-        "graph.03.assign_pieces.txt",
-        "graph.04.resolve_aliases.txt",
+        "graph.03.eliminate_noops.txt",
+        "graph.04.eliminate_clones.txt",
+        "graph.05.assign_pieces.txt",
+        "graph.06.resolve_aliases.txt",
     ]
     before = (tmp_path / "graph.00.before.txt").read_text()
     after = (tmp_path / "graph.00.cos.txt").read_text()
     assert "call_method sin(" in before
     assert "call_method sin(" not in after
     assert "cos(l_x_)  # (s" in after
+
+
+def test_dumps_of_passes_that_run_only(tmp_path) -> None:
+    run(
+        SinAttention(),
+        torch.randn(6, 4, D),
+        graph_passes=(FunctionPass("cos", replace_sin_by_cos),),
+        piece_passes=(FunctionPass("again", replace_sin_by_cos),),
+        disabled_passes=("cos", "eliminate_clones"),
+        dump_passes=str(tmp_path),
+    )
+    assert sorted(os.listdir(tmp_path)) == [
+        "graph.00.before.txt",
+        "graph.00.bind_symbols.txt",
+        "graph.01.pull_items.txt",
+        "graph.02.eliminate_noops.txt",
+        "graph.03.assign_pieces.txt",
+        "graph.04.resolve_aliases.txt",
+        "piece_0.00.again.txt",
+        "piece_0.00.before.txt",  # piece_2 is the same piece
+    ]
+
+
+# ---------------------------------------------------------------- records
+
+
+class NoOps(nn.Module):
+    def forward(self, x):
+        x = nn.functional.dropout(x.sin().float(), 0.5, False)
+        y = nn.functional.scaled_dot_product_attention(x, x, x).contiguous()
+        return y.clone().sin()
+
+
+class Records(TestCase):
+    def check(self, expected: str, **settings) -> None:
+        _, backend = run(NoOps(), torch.randn(6, 4, D), **settings)
+        found = backend.graphs[0].split.passes_text(seconds=False)
+        self.assertExpectedInline(found, expected, skip=1)
+
+    def test_of_a_graph_and_its_pieces(self) -> None:
+        cos = FunctionPass("cos", replace_sin_by_cos)
+        self.check(
+            """\
+graph    bind_symbols      7 -> 7 ops  -
+graph    pull_items        7 -> 7 ops  -
+graph    eliminate_noops   7 -> 4 ops  contiguous -1, float -1, torch.nn.functional.dropout -1
+graph    eliminate_clones  4 -> 3 ops  clone -1
+graph    assign_pieces     3 -> 3 ops  -
+graph    resolve_aliases   3 -> 3 ops  -
+piece_0  cos               1 -> 1 ops  sin -1, torch.cos +1""",
+            piece_passes=(cos,),
+        )
+
+    def test_of_what_is_not_disabled(self) -> None:
+        cos = FunctionPass("cos", replace_sin_by_cos)
+        self.check(
+            """\
+graph  cos              7 -> 7 ops  sin -2, torch.cos +2
+graph  bind_symbols     7 -> 7 ops  -
+graph  pull_items       7 -> 7 ops  -
+graph  assign_pieces    7 -> 7 ops  -
+graph  resolve_aliases  7 -> 7 ops  -""",
+            graph_passes=(cos,),
+            disabled_passes="eliminate_noops,eliminate_clones",
+        )
+
+
+def test_a_record_is_a_value() -> None:
+    _, backend = run(NoOps(), torch.randn(6, 4, D))
+    split = backend.graphs[0].split
+    record = split.passes[2]
+    assert (record.name, record.label) == ("eliminate_noops", "graph")
+    assert (record.ops_before, record.ops_after) == (7, 4)
+    gone = {"contiguous": -1, "float": -1, "torch.nn.functional.dropout": -1}
+    assert record.difference == gone
+    assert 0 < record.seconds < 10
+    assert str(record) == record.text()
+    assert f"{record.seconds * 1e3:.2f} ms" in split.passes_text()
+    assert record == dataclasses.replace(record, seconds=1.0)
+    assert {record: 1}[record] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.name = "other"
+    assert record.name not in split.text()
+
+
+def test_records_are_logged_at_debug_level(caplog) -> None:
+    with caplog.at_level(logging.DEBUG, logger="cgcompile"):
+        run(NoOps(), torch.randn(6, 4, D))
+    rows = [r.getMessage() for r in caplog.records if r.name == "cgcompile.passes.base"]
+    assert [row.split()[2] for row in rows] == list(PIPELINE)
+    assert "contiguous -1, float -1, torch.nn.functional.dropout -1" in rows[2]
+
+
+# ---------------------------------------------------------------- passes that are left out
+
+
+def test_a_pass_can_be_left_out_by_name() -> None:
+    x = torch.randn(6, 4, D)
+    passes = (FunctionPass("cos", replace_sin_by_cos), FunctionPass("look", lambda gm: None))
+    found, backend = run(SinAttention(), x, graph_passes=passes, disabled_passes=("cos",))
+    torch.testing.assert_close(found, SinAttention()(x))
+    names = [record.name for record in backend.graphs[0].split.passes]
+    assert names == ["look", *PIPELINE]
+    found, _ = run(SinAttention(), x, piece_passes=passes, disabled_passes="cos,look")
+    torch.testing.assert_close(found, SinAttention()(x))
+
+
+def test_a_pass_that_is_left_out_changes_the_uuid() -> None:
+    one, other = FunctionPass("one", drop_output), FunctionPass("other", add_input)
+    both = PassManager([one, other])
+    assert PassManager([one, other], disabled=("one",)).uuid() == PassManager([other]).uuid()
+    assert PassManager([one, other], disabled=("one",)).uuid() != both.uuid()
+    assert PassManager([one, other], disabled=("mine",)).uuid() == both.uuid()
+
+
+def test_what_cannot_be_left_out_is_said_at_once() -> None:
+    mine = FunctionPass("mine", drop_output)
+    with pytest.raises(ConfigError, match="Did you mean 'eliminate_noops'"):
+        cgcompile.Backend(disabled_passes=("eliminate_noop",))
+    with pytest.raises(ConfigError, match="Did you mean 'mine'"):
+        cgcompile.Backend(graph_passes=(mine,), disabled_passes="mime")
+    for name in set(PIPELINE) - set(OPTIONAL):
+        with pytest.raises(ConfigError, match=f"{name!r} cannot be disabled"):
+            cgcompile.Backend(disabled_passes=(name,))
+    cgcompile.Backend(piece_passes=(mine,), disabled_passes=("mine", *OPTIONAL))
+
+
+def test_the_pipeline_knows_its_names() -> None:
+    boundaries = cgcompile.Boundaries()
+    assert [make(boundaries).name for make in PIPELINE.values()] == list(PIPELINE)
+    assert set(OPTIONAL) < set(PIPELINE)
+    uuids = {make(boundaries).uuid() for make in PIPELINE.values()}
+    assert len(uuids) == len(PIPELINE)
 
 
 # ---------------------------------------------------------------- the passes of our own

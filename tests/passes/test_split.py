@@ -475,10 +475,10 @@ piece_1  eager     1 op
   at   return F.scaled_dot_product_attention(q, k, v)
   in   s0, q bf16[s0, 4, 16] 128*s0 of 384*s0 B, k bf16[s0, 4, 16] 128*s0 of 384*s0 B, v bf16[s0, 4, 16] 128*s0 of 384*s0 B
   out  scaled_dot_product_attention bf16[s0, 4, 16] 128*s0 B
-piece_2  captured  4 ops
+piece_2  captured  3 ops
   at   return x + self.out(self.attend(q, k, v))
   in   s0, scaled_dot_product_attention bf16[s0, 4, 16] 128*s0 B, x f32[s0, 4, 16] 256*s0 B, 2 static 1088 B
-  out  float_1 f32[s0, 4, 16] 256*s0 B""",
+  out  add f32[s0, 4, 16] 256*s0 B""",
         )
 
     def test_grad_mode(self) -> None:
