@@ -13,7 +13,9 @@ from cgcompile.errors.compilation import (
     ForwardContextError,
     PassError,
     PieceCompileError,
+    SavedGraphError,
     SymbolError,
+    UnsavableGraphError,
 )
 from cgcompile.errors.root import CGCompileError
 from cgcompile.errors.running import (
