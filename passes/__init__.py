@@ -3,7 +3,7 @@
 The pipeline of a split is :data:`PIPELINE`, in order; the user's own passes run before it (over the
 whole graph) and after the cut (over each distinct captured piece). Read on in the same order:
 ``normalize``, ``assign`` (with ``capturable`` and ``regions``), ``aliases``, ``partition``,
-``split``, ``printer``.
+``split``, ``printer``. ``saved`` keeps the graph that comes in for another process.
 """
 
 from collections.abc import Iterable
@@ -20,6 +20,7 @@ from cgcompile.passes.base import FunctionPass, GraphPass, PassManager
 from cgcompile.passes.normalize import BindSymbols, PullItems
 from cgcompile.passes.partition import cut
 from cgcompile.passes.pieces import Piece, Value
+from cgcompile.passes.saved import dump_graph, load_graph
 from cgcompile.passes.split import SplitGraph
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "Piece",
     "SplitGraph",
     "Value",
+    "dump_graph",
+    "load_graph",
     "split_graph",
 ]
 

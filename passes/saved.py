@@ -3,8 +3,9 @@
 ``pickle`` would run code that the file names, and would trace the graph again; here a graph is
 JSON: rows for its nodes, which refer to earlier rows by number, and tables of the expressions,
 storages and tensors that the nodes' fake values are made of. Reading looks names up (of functions,
-operators and enums, importing their modules) and calls nothing else, with one exception: functorch's
-wrapped values exist only while they are computed, so the nodes that make them run once, on fakes.
+operators and enums, importing their modules) and calls nothing else, with one exception: the
+wrapped values of functorch exist only while they are computed, so the nodes that make them run
+once, on fakes.
 
 Note [Values are rebuilt, not recomputed]. Running each node on fakes would take a third of the
 time of the trace (1.7 ms a node). It would also ask for guards and symbols again, in another order
@@ -16,6 +17,7 @@ import base64
 import hashlib
 import json
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,8 +54,10 @@ def dump_graph(gm: fx.GraphModule) -> bytes:
     writer = _Writer()
     graph = writer.graph(gm)
     try:
-        sizes = None if writer.values.env is None else saved_state(
-            writer.values.env, writer.values.expressions
+        sizes = (
+            None
+            if writer.values.env is None
+            else saved_state(writer.values.env, writer.values.expressions)
         )
         content = {
             "torch": torch.__version__,
@@ -239,9 +243,10 @@ def _nodes_to_run(gm: fx.GraphModule) -> set[fx.Node]:
         name = short_name(node.target) if node.op == "call_function" else ""
         depth += name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
         computes = node.op in ("call_function", "call_method")
-        if name in compat.FUNCTORCH_STATE or toggles_state(node):
-            found.add(node)
-        elif depth > 0 and computes and "example_value" not in node.meta:
+        if name in compat.FUNCTORCH_STATE_WE_LEAVE_ALONE:
+            raise UnsavableGraphError.node(node.name, f"values inside of {name} are not kept")
+        switches = name in compat.FUNCTORCH_STATE or toggles_state(node)
+        if switches or (depth > 0 and computes and "example_value" not in node.meta):
             found.add(node)
     return found
 
@@ -267,29 +272,31 @@ class _Reader:
         sizes = compat.SizeState() if state is None else read_state(state, expressions)
         self._mode = compat.new_trace(sizes)
         self._expressions = expressions
-        self._values = ValueReader(
-            self._mode, expressions, content["tensors"], content["storages"]
-        )
+        self._values = ValueReader(self._mode, expressions, content["tensors"], content["storages"])
         self._targets: dict[tuple[str, ...], Any] = {}
         self._held: list[Any] = []
 
     def graph_module(self) -> fx.GraphModule:
-        for kind, *parts in self._content["attributes"]:
-            made = self._graph(parts[0]) if kind == "graph" else _constant(*parts)
-            self._held.append(made)
-        gm = self._graph(self._content["graph"])
+        with compat.making_fakes(self._mode):
+            for kind, *parts in self._content["attributes"]:
+                made = self._graph(parts[0]) if kind == "graph" else _constant(*parts)
+                self._held.append(made)
+            gm = self._graph(self._content["graph"])
         compat.keep_graph_break(gm, self._content["break"])
         return gm
 
     def _graph(self, saved: dict[str, Any]) -> fx.GraphModule:
         graph = fx.Graph()
         nodes: list[fx.Node] = []
-        with compat.making_fakes(self._mode):
-            for row in saved["nodes"]:
-                nodes.append(self._node(graph, row, nodes))
+        for row in saved["nodes"]:
+            nodes.append(self._node(graph, row, nodes))
         held = {name: self._held[number] for name, number in saved["held"].items()}
         gm = compat.lazy_module(held, graph)
-        runs = {node: row[5]["run"] for node, row in zip(nodes, saved["nodes"], strict=True) if "run" in row[5]}
+        runs = {
+            node: row[5]["run"]
+            for node, row in zip(nodes, saved["nodes"], strict=True)
+            if "run" in row[5]
+        }
         if runs:
             self._run(gm, runs)
         return gm
@@ -333,6 +340,7 @@ class _Reader:
     def _run(self, gm: fx.GraphModule, runs: dict[fx.Node, str | None]) -> None:
         """Run the nodes that make wrapped values, in order, and compare what they make."""
         made: dict[fx.Node, Any] = {}
+        entered: list[fx.Node] = []
 
         def argument(node: fx.Node) -> Any:
             if node in made:
@@ -340,17 +348,29 @@ class _Reader:
             return attribute(gm, node) if node.op == "get_attr" else value(node)
 
         with compat.running_on_fakes(self._mode):
-            for node, expected in runs.items():
-                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), argument)
-                if node.op == "call_method":
-                    made[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-                else:
-                    made[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-                if expected is not None:
-                    node.meta["example_value"] = made[node]
-                    found = _text(made[node])
-                    if found != expected:
-                        raise SavedGraphError.differs(node.name, expected, found)
+            try:
+                for node, expected in runs.items():
+                    made[node] = _called(node, argument)
+                    if node.target in compat.LEAVES:
+                        entered.append(node)
+                    elif node.target in compat.LEAVES.values():
+                        entered.remove(node.args[0])  # type: ignore[arg-type]
+                    if expected is not None:
+                        node.meta["example_value"] = made[node]
+                        found = _text(made[node])
+                        if found != expected:
+                            raise SavedGraphError.differs(node.name, expected, found)
+            finally:
+                for node in reversed(entered):
+                    compat.LEAVES[node.target](made[node])
+
+
+def _called(node: fx.Node, argument: Callable[[fx.Node], Any]) -> Any:
+    """What a node makes of the values of its arguments."""
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), argument)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _constant(
@@ -358,6 +378,6 @@ def _constant(
 ) -> torch.Tensor:
     data = bytearray(base64.b64decode(content))
     kind = getattr(torch, dtype)
-    flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+    flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind, device="cpu")
     tensor = flat.clone().reshape(shape).to(device)
     return torch.nn.Parameter(tensor, gradient) if parameter else tensor.requires_grad_(gradient)

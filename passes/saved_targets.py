@@ -39,7 +39,7 @@ _HIGHER_ORDER = frozenset(
 )
 # Modules whose functions take a number that means an object of this process.
 _OF_THIS_PROCESS = ("torch._dynamo.graph_bytecode_inputs", "__main__", "__mp_main__")
-_OPS_OF_THIS_PROCESS = ("streams::", "_inductor_test::")
+_OPS_OF_THIS_PROCESS = ("streams::",)
 
 
 def saved_target(target: Any) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ def saved_target(target: Any) -> tuple[str, ...]:
         name = compat.op_names(target)[0]
         if name.startswith(_OPS_OF_THIS_PROCESS) or compat.op_of_name(name) is not target:
             raise ValueError(f"the op {name} means nothing to another process")
-        return ("op", name)
+        return ("op", name, compat.op_schema(target))
     return ("function", *_saved_function(target))
 
 
@@ -107,6 +107,8 @@ def loaded_target(saved: tuple[str, ...], node: str) -> Callable[..., Any]:
     kind, name = saved[0], saved[1]
     if kind == "op":
         found = compat.op_of_name(name)
+        if found is not None and compat.op_schema(found) != saved[2]:
+            raise SavedGraphError.differs(node, saved[2], compat.op_schema(found))
     elif kind == "higher":
         found = compat.higher_order_op(name)
         if found is None and _module(saved[2]) is not None:
@@ -116,7 +118,8 @@ def loaded_target(saved: tuple[str, ...], node: str) -> Callable[..., Any]:
         name = f"{name}.{saved[2]}"
     if not callable(found):
         raise SavedGraphError.missing(node, name)
-    return found
+    made: Callable[..., Any] = found
+    return made
 
 
 def saved_class(kind: type) -> tuple[str, str]:

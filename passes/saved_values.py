@@ -8,7 +8,6 @@ storages, so that values which share memory, or are one object, do so again.
 import enum
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -19,7 +18,12 @@ from cgcompile.passes.saved_targets import loaded_class, saved_class
 
 _PLAIN = (type(None), bool, int, float, str)
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)  # attributes of torch
-_LISTS = {tuple: "tuple", list: "list", torch.Size: "size", fx.immutable_collections.immutable_list: "list"}
+_LISTS: dict[Any, str] = {
+    tuple: "tuple",
+    list: "list",
+    torch.Size: "size",
+    fx.immutable_collections.immutable_list: "list",
+}
 _DICTS = (dict, fx.immutable_collections.immutable_dict)
 _MAKE: dict[str, Any] = {
     "tuple": tuple,
@@ -141,8 +145,7 @@ class ValueWriter:
             raise ValueError("a tensor without a storage")
         if key not in self._storage_rows:
             nbytes = self._number(tensor.untyped_storage().nbytes())
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            self.storages.append([nbytes, dtype, tensor.is_inference()])
+            self.storages.append([nbytes, tensor.is_inference()])
             self._storage_rows[key] = len(self.storages) - 1
         return self._storage_rows[key]
 
@@ -165,7 +168,8 @@ class ValueReader:
         self._rows = tensors
         self._storage_rows = storages
         self._made: dict[int, torch.Tensor] = {}
-        self._roots: dict[int, torch.Tensor] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._roots: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._numbers: dict[tuple[str, int], Any] = {}
         self._devices: dict[str, torch.device] = {}
 
@@ -218,12 +222,7 @@ class ValueReader:
         dtype_name, device, shape, stride, offset, storage, gradient, parameter = self._rows[number]
         dtype = getattr(torch, dtype_name)
         sizes, steps = [self._size(n) for n in shape], [self._size(n) for n in stride]
-        root = self._root(storage)
-        if root.dtype is dtype:
-            memory = root.as_strided(sizes, steps, self._size(offset))
-        else:
-            memory = torch.empty(0, dtype=dtype, device="meta")
-            memory.set_(root.untyped_storage(), self._size(offset), sizes, steps)  # type: ignore[call-overload]
+        memory = self._root(storage, dtype).as_strided(sizes, steps, self._size(offset))
         if device not in self._devices:
             self._devices[device] = torch.device(device)
         self._made[number] = compat.fake_over(
@@ -231,27 +230,17 @@ class ValueReader:
         )
         return self._made[number]
 
-    def _root(self, storage: int) -> torch.Tensor:
-        """A tensor over all of a storage, of the dtype that its first tensor has if that fits."""
-        if storage not in self._roots:
-            nbytes, dtype_name, inference = self._storage_rows[storage]
-            dtype = getattr(torch, dtype_name)
-            count = self._count(nbytes, dtype.itemsize)
-            if count is None:
-                count, dtype = self._size(nbytes), torch.uint8
-            with torch.inference_mode(inference):
-                self._roots[storage] = torch.empty(count, dtype=dtype, device="meta")
-        return self._roots[storage]
-
-    def _count(self, nbytes: Any, itemsize: int) -> Any:
-        """How many elements fit, exactly; None if that is not a whole number for all sizes."""
-        if isinstance(nbytes, int):
-            return nbytes // itemsize if nbytes % itemsize == 0 else None
-        if itemsize == 1:
-            return self._size(nbytes)
-        key = (f"elements of {itemsize}", nbytes[0])
-        if key not in self._numbers:
-            count = sympy.expand(self._expressions[nbytes[0]]) / itemsize
-            made = compat.symbolic_number(self._mode, "int", count) if count.is_integer else None
-            self._numbers[key] = made
-        return self._numbers[key]
+    def _root(self, storage: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over a storage, without elements."""
+        if (storage, dtype) in self._roots:
+            return self._roots[storage, dtype]
+        nbytes, inference = self._storage_rows[storage]
+        with torch.inference_mode(inference):
+            root = torch.empty(0, dtype=dtype, device="meta")
+            if storage in self._storages:
+                root.set_(self._storages[storage], 0, (0,), (1,))
+            else:
+                compat.resize_storage(root, self._size(nbytes))
+                self._storages[storage] = root.untyped_storage()
+        self._roots[storage, dtype] = root
+        return root

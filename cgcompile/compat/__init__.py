@@ -85,6 +85,7 @@ from cgcompile.compat.operators import (
 )
 from cgcompile.compat.saved import (
     FUNCTORCH_STATE,
+    FUNCTORCH_STATE_WE_LEAVE_ALONE,
     SizeState,
     endless_numbers,
     expression_heads,
@@ -99,6 +100,8 @@ from cgcompile.compat.saved import (
     new_trace,
     odd_fake,
     op_of_name,
+    op_schema,
+    resize_storage,
     running_on_fakes,
     saved_key_path,
     size_state,

@@ -27,9 +27,9 @@ def expression_heads() -> Mapping[str, Any]:
         if isinstance(head, type) and issubclass(head, sympy.Basic):
             found[f"sympy.{head.__name__}"] = head
     for name, head in vars(functions).items():
-        if isinstance(head, type) and issubclass(head, sympy.Basic):
-            if head.__module__ == functions.__name__:
-                found[f"torch.{name}"] = head
+        own = getattr(head, "__module__", None) == functions.__name__
+        if own and isinstance(head, type) and issubclass(head, sympy.Basic):
+            found[f"torch.{name}"] = head
     return found
 
 
@@ -99,7 +99,11 @@ def size_state(env: Any) -> SizeState:
         },
         replacements=list(env.replacements.items()),
         guards=[
-            (guard.expr, bool(guard.size_oblivious), getattr(guard.sloc, "maybe_user_loc", "") or "")
+            (
+                guard.expr,
+                bool(guard.size_oblivious),
+                getattr(guard.sloc, "maybe_user_loc", "") or "",
+            )
             for guard in env.guards
         ],
         asserts=[
@@ -225,6 +229,14 @@ def is_fake_parameter(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_is_param", False))
 
 
+def resize_storage(tensor: torch.Tensor, nbytes: Any) -> None:
+    """Give the storage of a tensor on the meta device a size, which may be symbolic.
+
+    A tenth of the time of ``torch.empty`` of a symbolic size, which computes with it.
+    """
+    torch.ops.inductor.resize_storage_bytes_(tensor, nbytes)
+
+
 def fake_over(
     mode: Any, memory: torch.Tensor, device: torch.device, *, gradient: bool, parameter: bool
 ) -> torch.Tensor:
@@ -238,21 +250,36 @@ def fake_over(
 
 
 def making_fakes(mode: Any) -> AbstractContextManager[Any]:
-    """A context in which tensors on the meta device are made without guards on their sizes."""
+    """A context in which tensors on the meta device are made without guards on their sizes.
+
+    Modes of the caller do not see them.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
     stack = ExitStack()
-    stack.enter_context(mode.shape_env.suppress_guards())
+    stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())
+    stack.enter_context(mode.shape_env.suppress_guards())
     return stack
 
 
 # ---------------------------------------------------------------- running on fakes
 
-# State that fake values in the graph depend on, by the last part of a function's name.
+# Functions that wrapped values depend on, by the last part of their names.
 FUNCTORCH_STATE = frozenset(
-    f"{end}_{name}"
-    for name in ("increment_nesting", "decrement_nesting")
-    for end in ("_vmap", "_grad", "_jvp", "_func")
-) | {"_enter_dual_level", "_exit_dual_level", "lazy_load_decompositions"}
+    {
+        "_grad_decrement_nesting",
+        "_grad_increment_nesting",
+        "_vmap_decrement_nesting",
+        "_vmap_increment_nesting",
+        "lazy_load_decompositions",
+    }
+)
+# State that a failure in the middle would leave switched on: forward-mode AD, functionalisation.
+FUNCTORCH_STATE_WE_LEAVE_ALONE = frozenset(
+    {"_enter_dual_level", "_func_increment_nesting", "_jvp_increment_nesting"}
+)
 
 
 @contextmanager
@@ -322,13 +349,16 @@ def op_of_name(name: str) -> Any:
         return None
 
 
+def op_schema(op: Any) -> str:
+    """What an overload, or the overloads of a packet, take and return."""
+    if isinstance(op, torch._ops.OpOverload):
+        return str(op._schema)
+    return "\n".join(str(getattr(op, name)._schema) for name in sorted(op.overloads()))
+
+
 def higher_order_op(name: str) -> Any:
     """The higher-order op of a name, or None."""
     return torch._ops._higher_order_ops.get(name)
-
-
-def is_overload(op: Any) -> bool:
-    return isinstance(op, torch._ops.OpOverload)
 
 
 def has_plain_code(graph: fx.Graph) -> bool:
