@@ -107,7 +107,10 @@ class ValueWriter:
 
     def _number(self, size: Any) -> Any:
         """A size of a tensor: the number, or the row of its expression in a list."""
-        return size if isinstance(size, int) else [self._expression(size)]
+        if isinstance(size, int):
+            return size
+        known = size.node.expr  # after what was found to be equal
+        return int(known) if known.is_number else [self._expression(size)]
 
     def _belongs(self, found: Any) -> None:
         env = compat.trace_of(found)
