@@ -52,8 +52,8 @@ def dump_graph(gm: fx.GraphModule) -> bytes:
         UnsavableGraphError: another process could not make this graph; names the node.
     """
     writer = _Writer()
-    graph = writer.graph(gm)
     try:
+        graph = writer.graph(gm)
         sizes = (
             None
             if writer.values.env is None
@@ -71,8 +71,10 @@ def dump_graph(gm: fx.GraphModule) -> bytes:
             "texts": list(writer.texts),
         }
         body = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 1)
-    except (ValueError, RecursionError) as error:
-        raise UnsavableGraphError.whole(str(error)) from error
+    except CGCompileError:
+        raise
+    except Exception as error:
+        raise UnsavableGraphError.whole(_told(error)) from error
     return _MAGIC + hashlib.sha256(body).digest() + body
 
 
@@ -116,6 +118,11 @@ def _content(data: bytes) -> dict[str, Any]:
 # ---------------------------------------------------------------- writing
 
 
+def _told(error: Exception) -> str:
+    """An error in words: a ValueError is ours, and says why."""
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+
+
 class _Writer:
     def __init__(self) -> None:
         self.values = ValueWriter()
@@ -135,10 +142,10 @@ class _Writer:
         for number, node in enumerate(gm.graph.nodes):
             try:
                 rows.append(self._node(gm, node, numbers, node in runs))
-            except (ValueError, RecursionError) as error:
-                if isinstance(error, CGCompileError):
-                    raise
-                raise UnsavableGraphError.node(node.name, str(error)) from error
+            except CGCompileError:
+                raise
+            except Exception as error:  # ours, or whatever the code of a value's class raises
+                raise UnsavableGraphError.node(node.name, _told(error)) from error
             numbers[node] = number
         held = {
             str(node.target): self._attribute_rows[id(attribute(gm, node))]
