@@ -60,7 +60,7 @@ def dump_graph(gm: fx.GraphModule) -> bytes:
             else saved_state(writer.values.env, writer.values.expressions)
         )
         content = {
-            "torch": torch.__version__,
+            "torch": str(torch.version.__version__),
             "graph": graph,
             "sizes": sizes,
             "break": compat.graph_break(gm),
@@ -110,8 +110,8 @@ def _content(data: bytes) -> dict[str, Any]:
         version = content["torch"]
     except Exception as error:  # the checksum is right: another program wrote this
         raise SavedGraphError.damaged(f"{type(error).__name__}: {error}") from error
-    if version != torch.__version__:
-        raise SavedGraphError.other_torch(str(version), torch.__version__)
+    if version != str(torch.version.__version__):
+        raise SavedGraphError.other_torch(str(version), str(torch.version.__version__))
     return content
 
 

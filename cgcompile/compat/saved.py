@@ -288,12 +288,20 @@ def running_on_fakes(mode: Any) -> Iterator[None]:
     from torch._C import _functorch
     from torch._dispatch.python import enable_python_dispatcher
 
-    before = _functorch.maybe_current_level() or 0
+    def level() -> int:
+        return _functorch.maybe_current_level() or 0
+
+    before = level()
     with torch.no_grad(), mode.shape_env.suppress_guards(), mode, enable_python_dispatcher():
         try:
             yield
         finally:
-            _functorch.pop_dynamic_layer_stack_and_undo_to_depth(before)
+            while level() > before:
+                kind = _functorch.peek_interpreter_stack().key()
+                if kind == _functorch.TransformType.Vmap:
+                    _functorch._vmap_decrement_nesting()
+                else:
+                    _functorch._grad_decrement_nesting()
 
 
 # ---------------------------------------------------------------- metadata and modules
