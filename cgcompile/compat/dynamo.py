@@ -29,7 +29,7 @@ def source_name(placeholder: fx.Node) -> str | None:
     """Where Dynamo took an input from, such as ``L['x']``; None for graphs of other origin."""
     source = getattr(placeholder, "_dynamo_source", None)
     if source is None:
-        return None
+        return placeholder.meta.get(_SAVED_SOURCE)
     name = source.name  # a method once, a property since 2.9
     return str(name() if callable(name) else name)
 
@@ -38,7 +38,7 @@ def graph_break(gm: fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph early, with the user's line; None if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
-        return None
+        return gm.meta.get(_SAVED_BREAK)
     text = str(reason.reason).strip().splitlines()[0]
     stack = [frame for frame in reason.user_stack or () if frame.filename]
     return f"{text} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})" if stack else text
@@ -123,7 +123,28 @@ def size_conditions(gm: fx.GraphModule) -> list[tuple[str, tuple[str, ...]]]:
 def is_static_input(placeholder: fx.Node) -> bool:
     """Whether Dynamo says that this input keeps its address: a parameter, buffer or attribute."""
     marks = placeholder.meta.get("tensor_dict") or {}
-    return marks.get("_dynamo_static_input_type") is not None
+    saved: bool = placeholder.meta.get(_SAVED_STATIC, False)
+    return saved or marks.get("_dynamo_static_input_type") is not None
+
+
+# What a graph that was saved has of Dynamo's objects, in ``meta`` of its nodes and of itself.
+_SAVED_SOURCE = "cgcompile_source"
+_SAVED_STATIC = "cgcompile_static"
+_SAVED_BREAK = "cgcompile_graph_break"
+
+
+def keep_input(placeholder: fx.Node, source: str | None, static: bool) -> None:
+    """Give an input of a loaded graph what :func:`source_name` and :func:`is_static_input` told."""
+    if source is not None:
+        placeholder.meta[_SAVED_SOURCE] = source
+    if static:
+        placeholder.meta[_SAVED_STATIC] = True
+
+
+def keep_graph_break(gm: fx.GraphModule, why: str | None) -> None:
+    """Give a loaded graph what :func:`graph_break` told of the saved one."""
+    if why is not None:
+        gm.meta[_SAVED_BREAK] = why
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -149,6 +170,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     result = fx.GraphModule(gm, graph)
     if hasattr(gm, "compile_subgraph_reason"):
         result.compile_subgraph_reason = gm.compile_subgraph_reason
+    keep_graph_break(result, gm.meta.get(_SAVED_BREAK))
     return result
 
 

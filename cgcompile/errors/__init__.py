@@ -14,8 +14,10 @@ from cgcompile.errors.compilation import (
     PassError,
     PieceCompileError,
     RecompileError,
+    SavedGraphError,
     SymbolError,
     TraceError,
+    UnsavableGraphError,
 )
 from cgcompile.errors.root import CGCompileError
 from cgcompile.errors.running import (

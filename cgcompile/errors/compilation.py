@@ -362,3 +362,53 @@ class PieceCompileError(CGCompileError, RuntimeError):
             f"{piece}: compiler {compiler!r} returned {found!r}; expected a callable that takes "
             "the inputs of the piece and returns the list of its outputs."
         )
+
+
+class UnsavableGraphError(CGCompileError, ValueError):
+    """A graph that cannot be saved for another process."""
+
+    @classmethod
+    def node(cls, node: str, because: str) -> "UnsavableGraphError":
+        return cls(
+            f"the graph cannot be saved: node {node!r}: {because}.\n"
+            "  It works as it is; every new process traces it again."
+        )
+
+    @classmethod
+    def whole(cls, because: str) -> "UnsavableGraphError":
+        return cls(
+            f"the graph cannot be saved: {because}.\n"
+            "  It works as it is; every new process traces it again."
+        )
+
+
+class SavedGraphError(CGCompileError, RuntimeError):
+    """A saved graph that cannot be used here."""
+
+    @classmethod
+    def damaged(cls, because: str) -> "SavedGraphError":
+        return cls(
+            f"the saved graph is damaged, or not one: {because}.\n"
+            "  Delete the file; the graph is traced and saved again."
+        )
+
+    @classmethod
+    def other_torch(cls, found: str, expected: str) -> "SavedGraphError":
+        return cls(
+            f"the saved graph is of torch {found}; expected {expected}, which runs here.\n"
+            "  Trace the model again."
+        )
+
+    @classmethod
+    def missing(cls, node: str, name: str) -> "SavedGraphError":
+        return cls(
+            f"the saved graph calls {name} (node {node!r}), which does not exist here.\n"
+            "  Import the library that defines it before the graph is loaded, or trace again."
+        )
+
+    @classmethod
+    def differs(cls, node: str, expected: str, found: str) -> "SavedGraphError":
+        return cls(
+            f"the saved graph means something else here: node {node!r} should give {expected}; "
+            f"found {found}.\n  Trace the model again."
+        )
