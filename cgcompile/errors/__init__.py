@@ -13,11 +13,7 @@ from cgcompile.errors.compilation import (
     ForwardContextError,
     PassError,
     PieceCompileError,
-    RecompileError,
-    SavedGraphError,
     SymbolError,
-    TraceError,
-    UnsavableGraphError,
 )
 from cgcompile.errors.root import CGCompileError
 from cgcompile.errors.running import (
@@ -30,4 +26,10 @@ from cgcompile.errors.running import (
     HostValueChangedError,
     WeightsError,
     missing_attribute,
+)
+from cgcompile.errors.tracing import (
+    RecompileError,
+    SavedGraphError,
+    TraceError,
+    UnsavableGraphError,
 )
