@@ -271,22 +271,26 @@ def test_the_pass_fuses_every_layer(compiler: str) -> None:
         assert "largest difference: 0, allowed 0" in rows
 
 
+@pytest.fixture(scope="module")
+def silu_mul() -> ModuleType:
+    """The example, once: it registers an op, which a process can do once."""
+    return load("passes_silu_mul.py")
+
+
 def test_the_pass_says_what_is_broken(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    silu_mul: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    example = load("passes_silu_mul.py")
-    monkeypatch.setattr(example, "_is_product", lambda node: node.name == "linear_4")
-    assert example.main(["--device", "cpu", "--layers", "2"]) == 1
+    monkeypatch.setattr(silu_mul, "_is_product", lambda node: node.name == "linear_4")
+    assert silu_mul.main(["--device", "cpu", "--layers", "2"]) == 1
     assert "BROKEN: 0 matches in 2 layers" in capsys.readouterr().out
 
 
-def test_the_pass_leaves_alone_what_it_cannot_tell() -> None:
+def test_the_pass_leaves_alone_what_it_cannot_tell(silu_mul: ModuleType) -> None:
     """Another use, a write, a product with a number, another type or shape: none is fused."""
     import torch.nn.functional as F
 
     import cgcompile
 
-    example = load("passes_silu_mul.py")
     w, half = torch.randn(8, 8), torch.randn(8, 8, dtype=torch.float64)
 
     def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -301,13 +305,13 @@ def test_the_pass_leaves_alone_what_it_cannot_tell() -> None:
         row = F.silu(F.linear(x, w)) * F.linear(x[:1], w)
         return fused, again, activated * F.linear(x, w), number, other, row
 
-    backend = cgcompile.Backend(compiler="eager", graph_passes=(example.FuseSiluMul(),))
+    backend = cgcompile.Backend(compiler="eager", graph_passes=(silu_mul.FuseSiluMul(),))
     x = torch.randn(4, 8)
     with torch.no_grad():
         found = torch.compile(program, backend=backend)(x)
         torch.testing.assert_close(found, program(x), rtol=0, atol=0)
     (record,) = [r for r in backend.graphs[0].split.passes if r.name == "fuse_silu_mul"]
-    assert example.matches(record) == 1
+    assert silu_mul.matches(record) == 1
 
 
 # ---------------------------------------------------------------- benchmarks
