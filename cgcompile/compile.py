@@ -128,6 +128,7 @@ class CompiledModel(Transparent):
     ) -> None:
         self.runnable = runnable
         self.backend = backend
+        self._given = (dict(dynamic_dims or {}), rules)
         self._traces: Traces | None = None
         self._call = _untraced(runnable, backend.config)
         if self._call is None:
@@ -150,10 +151,21 @@ class CompiledModel(Transparent):
             CGCompileError: what compiling or replaying raises.
             BaseException: what the model raises.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return self.runnable(*args, **kwargs)  # part of what somebody else compiles
         return self._call(*args, **kwargs)  # type: ignore[misc]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, in another process too, is compiled anew.
+        dims, rules = self._given
+        return {"runnable": self.runnable, "settings": (self.backend.config, dims, rules)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        config, dims, rules = state["settings"]
+        CompiledModel.__init__(self, state["runnable"], Backend(config), dims, rules)
 
     def __repr__(self) -> str:
         return f"CompiledModel({self.runnable!r})"
