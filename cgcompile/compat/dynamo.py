@@ -102,18 +102,19 @@ def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:
 def known_size(size: Any) -> int | str:
     """A size as a number, or as an expression of symbols; equal sizes have equal texts."""
     expression = size if type(size) is int else size.node.expr  # what it stands for now
-    return str(expression) if getattr(expression, "free_symbols", None) else int(expression)
+    from torch.utils._sympy.printers import PythonPrinter
+
+    if getattr(expression, "free_symbols", None):
+        return str(PythonPrinter().doprint(expression))
+    return int(expression)
 
 
-def size_conditions(gm: fx.GraphModule) -> list[tuple[str, tuple[str, ...]]]:
+def size_conditions(shape_env: Any) -> list[tuple[str, tuple[str, ...]]]:
     """(condition in Python, its symbols) of each guard on sizes that was met so far."""
     from torch.utils._sympy.printers import PythonPrinter
 
-    values = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
-    sizes: list[Any] = [n for v in values if isinstance(v, torch.Tensor) for n in v.shape]
-    shapes = Shapes.of(size for size in sizes if isinstance(size, torch.SymInt))
     found = []
-    for guard, _ in () if shapes is None else shapes.guards():
+    for guard, _ in Shapes(shape_env).guards():
         symbols = tuple(sorted(map(str, guard.free_symbols)))
         if symbols:
             found.append((PythonPrinter().doprint(guard), symbols))
