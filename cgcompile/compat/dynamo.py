@@ -109,8 +109,13 @@ def known_size(size: Any) -> int | str:
     return int(expression)
 
 
-def size_conditions(shape_env: Any) -> list[tuple[str, tuple[str, ...]]]:
-    """(condition in Python, its symbols) of each guard on sizes that was met so far."""
+def size_conditions(shape_env: Any, least: int) -> list[tuple[str, tuple[str, ...]]]:
+    """(condition in Python, its symbols) of each guard on sizes that was met so far.
+
+    Args:
+        shape_env: of the trace.
+        least: the smallest size that is not worth a condition.
+    """
     from torch.utils._sympy.printers import PythonPrinter
 
     found = []
@@ -118,6 +123,13 @@ def size_conditions(shape_env: Any) -> list[tuple[str, tuple[str, ...]]]:
         symbols = tuple(sorted(map(str, guard.free_symbols)))
         if symbols:
             found.append((PythonPrinter().doprint(guard), symbols))
+    for symbol, bounds in shape_env.var_to_range.items():  # torch drops guards that these imply
+        if is_unbacked(symbol):
+            continue
+        if bounds.lower.is_Integer and bounds.lower > least:
+            found.append((f"{symbol} >= {bounds.lower}", (str(symbol),)))
+        if bounds.upper.is_Integer:
+            found.append((f"{symbol} <= {bounds.upper}", (str(symbol),)))
     return found
 
 

@@ -8,7 +8,7 @@ import dis
 import importlib
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,10 +122,13 @@ class Trace:
             if isinstance(each.fake, torch.Tensor):
                 yield _name(each.source), each.fake
 
-    @property
-    def size_conditions(self) -> list[tuple[str, tuple[str, ...]]]:
-        """What was assumed of sizes so far: (condition in Python, its symbols)."""
-        return size_conditions(self._shape_env)
+    def size_conditions(self, least: int) -> list[tuple[str, tuple[str, ...]]]:
+        """What was assumed of sizes so far, but that they are at least ``least``.
+
+        Returns:
+            (condition in Python, its symbols) of each.
+        """
+        return size_conditions(self._shape_env, least)
 
     @property
     def aliases(self) -> list[tuple[str, str]]:
@@ -136,6 +139,16 @@ class Trace:
             if other is not None:
                 found.append((_name(guard), _name(other)))
         return found
+
+    @property
+    def global_tensors(self) -> list[torch.Tensor]:
+        """The tensors that were found in globals."""
+        found = []
+        for guard in self._output.graph_capture_output.output_graph.guards:
+            if _name(guard).startswith("G["):
+                with suppress(AttributeError, LookupError, TypeError):
+                    found.append(eval(_name(guard), {"G": self._function.__globals__}))
+        return [each for each in found if isinstance(each, torch.Tensor)]
 
     @property
     def _shape_env(self) -> Any:

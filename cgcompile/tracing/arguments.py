@@ -42,6 +42,7 @@ class _Lines:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
         self.references: list[weakref.ref[Any]] = []
+        self.others: frozenset[int] = frozenset()
         self._shapes, self._strides = shapes, strides
         self._pinned = pinned
         self._count = 0
@@ -161,6 +162,10 @@ class _Lines:
         for text, place in derived:
             symbols = tuple(name for name in _SYMBOL.findall(text) if name != "math")
             self.conditions([(f"{place} == ({text})", symbols)])
+        if self._tensors and self.others:
+            ids = self.bound("f", self.others)
+            objects = " or ".join(f"id({name}) in {ids}" for name in self._tensors.values())
+            self.unless(objects)
         if len(self._tensors) > 1:
             objects = ", ".join(f"id({name})" for name in self._tensors.values())
             self.unless(f"len({{{objects}}}) != {len(self._tensors)}")
@@ -175,6 +180,7 @@ def fits_function(
     strides: Shapes,
     pinned: Collection[str] = (),
     collected: Collection[str] = (),
+    others: frozenset[int] = frozenset(),
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
     """A function that tells whether another call is like this one.
 
@@ -187,12 +193,14 @@ def fits_function(
         strides: of those tensors, likewise.
         pinned: tensors that the model reaches in another way as well, by path: the same objects.
         collected: the keywords that the function takes as a dict; their order counts.
+        others: the ids of living tensors that none of the arguments was, but for pinned ones.
 
     Returns:
         ``fits(args, kwargs)``; its text is the attribute ``source``, and ``references`` are weak
         ones to the objects that must be the same.
     """
     made = _Lines(shapes, strides, pinned)
+    made.others = others
     keywords = "kwargs" if not kwargs else f"len(kwargs) != {len(kwargs)}"
     made.unless(f"len(args) != {len(args)} or {keywords}")
     variables = [made.fresh("v") for _ in args]

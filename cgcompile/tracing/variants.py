@@ -245,7 +245,7 @@ class Traces:
         try:
             return self._attempt(args, kwargs, dims)
         except compat.CannotTrace as error:
-            if error.model_raises:
+            if error.model_raises:  # in Python, and would not be seen here with its own type
                 self._function(*args, **kwargs)  # raises what the model raises
             raise TraceError.refused(self.name, str(error)) from error
 
@@ -280,7 +280,7 @@ class Traces:
         named = {paths[position]: value for position, value in enumerate(args)}
         named |= {paths[name]: value for name, value in kwargs.items()}
         places = {
-            f"{source}{path}"
+            f"{source}{path}": leaf
             for source, value in named.items()
             for path, leaf in compat.tree_paths(value)
             if isinstance(leaf, torch.Tensor)
@@ -291,10 +291,13 @@ class Traces:
             for one, other in (pair, pair[::-1])
             if one in places and other not in places
         }
+        others = {id(each) for each in trace.global_tensors}
+        pinned |= {place for place, leaf in places.items() if id(leaf) in others}
         collected = [name for name in kwargs if name not in self._signature.parameters]
-        conditions = trace.size_conditions
+        bound = frozenset(id(each.tensor) for each in trace.frozen)
+        conditions = trace.size_conditions(2 if self._rules.shapes == "backed" else 0)
         return fits_function(
-            args, kwargs, paths, shapes, conditions, trace.strides, pinned, collected
+            args, kwargs, paths, shapes, conditions, trace.strides, pinned, collected, bound
         )
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], freeze: bool) -> compat.Trace:
