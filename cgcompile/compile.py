@@ -6,6 +6,7 @@ marks the dimensions that vary; and what is checked at each call can be chosen.
 """
 
 import functools
+import logging
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.tracing.variants import GUARDS, SHAPES, Rules, Traces, Variant
+
+log = logging.getLogger(__name__)
 
 
 def compile(
@@ -48,10 +51,11 @@ def compile(
             the same. All other sizes are constants of a trace.
         guards: what is checked at each call. ``"keep"`` (the default, but for DYNAMO_TRACE_ONCE):
             all that Dynamo assumed. ``"shape"``: the arguments (number, types, dtypes, devices,
-            fixed sizes, which sizes are equal, values that are no tensors), and what it assumed of
-            sizes. ``"none"``: the arguments alone; tensors of modules are bound, not looked up:
-            changes in place are seen, replaced ones need :meth:`CompiledModel.invalidate`, and
-            what else the model reads, such as its attributes, is as it was when traced.
+            fixed sizes, which sizes are equal, layouts, values that are no tensors), and what it
+            assumed of sizes. ``"none"``: the same of the arguments alone; tensors of modules are
+            bound, not looked up: changes in place are seen, replaced ones need
+            :meth:`CompiledModel.invalidate`, and what else the model reads, such as its
+            attributes, is as it was when traced.
         check_guards: for debugging: check what was dropped as well, and raise where it fails.
         dynamic_shapes: what a trace may assume of a dynamic size. ``"backed"``: that it is at
             least 2, as in ``torch.compile``; smaller ones are traces of their own, or, without
@@ -128,6 +132,7 @@ class CompiledModel(Transparent):
     ) -> None:
         self.runnable = runnable
         self.backend = backend
+        self._given = (dict(dynamic_dims or {}), rules)
         self._traces: Traces | None = None
         self._call = _untraced(runnable, backend.config)
         if self._call is None:
@@ -150,10 +155,21 @@ class CompiledModel(Transparent):
             CGCompileError: what compiling or replaying raises.
             BaseException: what the model raises.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return self.runnable(*args, **kwargs)  # part of what somebody else compiles
         return self._call(*args, **kwargs)  # type: ignore[misc]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, in another process too, is compiled anew.
+        dims, rules = self._given
+        return {"runnable": self.runnable, "settings": (self.backend.config, dims, rules)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        config, dims, rules = state["settings"]
+        CompiledModel.__init__(self, state["runnable"], Backend(config), dims, rules)
 
     def __repr__(self) -> str:
         return f"CompiledModel({self.runnable!r})"
@@ -181,6 +197,9 @@ class CompiledModel(Transparent):
         self.backend.invalidate(reason)
         if self._traces is not None:
             self._traces.clear()
+        elif isinstance(self._call, CUDAGraphWrapper):
+            log.info("%s: graphs are dropped: %s", self._call.name, reason)
+            self._call.clear_graphs()
 
     def _compile(
         self, graph: fx.GraphModule, inputs: list[Any], frozen: bool
@@ -196,4 +215,5 @@ def _untraced(model: Any, config: CompilationConfig) -> Callable[..., Any] | Non
     if config.mode is not CompilationMode.NONE:
         return None
     full = config.cudagraph_mode.has_mode(CUDAGraphMode.FULL)
-    return CUDAGraphWrapper(model, config, CUDAGraphMode.FULL) if full else model
+    # It breaks nowhere in FULL graphs; it refuses the splitting ops that must not be in one.
+    return BreakableCUDAGraphWrapper(model, config, CUDAGraphMode.FULL) if full else model

@@ -102,21 +102,34 @@ def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:
 def known_size(size: Any) -> int | str:
     """A size as a number, or as an expression of symbols; equal sizes have equal texts."""
     expression = size if type(size) is int else size.node.expr  # what it stands for now
-    return str(expression) if getattr(expression, "free_symbols", None) else int(expression)
-
-
-def size_conditions(gm: fx.GraphModule) -> list[tuple[str, tuple[str, ...]]]:
-    """(condition in Python, its symbols) of each guard on sizes that was met so far."""
     from torch.utils._sympy.printers import PythonPrinter
 
-    values = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
-    sizes: list[Any] = [n for v in values if isinstance(v, torch.Tensor) for n in v.shape]
-    shapes = Shapes.of(size for size in sizes if isinstance(size, torch.SymInt))
+    if getattr(expression, "free_symbols", None):
+        return str(PythonPrinter().doprint(expression))
+    return int(expression)
+
+
+def size_conditions(shape_env: Any, least: int) -> list[tuple[str, tuple[str, ...]]]:
+    """(condition in Python, its symbols) of each guard on sizes that was met so far.
+
+    Args:
+        shape_env: of the trace.
+        least: the smallest size that is not worth a condition.
+    """
+    from torch.utils._sympy.printers import PythonPrinter
+
     found = []
-    for guard, _ in () if shapes is None else shapes.guards():
+    for guard, _ in Shapes(shape_env).guards():
         symbols = tuple(sorted(map(str, guard.free_symbols)))
         if symbols:
             found.append((PythonPrinter().doprint(guard), symbols))
+    for symbol, bounds in shape_env.var_to_range.items():  # torch drops guards that these imply
+        if is_unbacked(symbol):
+            continue
+        if bounds.lower.is_Integer and bounds.lower > least:
+            found.append((f"{symbol} >= {bounds.lower}", (str(symbol),)))
+        if bounds.upper.is_Integer:
+            found.append((f"{symbol} <= {bounds.upper}", (str(symbol),)))
     return found
 
 

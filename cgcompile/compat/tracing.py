@@ -8,18 +8,24 @@ import dis
 import importlib
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from cgcompile.compat.dynamo import source_name
+from cgcompile.compat.dynamo import known_size, size_conditions, source_name
 
 
 class CannotTrace(Exception):
-    """Dynamo cannot make one graph of a call; the text says why."""
+    """Dynamo cannot make one graph of a call; the text says why.
+
+    Attributes:
+        model_raises: whether the reason is that the Python code of the model raises.
+    """
+
+    model_raises = False
 
 
 @dataclass(frozen=True)
@@ -79,10 +85,12 @@ class Trace:
             compiled: takes the inputs of the graph that are not frozen; returns its outputs.
         """
         capture = self._output.graph_capture_output
-        modules = {
-            alias: importlib.import_module(name) for alias, name in capture.import_sources.items()
-        }
-        names = {**self._function.__globals__, **capture.f_globals, **modules}
+        names = _Globals(self._function.__globals__)
+        for name, value in capture.f_globals.items():
+            if name.startswith("__"):  # what Dynamo has put there
+                names[name] = value
+        for alias, name in capture.import_sources.items():
+            names[alias] = importlib.import_module(name)
         if self._output.backend_input is not None:
             names[self._output.backend_input.backend_id] = compiled
         made = types.FunctionType(
@@ -94,6 +102,57 @@ class Trace:
         )
         made.__kwdefaults__ = self._function.__kwdefaults__
         return made
+
+    @property
+    def sizes(self) -> dict[str, tuple[int | str, ...]]:
+        """The sizes of all tensors that were looked at, by path; those that vary as Python text."""
+        return {path: tuple(map(known_size, fake.shape)) for path, fake in self._fakes()}
+
+    @property
+    def strides(self) -> dict[str, tuple[int | str, ...]]:
+        """Likewise the strides of those that have some."""
+        return {
+            path: tuple(map(known_size, fake.stride()))
+            for path, fake in self._fakes()
+            if fake.layout is torch.strided
+        }
+
+    def _fakes(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for each in self._shape_env.tracked_fakes or ():
+            if isinstance(each.fake, torch.Tensor):
+                yield _name(each.source), each.fake
+
+    def size_conditions(self, least: int) -> list[tuple[str, tuple[str, ...]]]:
+        """What was assumed of sizes so far, but that they are at least ``least``.
+
+        Returns:
+            (condition in Python, its symbols) of each.
+        """
+        return size_conditions(self._shape_env, least)
+
+    @property
+    def aliases(self) -> list[tuple[str, str]]:
+        """(path, path) of tensors that are the same object, found in two ways."""
+        found = []
+        for guard in self._output.graph_capture_output.output_graph.guards:
+            other = getattr(guard.create_fn, "keywords", {}).get("source_b")
+            if other is not None:
+                found.append((_name(guard), _name(other)))
+        return found
+
+    @property
+    def global_tensors(self) -> list[torch.Tensor]:
+        """The tensors that were found in globals."""
+        found = []
+        for guard in self._output.graph_capture_output.output_graph.guards:
+            if _name(guard).startswith("G["):
+                with suppress(AttributeError, LookupError, TypeError):
+                    found.append(eval(_name(guard), {"G": self._function.__globals__}))
+        return [each for each in found if isinstance(each, torch.Tensor)]
+
+    @property
+    def _shape_env(self) -> Any:
+        return self._output.graph_capture_output.output_graph.shape_env
 
     @property
     def written_globals(self) -> tuple[str, ...]:
@@ -112,14 +171,32 @@ class Trace:
         Raises:
             CannotTrace: a dynamic dimension was fixed.
         """
+        from torch._dynamo import config
         from torch._dynamo.hooks import Hooks
 
         chosen = Hooks(guard_filter_fn=_sizes_only) if sizes_only else None
-        with _measured(), _as_cannot_trace():
+        hooks_too = config.patch({"skip_nnmodule_hook_guards": False})
+        with _measured(), _as_cannot_trace(), hooks_too:
             found = self._output.graph_capture_output.build_guards(
                 self._function.__code__, hooks=chosen
             )
         return Guards(found)
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a function as they are at each look, beside names of our own."""
+
+    def __init__(self, live: dict[str, Any]) -> None:
+        super().__init__()
+        self._live = live
+
+    def __missing__(self, name: str) -> Any:
+        return self._live[name]
+
+
+def _name(sourced: Any) -> str:
+    """The path of a guard or a source: a method once, a property since 2.9."""
+    return str(sourced.name() if callable(sourced.name) else sourced.name)
 
 
 class Guards:
@@ -145,6 +222,20 @@ def traced_function(called: Any) -> tuple[types.FunctionType, Any]:
     from torch._dynamo.convert_frame import get_traced_fn
 
     return get_traced_fn(called)
+
+
+def spoken_function(called: Any) -> Any:
+    """The function whose parameters a caller knows: of a module with hooks its ``forward``."""
+    if isinstance(called, torch.nn.Module):
+        return traced_function(called.forward)[0]
+    return traced_function(called)[0]
+
+
+def hooks_of(called: Any) -> tuple[Any, ...]:
+    """What holds the hooks of a module; it changes as they are added and removed."""
+    if not isinstance(called, torch.nn.Module):
+        return ()
+    return (called._forward_pre_hooks, called._forward_hooks)
 
 
 def trace_call(
@@ -173,6 +264,7 @@ def trace_call(
         "install_free_tensors": freeze,
         "capture_scalar_outputs": True,
         "capture_dynamic_output_shape_ops": True,
+        "skip_nnmodule_hook_guards": False,
     }
     with ExitStack() as stack:
         stack.enter_context(convert_frame.compile_lock)
@@ -201,7 +293,9 @@ def _as_cannot_trace() -> Iterator[None]:
     try:
         yield
     except (TorchDynamoException, ConstraintViolationError) as error:
-        raise CannotTrace(_in_short(error)) from error
+        found = CannotTrace(_in_short(error))
+        found.model_raises = str(error).lstrip().startswith("Observed exception")
+        raise found from error
 
 
 def _in_short(error: BaseException) -> str:

@@ -1,14 +1,15 @@
 """What of a call a trace depends on, as generated Python: :func:`fits_source`.
 
 Guards of Dynamo look at the whole model and cost tens of microseconds. Where they are dropped, the
-arguments are still compared: their number, types, dtypes, devices and ranks, the sizes that are
-not dynamic, which sizes are equal, and all values that are no tensors. It reads like this::
+arguments are still compared: their number and order, types, dtypes, devices, ranks, layouts,
+whether they require grad, the sizes that are not dynamic, which sizes are equal, and all values
+that are no tensors. It reads like this::
 
     def fits(args, kwargs):
         if len(args) != 2 or kwargs:
             return False
         v0, v1 = args
-        if type(v0) is not t0 or v0.dtype is not d0 or v0.device != e0:
+        if type(v0) is not t0 or v0.dtype is not d0 or v0.device != e0 or v0.requires_grad:
             return False
         s0 = v0.shape
         if len(s0) != 2 or s0[1] != 16:
@@ -18,14 +19,17 @@ not dynamic, which sizes are equal, and all values that are no tensors. It reads
 """
 
 import math
+import re
+import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
-_PLAIN = (bool, int, str, bytes, type(None))
-_SEALED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (bool, int, str, bytes, range, type(None))
+_SEALED = (torch.dtype, torch.device, torch.layout, torch.memory_format, types.MethodType)
+_SYMBOL = re.compile(r"[A-Za-z_]\w*")
 
 # By path, such as ``L['x'][0]``: for each dimension its size, or the name of a size that varies.
 Shapes = Mapping[str, tuple[int | str, ...]]
@@ -34,12 +38,16 @@ Shapes = Mapping[str, tuple[int | str, ...]]
 class _Lines:
     """Generated lines, and what they refer to."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: Shapes, strides: Shapes, pinned: Collection[str]) -> None:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
-        self._shapes = shapes
+        self.references: list[weakref.ref[Any]] = []
+        self.others: frozenset[int] = frozenset()
+        self._shapes, self._strides = shapes, strides
+        self._pinned = pinned
         self._count = 0
         self._sizes: dict[str, list[str]] = {}  # by the name of a size: where it can be read
+        self._read: set[str] = set()  # of these, those that have a variable
         self._tensors: dict[int, str] = {}  # by identity: the variable that is it
 
     def fresh(self, letter: str) -> str:
@@ -57,27 +65,38 @@ class _Lines:
     def leaf(self, name: str, value: Any, path: str) -> None:
         """Compare the variable ``name`` with a value of the traced call."""
         kind = self.bound("t", type(value))
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and path in self._pinned:
+            self._object(name, value)
+        elif isinstance(value, torch.Tensor):
             self._tensor(name, kind, value, path)
         elif isinstance(value, (float, complex)):  # tells -0.0 from 0.0, and nan is itself
             self.unless(f"type({name}) is not {kind} or repr({name}) != {repr(value)!r}")
         elif isinstance(value, (*_PLAIN, *_SEALED)):
             self.unless(f"type({name}) is not {kind} or {name} != {self.bound('c', value)}")
-        elif type(value) in (tuple, list):
+        elif type(value) in (tuple, list, torch.Size):
             self.unless(f"type({name}) is not {kind} or len({name}) != {len(value)}")
-            self._items(name, [(index, index, item) for index, item in enumerate(value)], path)
-        elif type(value) is dict and all(isinstance(key, str) for key in value):
-            keys = self.bound("k", value.keys() | set())
-            self.unless(f"type({name}) is not {kind} or {name}.keys() != {keys}")
-            self._items(name, [(repr(key), key, item) for key, item in value.items()], path)
+            self._parts(name, [(f"[{index}]", item) for index, item in enumerate(value)], path)
+        elif isinstance(value, tuple) and hasattr(value, "_fields"):
+            self.unless(f"type({name}) is not {kind}")
+            self._parts(
+                name, [(f".{field}", getattr(value, field)) for field in value._fields], path
+            )
+        elif type(value) is slice:
+            self.unless(f"type({name}) is not {kind}")
+            parts = ("start", "stop", "step")
+            self._parts(name, [(f".{part}", getattr(value, part)) for part in parts], path)
+        elif type(value) is dict and all(type(key) in (str, int) for key in value):
+            keys = self.bound("k", list(value))  # their order as well: a model may walk them
+            self.unless(f"type({name}) is not {kind} or list({name}) != {keys}")
+            self._parts(name, [(f"[{key!r}]", item) for key, item in value.items()], path)
         else:
             self._object(name, value)
 
-    def _items(self, name: str, items: list[tuple[Any, Any, Any]], path: str) -> None:
-        for text, key, item in items:
+    def _parts(self, name: str, parts: list[tuple[str, Any]], path: str) -> None:
+        for text, part in parts:
             variable = self.fresh("v")
-            self.lines.append(f"    {variable} = {name}[{text}]")
-            self.leaf(variable, item, f"{path}[{key!r}]")
+            self.lines.append(f"    {variable} = {name}{text}")
+            self.leaf(variable, part, f"{path}{text}")
 
     def _tensor(self, name: str, kind: str, value: torch.Tensor, path: str) -> None:
         if id(value) in self._tensors:
@@ -85,40 +104,68 @@ class _Lines:
             return
         self._tensors[id(value)] = name
         dtype, device = self.bound("d", value.dtype), self.bound("e", value.device)
-        unlike = f"{name}.dtype is not {dtype} or {name}.device != {device}"
+        grad = f"{'not ' if value.requires_grad else ''}{name}.requires_grad"
+        unlike = f"{name}.dtype is not {dtype} or {name}.device != {device} or {grad}"
         self.unless(f"type({name}) is not {kind} or {unlike}")
         shape = self.fresh("s")
         self.lines.append(f"    {shape} = {name}.shape")
         sizes = self._shapes.get(path, tuple(value.shape))
         fixed = [f"{shape}[{d}] != {n}" for d, n in enumerate(sizes) if isinstance(n, int)]
         self.unless(" or ".join([f"len({shape}) != {len(sizes)}", *fixed]))
+        self._layout(name, shape, value, path)
         for dim, size in enumerate(sizes):
             if isinstance(size, str):
                 self._sizes.setdefault(size, []).append(f"{shape}[{dim}]")
 
+    def _layout(self, name: str, shape: str, value: torch.Tensor, path: str) -> None:
+        """Compilers rely on the strides that they saw, and models ask for them."""
+        sizes, strides = self._shapes.get(path, ()), self._strides.get(path, ())
+        if value.layout is not torch.strided or value.dim() == 0:
+            self.unless(f"{name}.layout is not {self.bound('l', value.layout)}")
+            return
+        self.unless(f"{'not ' if value.is_contiguous() else ''}{name}.is_contiguous()")
+        if value.is_contiguous():
+            return
+        steps = self.fresh("q")
+        self.lines.append(f"    {steps} = {name}.stride()")
+        for dim, step in enumerate(strides):
+            if isinstance(step, int) and sizes[dim] != 1:
+                self.unless(f"{shape}[{dim}] > 1 and {steps}[{dim}] != {step}")
+
     def _object(self, name: str, value: Any) -> None:
         """Something that a trace may have looked into: it must be the same object."""
         try:
-            alive = self.bound("r", weakref.ref(value))
-            self.unless(f"{name} is not {alive}()")
+            reference = weakref.ref(value)
         except TypeError:
             self.unless(f"{name} is not {self.bound('o', value)}")
+            return
+        self.references.append(reference)  # of a dead object it tells None, which may be passed
+        self.unless(f"{name} is None or {name} is not {self.bound('r', reference)}()")
 
     def conditions(self, conditions: Iterable[tuple[str, tuple[str, ...]]]) -> None:
         """What was assumed of sizes, where all of them can be read off the arguments."""
-        used: set[str] = set()
         for text, symbols in conditions:
             if all(symbol in self._sizes for symbol in symbols):
-                for symbol in sorted(set(symbols) - used):
+                for symbol in sorted(set(symbols) - self._read):
                     self.lines.append(f"    {symbol} = {self._sizes[symbol][0]}")
-                used.update(symbols)
+                self._read.update(symbols)
                 self.unless(f"not ({text})")
 
     def relations(self) -> None:
-        """Sizes that are equal, and tensors that are different objects."""
+        """Sizes that are equal, or follow from others, and tensors that are different objects."""
         for places in self._sizes.values():
             for other in places[1:]:
                 self.unless(f"{places[0]} != {other}")
+        derived = [
+            (text, places[0]) for text, places in self._sizes.items() if not text.isidentifier()
+        ]
+        for text, place in derived:
+            symbols = tuple(name for name in _SYMBOL.findall(text) if name != "math")
+            self.conditions([(f"{place} == ({text})", symbols)])
+        if self._tensors and self.others:
+            ids = self.bound("f", self.others)
+            objects = " or ".join(f"id({name}) in {ids}" for name in self._tensors.values())
+            self.unless(objects)
         if len(self._tensors) > 1:
             objects = ", ".join(f"id({name})" for name in self._tensors.values())
             self.unless(f"len({{{objects}}}) != {len(self._tensors)}")
@@ -130,6 +177,10 @@ def fits_function(
     paths: Mapping[Any, str],
     shapes: Shapes,
     conditions: Iterable[tuple[str, tuple[str, ...]]],
+    strides: Shapes,
+    pinned: Collection[str] = (),
+    collected: Collection[str] = (),
+    others: frozenset[int] = frozenset(),
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
     """A function that tells whether another call is like this one.
 
@@ -139,11 +190,17 @@ def fits_function(
         paths: where Dynamo finds each of them, by position or name.
         shapes: the sizes of tensors that are not all fixed, by path.
         conditions: on sizes: (Python text, the symbols in it).
+        strides: of those tensors, likewise.
+        pinned: tensors that the model reaches in another way as well, by path: the same objects.
+        collected: the keywords that the function takes as a dict; their order counts.
+        others: the ids of living tensors that none of the arguments was, but for pinned ones.
 
     Returns:
-        ``fits(args, kwargs)``; its text is the attribute ``source``.
+        ``fits(args, kwargs)``; its text is the attribute ``source``, and ``references`` are weak
+        ones to the objects that must be the same.
     """
-    made = _Lines(shapes)
+    made = _Lines(shapes, strides, pinned)
+    made.others = others
     keywords = "kwargs" if not kwargs else f"len(kwargs) != {len(kwargs)}"
     made.unless(f"len(args) != {len(args)} or {keywords}")
     variables = [made.fresh("v") for _ in args]
@@ -156,6 +213,9 @@ def fits_function(
         variable = made.fresh("v")
         made.lines.append(f"    {variable} = kwargs.get({name!r}, {absent})")
         made.leaf(variable, value, paths.get(name, ""))
+    if len(collected) > 1:
+        order = made.bound("k", [name for name in kwargs if name in collected])
+        made.unless(f"[name for name in kwargs if name in {order}] != {order}")
     made.relations()
     made.conditions(conditions)
     source = "\n".join(["def fits(args, kwargs):", *made.lines, "    return True"]) + "\n"
@@ -163,4 +223,5 @@ def fits_function(
     exec(compile(source, "<cgcompile fits>", "exec"), namespace)
     fits: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
     fits.source = source  # type: ignore[attr-defined]
+    fits.references = made.references  # type: ignore[attr-defined]
     return fits

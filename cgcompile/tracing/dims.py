@@ -8,9 +8,10 @@ The rule: a dimension that is not named here is the same in all calls that one t
 """
 
 import inspect
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +64,10 @@ class DynamicDims:
             if name not in known and not takes_any:
                 raise ConfigError.unknown_parameter(name, known)
             self.by_name[name] = _parsed(name, value)
+
+    def knows(self, name: str) -> bool:
+        """Whether something was said of a parameter."""
+        return name in self.by_name
 
     def found(self, arguments: Iterable[tuple[str, str, Any]]) -> list["Found"]:
         """The dynamic dimensions of the tensors of a call.
@@ -124,11 +129,15 @@ def _found(each: DynamicDim, tensor: torch.Tensor, path: str, source: str) -> Fo
 
 
 def _annotated(function: Callable[..., Any]) -> Dims:
-    try:
-        hints = typing.get_type_hints(function, include_extras=True)
-    except Exception:  # annotations may name what only type checkers import
-        hints = dict(getattr(function, "__annotations__", {}))
     found: Dims = {}
+    hints: dict[str, Any] = {}
+    for name, hint in getattr(function, "__annotations__", {}).items():
+        one = types.SimpleNamespace(__annotations__={name: hint})
+        scope = getattr(inspect.unwrap(function), "__globals__", {})
+        try:
+            hints |= typing.get_type_hints(one, globalns=scope, include_extras=True)
+        except Exception:  # annotations may name what only type checkers import
+            hints[name] = hint
     for name, hint in hints.items():
         dims = tuple(each for each in _metadata(hint) if isinstance(each, DynamicDim))
         if dims:
@@ -175,3 +184,29 @@ def enlarged(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
         step *= max(1, shape[dim])
     made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
     return made.requires_grad_(tensor.requires_grad)
+
+
+def with_two_rows(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Found]]:
+    """A call with dynamic sizes of 0 and 1 made 2; what cannot be replaced is not dynamic."""
+    made: dict[int, torch.Tensor] = {}
+    for each in dims:
+        sizes = {other.dim: 2 for other in dims if other.tensor is each.tensor and other.size < 2}
+        if sizes and id(each.tensor) not in made:
+            made[id(each.tensor)] = enlarged(each.tensor, sizes)
+    reached: set[int] = set()
+
+    def replaced(value: Any) -> Any:
+        if id(value) in made:
+            reached.add(id(value))
+            return made[id(value)]
+        if type(value) in (tuple, list):
+            return type(value)(map(replaced, value))
+        if type(value) is dict:
+            return {key: replaced(item) for key, item in value.items()}
+        return value
+
+    larger = replaced(args), replaced(kwargs)
+    kept = [each for each in dims if each.size > 1 or id(each.tensor) in reached]
+    return *larger, [replace(each, tensor=replaced(each.tensor)) for each in kept]

@@ -8,7 +8,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import fx
 from cgcompile import compat
 from cgcompile.errors import RecompileError, TraceError
 from cgcompile.tracing.arguments import Shapes, fits_function
-from cgcompile.tracing.dims import DynamicDims, Found, enlarged
+from cgcompile.tracing.dims import DynamicDims, Found, with_two_rows
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +50,11 @@ class Variant:
         trace: what Dynamo found.
         compiled: the compiled graph; None if there is nothing to compute.
         fits: whether a call is like the traced one, by its arguments.
-        bound: what the function is bound to, as its first arguments.
 
     Attributes:
         compiled: the compiled graph.
-        calls: how many calls it has served; only those that were looked at closely.
+        fits: whether a call is like the traced one, by its arguments.
+        frozen: the tensors that are bound, not looked up.
     """
 
     def __init__(
@@ -78,6 +78,12 @@ class Variant:
             tensors = tuple(each.tensor for each in trace.frozen)
             run = lambda *inputs: compiled(*inputs, *tensors)  # noqa: E731
         self.run = trace.function(run)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all objects that a call must pass are still there."""
+        references = getattr(self.fits, "references", ())
+        return all(reference() is not None for reference in references)
 
     def moved(self, names: Mapping[str, Any], globals_: Mapping[str, Any]) -> str | None:
         """The first frozen tensor that is another one now, as Python; None if all are there."""
@@ -113,10 +119,11 @@ class Traces:
         rules: Rules,
     ) -> None:
         self._called = called
-        self._function, self._bound = compat.traced_function(called)
-        self._signature = inspect.signature(self._function, follow_wrapped=False)
-        self._spoken = inspect.signature(self._function)  # behind decorators
-        self._dims = DynamicDims(dims, self._spoken, self._function)
+        self._hooks = compat.hooks_of(called)
+        self._look()
+        spoken = compat.spoken_function(called)
+        self._spoken = inspect.signature(spoken)  # behind decorators and hooks
+        self._dims = DynamicDims(dims, self._spoken, spoken)
         self._compile = compile_graph
         self._rules = rules
         self._lock = threading.RLock()
@@ -130,24 +137,43 @@ class Traces:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the trace that serves this call; trace it if there is none."""
+        if self._hooks and sum(map(len, self._hooks)) != self._hooked:
+            self._look()
         if self._bound is not None:
             args = (self._bound, *args)
+        variant = self._found(args, kwargs)
+        if variant is None:
+            with self._lock:
+                variant = self._found(args, kwargs)  # another thread may have traced it
+                if variant is None:
+                    return self._first(self._traced(args, kwargs), args, kwargs)
+        return variant.run(*args, **kwargs)
+
+    def _look(self) -> None:
+        """What is to be traced: with hooks, what runs them as well."""
+        self._hooked = sum(map(len, self._hooks))
+        self._function, self._bound = compat.traced_function(self._called)
+        self._signature = inspect.signature(self._function, follow_wrapped=False)
+        self.made = ()
+
+    def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
+        """The trace that serves a call."""
         for variant in self.made:
             if variant.fits(args, kwargs) and self._holds(variant, args, kwargs):
                 if variant is not self.made[0]:
                     self._use_first(variant)
-                return variant.run(*args, **kwargs)
-        with self._lock:
-            variant = self._traced(args, kwargs)
-            names = self._names(args, kwargs)
-            result = variant.run(*args, **kwargs)
-            if variant.frozen and variant.moved(names, self._function.__globals__):
-                # The result is right: nothing had moved before. The next call is traced again.
-                log.info(
-                    "%s replaces tensors of its own; they are looked up from now on", self.name
-                )
-                self._unfrozen = True
-                self.made = tuple(each for each in self.made if each is not variant)
+                return variant
+        return None
+
+    def _first(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first call of a new trace."""
+        names = self._names(args, kwargs)
+        result = variant.run(*args, **kwargs)
+        if variant.frozen and variant.moved(names, self._function.__globals__):
+            # The result is right: nothing had moved before. Later calls are traced again.
+            log.info("%s replaces tensors of its own; they are looked up from now on", self.name)
+            self._unfrozen = True
+            self.made = tuple(each for each in self.made if not each.frozen)
         return result
 
     def _holds(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -156,14 +182,20 @@ class Traces:
         names = self._names(args, kwargs)
         if variant.guards is not None and not variant.guards.hold(names):
             return False
-        if variant.dropped is not None and not variant.dropped.hold(names):
-            raise RecompileError.dropped_guard(self.name, variant.dropped.first_that_fails(names))
+        if variant.dropped is not None:
+            moved = variant.moved(names, self._function.__globals__)
+            if moved is not None:
+                raise RecompileError.dropped_guard(self.name, f"{moved} is another tensor now")
+            if not variant.dropped.hold(names):
+                failed = variant.dropped.first_that_fails(names)
+                raise RecompileError.dropped_guard(self.name, failed)
         return True
 
     def _use_first(self, variant: Variant) -> None:
         with self._lock:
             others = tuple(each for each in self.made if each is not variant)
-            self.made = (variant, *others)
+            if len(others) < len(self.made):  # else it was dropped in the meantime
+                self.made = (variant, *others)
 
     def _names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The locals of a call, as Dynamo's guards and sources speak of them."""
@@ -192,11 +224,15 @@ class Traces:
         if not small or self._rules.shapes == "unbacked":
             return self._made(args, kwargs, dims)
         # torch would take a size of 0 or 1 for a constant.
-        larger = _with_two_rows(args, kwargs, dims)
+        larger = with_two_rows(args, kwargs, dims)
         if not any(self._serves(each, *larger[:2]) for each in self.made):
-            variant = self._made(*larger)
-            if self._serves(variant, args, kwargs):
-                return variant
+            try:
+                variant = self._attempt(*larger)
+            except compat.CannotTrace as error:  # other arguments may speak of the size as well
+                log.info("%s: traced with the sizes that it has: %s", self.name, error)
+            else:
+                if self._serves(variant, args, kwargs):
+                    return variant
         return self._made(args, kwargs, [each for each in dims if each not in small])
 
     def _serves(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -206,27 +242,63 @@ class Traces:
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
         """Trace a call and compile what comes of it."""
+        try:
+            return self._attempt(args, kwargs, dims)
+        except compat.CannotTrace as error:
+            if error.model_raises:  # in Python, and would not be seen here with its own type
+                self._function(*args, **kwargs)  # raises what the model raises
+            raise TraceError.refused(self.name, str(error)) from error
+
+    def _attempt(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
         freeze = self._rules.guards == "none" and not self._unfrozen
         unbacked = self._rules.shapes == "unbacked"
         marks = [(each.tensor, each.dim, each.name) for each in dims]
         oblivious = self._rules.shapes == "backed_size_oblivious"
-        try:
-            with compat.size_oblivious(oblivious), compat.marked(marks, unbacked):
-                trace = self._trace(args, kwargs, freeze)
-                _check_dims(self.name, dims, _shapes(trace.graph))
-                compiled = None
-                if trace.graph is not None:
-                    with trace.compiling():
-                        compiled = self._compile(trace.graph, trace.inputs, bool(trace.frozen))
-                shapes = _shapes(trace.graph)  # once more: a compiler may have fixed a size
-                conditions = () if trace.graph is None else compat.size_conditions(trace.graph)
-                paths = self._paths(args, kwargs)
-                fits = fits_function(args, kwargs, paths, shapes, conditions)
-                variant = Variant(trace, compiled, fits, self._rules)
-        except compat.CannotTrace as error:
-            raise TraceError.refused(self.name, str(error)) from error
-        self.made = (variant, *self.made)
+        with compat.size_oblivious(oblivious), compat.marked(marks, unbacked):
+            trace = self._trace(args, kwargs, freeze)
+            _check_dims(self.name, dims, trace.sizes)
+            compiled = None
+            if trace.graph is not None:
+                with trace.compiling():
+                    compiled = self._compile(trace.graph, trace.inputs, bool(trace.frozen))
+            _check_dims(self.name, dims, trace.sizes)  # a compiler may fix a size as well
+            fits = self._fits(trace, args, kwargs, dims)
+            variant = Variant(trace, compiled, fits, self._rules)
+        self.made = (variant, *(each for each in self.made if each.is_alive))
         return variant
+
+    def _fits(
+        self,
+        trace: compat.Trace,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dims: list[Found],
+    ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
+        """Whether another call is like this one."""
+        shapes = _free(dims) | trace.sizes
+        paths = self._paths(args, kwargs)
+        named = {paths[position]: value for position, value in enumerate(args)}
+        named |= {paths[name]: value for name, value in kwargs.items()}
+        places = {
+            f"{source}{path}": leaf
+            for source, value in named.items()
+            for path, leaf in compat.tree_paths(value)
+            if isinstance(leaf, torch.Tensor)
+        }
+        pinned = {
+            one
+            for pair in trace.aliases
+            for one, other in (pair, pair[::-1])
+            if one in places and other not in places
+        }
+        others = {id(each) for each in trace.global_tensors}
+        pinned |= {place for place, leaf in places.items() if id(leaf) in others}
+        collected = [name for name in kwargs if name not in self._signature.parameters]
+        bound = frozenset(id(each.tensor) for each in trace.frozen)
+        conditions = trace.size_conditions(2 if self._rules.shapes == "backed" else 0)
+        return fits_function(
+            args, kwargs, paths, shapes, conditions, trace.strides, pinned, collected, bound
+        )
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], freeze: bool) -> compat.Trace:
         called = self._function if self._bound is not None else self._called
@@ -238,27 +310,25 @@ class Traces:
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, Any]]:
         """(name of the parameter, where Dynamo finds it, value) of each argument."""
         paths = self._paths(args, kwargs)
-        parameters = list(self._spoken.parameters)
+        positional, rest, anything = _kinds(self._spoken)
         found = [
-            (parameters[min(position, len(parameters) - 1)], paths[position], value)
-            for position, value in enumerate(args)
+            (positional[place] if place < len(positional) else rest, paths[place], value)
+            for place, value in enumerate(args)
         ]
-        return found + [(name, paths[name], value) for name, value in kwargs.items()]
+        for name, value in kwargs.items():
+            own = name in self._spoken.parameters or self._dims.knows(name)
+            found.append((name if own else anything, paths[name], value))
+        return found
 
     def _paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, str]:
         """How Dynamo calls each argument, by its position or keyword."""
-        parameters = list(self._signature.parameters.values())
-        positional = [
-            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
+        positional, rest, anything = _kinds(self._signature)
         paths: dict[Any, str] = {}
         for position in range(len(args)):
             beyond = position - len(positional)
             paths[position] = (
-                f"L[{positional[position].name!r}]" if beyond < 0 else f"L[{rest!r}][{beyond}]"
+                f"L[{positional[position]!r}]" if beyond < 0 else f"L[{rest!r}][{beyond}]"
             )
-        anything = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
         for name in kwargs:
             known = name in self._signature.parameters
             paths[name] = f"L[{name!r}]" if known else f"L[{anything!r}][{name!r}]"
@@ -273,32 +343,6 @@ class Traces:
         return "no trace is for arguments like " + ", ".join(shown)
 
 
-def _with_two_rows(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]
-) -> tuple[tuple[Any, ...], dict[str, Any], list[Found]]:
-    """A call with dynamic sizes of 0 and 1 made 2; what cannot be replaced is not dynamic."""
-    made: dict[int, torch.Tensor] = {}
-    for each in dims:
-        sizes = {other.dim: 2 for other in dims if other.tensor is each.tensor and other.size < 2}
-        if sizes and id(each.tensor) not in made:
-            made[id(each.tensor)] = enlarged(each.tensor, sizes)
-    reached: set[int] = set()
-
-    def replaced(value: Any) -> Any:
-        if id(value) in made:
-            reached.add(id(value))
-            return made[id(value)]
-        if type(value) in (tuple, list):
-            return type(value)(map(replaced, value))
-        if type(value) is dict:
-            return {key: replaced(item) for key, item in value.items()}
-        return value
-
-    larger = replaced(args), replaced(kwargs)
-    kept = [each for each in dims if each.size > 1 or id(each.tensor) in reached]
-    return *larger, [replace(each, tensor=replaced(each.tensor)) for each in kept]
-
-
 def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
@@ -306,14 +350,24 @@ def _described(value: Any) -> str:
     return text if len(text) <= 40 else type(value).__name__
 
 
-def _shapes(graph: fx.GraphModule | None) -> Shapes:
-    """The sizes of the tensors that a graph is given, those that vary by their expression."""
-    found: dict[str, tuple[int | str, ...]] = {}
-    for node in () if graph is None else graph.graph.find_nodes(op="placeholder"):
-        meta = node.meta.get("example_value")
-        if isinstance(meta, torch.Tensor):
-            found[compat.source_name(node) or ""] = tuple(map(compat.known_size, meta.shape))
-    return found
+def _kinds(signature: inspect.Signature) -> tuple[list[str], str, str]:
+    """The names of parameters by position, of ``*args`` and of ``**kwargs``."""
+    parameters = signature.parameters.values()
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
+    anything = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
+    return positional, rest, anything
+
+
+def _free(dims: list[Found]) -> dict[str, tuple[int | str, ...]]:
+    """The sizes of tensors with dynamic dimensions, for those that a trace did not look at."""
+    found: dict[str, list[int | str]] = {}
+    for number, each in enumerate(dims):
+        sizes = found.setdefault(each.source, list(each.tensor.shape))
+        sizes[each.dim] = f"free_{each.name or number}"
+    return {source: tuple(sizes) for source, sizes in found.items()}
 
 
 def _check_dims(name: str, dims: list[Found], shapes: Shapes) -> None:
