@@ -23,6 +23,7 @@ from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.verify import Difference
 from cgcompile.passes import split_graph
+from cgcompile.piecewise.cache import PieceCache
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
 from cgcompile.reasons import Counters
 
@@ -48,6 +49,7 @@ class Backend:
         self._graphs: list[weakref.ref[CompiledGraph]] = []
         self._capture_closed = False
         self._compiled = 0  # how often torch.compile called
+        self._pieces = PieceCache(self.config)
 
     @property
     def graphs(self) -> tuple[CompiledGraph, ...]:
@@ -207,7 +209,7 @@ class Backend:
         if self.config.mode is CompilationMode.DYNAMO_TRACE_ONCE:
             raise ConfigError.trace_once_needs_guards_dropped()
         self._compiled += 1
-        graph = _compile_piecewise(gm, self.config)
+        graph = _compile_piecewise(gm, self.config, self._pieces)
         if self._capture_closed:
             graph.close_capture()
         self._graphs = [each for each in self._graphs if each() is not None]
@@ -215,7 +217,9 @@ class Backend:
         return graph
 
 
-def _compile_piecewise(gm: fx.GraphModule, config: CompilationConfig) -> CompiledGraph:
+def _compile_piecewise(
+    gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache
+) -> CompiledGraph:
     """Split, check, compile, stitch."""
     compat.make_floats_constant(gm)
     boundaries = Boundaries(config.splitting_ops, builtin=config.builtin_splitting_ops)
@@ -229,9 +233,9 @@ def _compile_piecewise(gm: fx.GraphModule, config: CompilationConfig) -> Compile
     log.info("split graph:\n%s", split)
     sizes = config.cudagraph_capture_sizes or ()
     split.symbols.check_sizes(sizes, config.capture_dim)
-    runnables = compile_pieces(split, config)
+    runnables, compilation = compile_pieces(split, config, cache)
     split.symbols.check_sizes(sizes, config.capture_dim)  # a compiler may add guards of its own
-    return CompiledGraph(split, runnables, boundaries, config)
+    return CompiledGraph(split, runnables, boundaries, config, compilation)
 
 
 class NamedBackend:

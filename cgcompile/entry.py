@@ -31,6 +31,7 @@ from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.admission import Admission
 from cgcompile.piecewise.auto import AutoDispatch
 from cgcompile.piecewise.bindings import Again, Binding, Bindings
+from cgcompile.piecewise.cache import Compilation
 from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.recorder import record
 from cgcompile.piecewise.recording import Batch, Program, Recording, number
@@ -52,9 +53,11 @@ class CompiledGraph:
         runnables: what to call for each piece.
         boundaries: the registry that it was split by.
         config: the settings.
+        compilation: where the callables came from.
 
     Attributes:
         split: the split graph; ``print(graph.split)`` shows it.
+        compilation: which pieces were compiled, loaded or shared, and what it took; ``print`` it.
         source: the generated Python that runs the pieces.
     """
 
@@ -64,8 +67,10 @@ class CompiledGraph:
         runnables: Sequence[Runnable],
         boundaries: Boundaries,
         config: CompilationConfig,
+        compilation: Compilation,
     ) -> None:
         self.split = split
+        self.compilation = compilation
         self._ledger = Ledger()
         self._replayed_again = 0  # guarded by _lock
         self._config = config

@@ -31,6 +31,7 @@ def test_settings_are_a_decision() -> None:
         "cudagraph_capture_sizes",
         "capture_dim",
         "dump_passes",
+        "cache_dir",
         "capture_device",
         "strict",
         "on_input_change",
@@ -74,6 +75,8 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
         ("builtin_splitting_ops", "off", False),
         ("cudagraph_capture_sizes", "8, 1,2,8", (1, 2, 8)),
         ("dump_passes", "/tmp/passes", "/tmp/passes"),
+        ("cache_dir", "/tmp/pieces", "/tmp/pieces"),
+        ("cache_dir", "off", "off"),
     ],
 )
 def test_every_setting_by_every_door(

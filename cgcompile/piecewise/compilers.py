@@ -7,7 +7,7 @@ under ``no_grad``, because a piece compiled for training keeps state that a grap
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,15 +20,24 @@ from cgcompile.errors import CGCompileError, ConfigError, PieceCompileError, Sym
 from cgcompile.passes.nodes import COMPUTING, toggles_state, value
 from cgcompile.passes.pieces import Piece
 from cgcompile.passes.split import SplitGraph
+from cgcompile.piecewise.cache import (
+    Compilation,
+    Compiling,
+    PieceCache,
+    PieceCompiler,
+    Runnable,
+    compiling,
+)
 
 log = logging.getLogger(__name__)
 
-Runnable = Callable[..., Sequence[Any]]
-PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Runnable]
 
+def compile_pieces(
+    split: SplitGraph, config: CompilationConfig, cache: PieceCache
+) -> tuple[list[Runnable], Compilation]:
+    """One callable per piece, in order, and the record of where each came from.
 
-def compile_pieces(split: SplitGraph, config: CompilationConfig) -> list[Runnable]:
-    """One callable per piece, in order; pieces of equal structure share theirs.
+    Pieces of equal structure share theirs, with those of other graphs in the cache as well.
 
     Raises:
         PieceCompileError: the compiler raised; names the piece and the user's source line.
@@ -40,22 +49,23 @@ def compile_pieces(split: SplitGraph, config: CompilationConfig) -> list[Runnabl
     todo = [piece for piece in split.distinct if piece.compiled]
     made: dict[int, Runnable] = {}
     progress = tqdm(todo, desc="cgcompile: pieces", unit="piece", disable=None, leave=False)
-    with torch.no_grad(), progress:
+    with torch.no_grad(), progress, compiling(cache, compiler, config) as work:
         for piece in progress:
             log.debug("compiling %s (%d ops) with %s", piece.name, piece.num_ops, name)
-            made[piece.index] = _compile_one(piece, compiler, name)
+            made[piece.index] = _compile_one(piece, work, name)
             if callable(config.compiler):
                 made[piece.index] = _checked_outputs(piece, name, made[piece.index])
             _check_sizes_stay_free(split, piece, users_own=callable(config.compiler))
     log.info("compiled %d pieces for %d, with %s", len(made), len(split.pieces), name)
-    return [made.get(piece.same_as, piece.module.forward) for piece in split.pieces]
+    runnables = [made.get(piece.same_as, piece.module.forward) for piece in split.pieces]
+    return runnables, work.result()
 
 
-def _compile_one(piece: Piece, compiler: PieceCompiler, name: str) -> Runnable:
+def _compile_one(piece: Piece, work: Compiling, name: str) -> Runnable:
     module, covered = _without_inference_mode(piece.module)
     fake_inputs = [value(node) for node in module.graph.find_nodes(op="placeholder")]
     try:
-        made = compiler(module, fake_inputs)
+        made = work.make(module, fake_inputs, piece.name, piece.where)
     except Exception as error:
         if isinstance(error, (CGCompileError, *compat.restarts())):
             raise
