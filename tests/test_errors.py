@@ -196,13 +196,16 @@ BoundaryError.declared_twice: splitting op 'ns::attend' is declared twice with d
         )
 
     def test_cache(self) -> None:
-        self.check("CacheError", """\
+        self.check(
+            "CacheError",
+            """\
 CacheError.unknown_entry: no entry of /home/me/.cache/cgcompile has a key that starts with '77'.
   'cgcompile cache list' shows what is there; --dir names another folder.
 CacheError.ambiguous_entry: 2 entries have a key that starts with '7': 7a00, 7b00.
   Give more of the key.
 CacheError.caching_is_off: cache_dir is 'off': there is no cache folder to look at.
-  Name one with --dir, or unset CGCOMPILE_CACHE_DIR.""")
+  Name one with --dir, or unset CGCOMPILE_CACHE_DIR.""",
+        )
 
     def test_pass(self) -> None:
         self.check(

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from cgcompile.compat.compilers import compile_standalone, known_patches
+from cgcompile.compat.operators import op_overloads
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +274,10 @@ def qualified_name(target: Any) -> str | None:
         own = type(target).__module__.partition(".")[0] == "torch"
         return f"higher_order.{target.name()}" if own else None
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return f"op {target}"
+        own = [each for each in op_overloads(target) if each.namespace not in _TORCHS_OPS]
+        # A user may give the same name to another op.
+        told = [f"{each._schema} {sorted(map(str, each.tags))}" for each in own]
+        return " ".join([f"op {target}", *told])
     module = getattr(target, "__module__", None) or ""
     name = getattr(target, "__qualname__", None) or ""
     if "<" in name:  # a function made by another one, or without a name
@@ -297,10 +301,7 @@ def traced_through(op: Any) -> str | None:
     from torch._inductor.decomposition import decompositions
     from torch._inductor.lowering import lowerings
 
-    overloads = (op,) if isinstance(op, torch._ops.OpOverload) else ()
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        overloads = tuple(getattr(op, name) for name in op.overloads())
-    for each in overloads:
+    for each in op_overloads(op):
         name = each.name()
         if each.namespace in _TORCHS_OPS:
             continue

@@ -250,7 +250,7 @@ class PieceCompileError(CGCompileError, RuntimeError):
         )
 
 
-class CacheError(CGCompileError, LookupError):
+class CacheError(CGCompileError, ValueError):
     """A question about the cache on disk that it cannot answer."""
 
     @classmethod
