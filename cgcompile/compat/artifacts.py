@@ -201,7 +201,7 @@ def compiler_settings(patches: Mapping[str, Any]) -> dict[str, str]:
     with config.patch(known_patches(patches)):
         if getattr(config, "freezing", False):
             raise ValueError("the Inductor setting freezing bakes weights in")
-        modules = {"inductor": config, "functorch": functorch_config, "sizes": shape_config}
+        modules = {"inductor": config, "functorch": functorch_config, "shapes": shape_config}
         for name, module in modules.items():
             values = module.save_config_portable(ignore_private_configs=False)
             values |= {each: getattr(module, each) for each in _passes_among(module)}

@@ -213,9 +213,11 @@ class Compiling:
         if self._unnamed is not None:
             return None, self._unnamed
         try:
-            return {**facts_of_piece(module, fake_inputs), **self._facts}, None
+            own = facts_of_piece(module, fake_inputs)
         except Unnameable as why:
             return None, str(why)
+        assert own.keys().isdisjoint(self._facts), "a fact would hide another one"
+        return {**own, **self._facts}, None
 
     def _find(
         self, facts: dict[str, str] | None, guards: compat.SizeGuards
