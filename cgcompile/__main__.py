@@ -92,10 +92,10 @@ def _clear(given: argparse.Namespace) -> Iterator[str]:
     removed = [each for each in wanted if store.remove(each)]
     for each in removed:
         yield f"removed {each.kind} {each.key[:_SHOWN]}  {each.notes.get('line', '')}".rstrip()
-    rubbish = 0 if given.keys else store.remove_rubbish()
-    yield f"{len(removed)} entries removed from {store.folder}" + (
-        f", and {rubbish} files that were damaged or half written" if rubbish else ""
-    )
+    yield f"{len(removed)} entries removed from {store.folder}"
+    if not given.keys:
+        yield f"{store.remove_rubbish()} damaged or half written files removed"
+        yield f"{store.remove_work()} folders of kernels removed"
     kept = [each for each in wanted if each not in removed]
     for each in kept:
         yield f"could not remove {each.kind} {each.key[:_SHOWN]}"

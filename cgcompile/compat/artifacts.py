@@ -271,8 +271,8 @@ def _float32_precision() -> str:
 def qualified_name(target: Any) -> str | None:
     """A name that means the same in another process; None for functions that are not torch's."""
     if isinstance(target, torch._ops.HigherOrderOperator):
-        own = type(target).__module__.partition(".")[0] == "torch"
-        return f"higher_order.{target.name()}" if own else None
+        is_torchs = type(target).__module__.partition(".")[0] == "torch"
+        return f"higher_order.{target.name()}" if is_torchs else None
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         own = [each for each in op_overloads(target) if each.namespace not in _TORCHS_OPS]
         # A user may give the same name to another op.

@@ -25,7 +25,7 @@ from torch import fx
 from cgcompile import compat
 from cgcompile.config import CompilationConfig
 from cgcompile.piecewise.keys import Unnameable, facts_of_piece, facts_of_process
-from cgcompile.piecewise.store import Store, cache_folder, key_of
+from cgcompile.piecewise.store import WORK, Store, cache_folder, key_of
 from cgcompile.version import __version__
 
 log = logging.getLogger(__name__)
@@ -315,4 +315,4 @@ def compiling(
 def _inductor_folder() -> str:
     """Inductor's files are apart for each torch and processor: homes are shared by machines."""
     facts = {**compat.versions(), "cpu": compat.machine([torch.device("cpu")])}
-    return f"inductor-{__version__}-{key_of(facts)[:12]}"
+    return f"{WORK}{__version__}-{key_of(facts)[:12]}"

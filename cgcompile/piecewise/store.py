@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,9 @@ from pathlib import Path
 from cgcompile.config import CompilationConfig
 
 log = logging.getLogger(__name__)
+
+# Folders in a store's folder that belong to those who compile, such as Inductor's files.
+WORK = "inductor-"
 
 # magic and format version | sha256 of all that follows | length of the header | header | payload
 MAGIC = b"cgcompile cache 1\n"
@@ -174,6 +178,17 @@ class Store:
         whole = {self._path(each.kind, each.key) for each in self.entries()}
         found = {*self.folder.glob(_TEMPORARY + "*"), *self.folder.glob("*" + _SUFFIX)}
         return sum(_unlink(path) for path in sorted(found - whole))
+
+    def remove_work(self) -> int:
+        """Remove the folders of those who compile. What loads from them compiles C++ again.
+
+        Returns:
+            How many.
+        """
+        folders = sorted(self.folder.glob(WORK + "*"))
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        return sum(not folder.exists() for folder in folders)
 
     def _path(self, kind: str, key: str) -> Path:
         if not (re.fullmatch(r"\w+", kind) and re.fullmatch(r"\w+", key)):
