@@ -12,9 +12,11 @@ from cgcompile.compat.artifacts import (
     inductor_files_in,
     load_artifact,
     machine,
+    processor,
     qualified_name,
     traced_through,
     versions,
+    why_not_saved,
 )
 from cgcompile.compat.capture import (
     Addresses,

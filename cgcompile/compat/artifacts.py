@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import platform
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -162,7 +163,10 @@ def versions() -> dict[str, str]:
 
 
 def machine(devices: Sequence[torch.device]) -> str:
-    """The hardware that code for these devices is made for."""
+    """The hardware that code for these devices is made for.
+
+    The processor and its threads matter only where something runs on it.
+    """
     rows = []
     for device in sorted(set(devices), key=str):
         if device.type == "cuda":
@@ -171,6 +175,8 @@ def machine(devices: Sequence[torch.device]) -> str:
             rows[-1] += f"{found.multi_processor_count} processors"
         elif device.type != "cpu":
             rows.append(str(device))
+    if rows and all(device.type != "cpu" for device in devices):
+        return "\n".join([*rows, f"cpu: {platform.machine()}"])
     capability = torch.backends.cpu.get_cpu_capability()
     rows.append(f"cpu: {capability}, {_cpu()}, {torch.get_num_threads()} threads")
     return "\n".join(rows)
@@ -185,6 +191,24 @@ def _cpu() -> str:
     except (OSError, StopIteration):
         text = platform.processor()
     return f"{platform.machine()} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def processor() -> str:
+    """The processor that C++ is compiled for."""
+    return f"{torch.backends.cpu.get_cpu_capability()} {_cpu()}"
+
+
+def why_not_saved(patches: Mapping[str, Any]) -> str | None:
+    """Which of torch's own switches says that nothing shall be kept; None if all allow it."""
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as config
+
+    with config.patch(known_patches(patches)):
+        if getattr(config, "force_disable_caches", False):
+            return "force_disable_caches is on"
+        if not config.fx_graph_cache:
+            return "fx_graph_cache is off"
+    return None if functorch_config.enable_autograd_cache else "enable_autograd_cache is off"
 
 
 def compiler_settings(patches: Mapping[str, Any]) -> dict[str, str]:
@@ -298,9 +322,10 @@ _TORCHS_OPS |= {"c10d", "c10d_functional", "rngprims", "higher_order", "_quantiz
 
 def traced_through(op: Any) -> str | None:
     """Why a compiler looks into an op that is not torch's own; None where it calls it as it is."""
-    from torch._inductor.decomposition import decompositions
-    from torch._inductor.lowering import lowerings
-
+    # A user who registered something with Inductor has imported it.
+    inductor = "torch._inductor"
+    decompositions = getattr(sys.modules.get(f"{inductor}.decomposition"), "decompositions", {})
+    lowerings = getattr(sys.modules.get(f"{inductor}.lowering"), "lowerings", {})
     for each in op_overloads(op):
         name = each.name()
         if each.namespace in _TORCHS_OPS:

@@ -19,7 +19,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from cgcompile import compat
@@ -157,7 +156,7 @@ class Compiling:
         self._cache = cache
         self._compiler = compiler
         self._patches = patches
-        self._saves = name == "inductor" and cache.store is not None
+        self._why_not_saved = _why_not_saved(cache, name, patches)
         self._began = time.perf_counter()
         self._origins: list[PieceOrigin] = []
         self._facts: Mapping[str, str] = {}
@@ -170,6 +169,11 @@ class Compiling:
             self._facts = facts_of_process(name, patches, passes)
         except Unnameable as why:
             self._unnamed = str(why)
+
+    @property
+    def saves(self) -> bool:
+        """Whether results are kept for other processes."""
+        return self._why_not_saved is None
 
     def make(
         self, module: fx.GraphModule, fake_inputs: Sequence[Any], piece: str, where: str
@@ -195,11 +199,9 @@ class Compiling:
         if found is not None:
             self._note(piece, how, began, key, None)
             return found
-        if not self._saves:
-            made, data, why = self._compiler(module, fake_inputs), None, "caching is off"
-            why = why if self._cache.store is None else "only Inductor's results are kept"
-        elif facts is None:
-            made, data, why = self._compiler(module, fake_inputs), None, ""
+        if facts is None or self._why_not_saved is not None:
+            made, data = self._compiler(module, fake_inputs), None
+            why = self._why_not_saved or ""
         else:
             made, data, why = compat.compile_saveable(module, fake_inputs, self._patches)
         if facts is not None and key is not None:
@@ -242,8 +244,10 @@ class Compiling:
     def _load(self, key: str, guards: compat.SizeGuards) -> tuple[Runnable | None, bool]:
         """What is kept under a key if its guards hold, and whether there is anything whole."""
         store = self._cache.store
-        entry = store.entry(KIND, key) if store is not None and self._saves else None
-        if store is None or entry is None:
+        if store is None or self._why_not_saved is not None:
+            return None, False
+        entry = store.entry(KIND, key)
+        if entry is None:
             return None, False
         text = entry.notes.get("guards", "")
         try:
@@ -291,6 +295,12 @@ class Compiling:
         return Compilation(tuple(self._origins), time.perf_counter() - self._began)
 
 
+def _why_not_saved(cache: PieceCache, name: str | None, patches: Mapping[str, Any]) -> str | None:
+    if cache.store is None:
+        return "caching is off"
+    return "only Inductor saves" if name != "inductor" else compat.why_not_saved(patches)
+
+
 @contextmanager
 def compiling(
     cache: PieceCache, compiler: PieceCompiler, config: CompilationConfig
@@ -306,7 +316,7 @@ def compiling(
     patches = dict(config.inductor_options)
     work = Compiling(cache, compiler, name, patches, config.piece_passes)
     files: Any = nullcontext()
-    if name == "inductor" and cache.store is not None:
+    if cache.store is not None and work.saves:
         files = compat.inductor_files_in(cache.store.folder / _inductor_folder())
     with files:
         yield work
@@ -314,5 +324,5 @@ def compiling(
 
 def _inductor_folder() -> str:
     """Inductor's files are apart for each torch and processor: homes are shared by machines."""
-    facts = {**compat.versions(), "cpu": compat.machine([torch.device("cpu")])}
+    facts = {**compat.versions(), "cpu": compat.processor()}
     return f"{WORK}{__version__}-{key_of(facts)[:12]}"

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +65,19 @@ print(json.dumps({
 
 def process(folder: Path, first: int = 6, **settings: Any) -> dict[str, Any]:
     """What one run says, in a process whose Inductor and Triton caches are empty."""
-    empty = folder.parent / "empty"
-    shutil.rmtree(empty, ignore_errors=True)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), json.dumps(settings), str(first)],
-        env={
-            **os.environ,
-            "TORCHINDUCTOR_CACHE_DIR": str(empty / "inductor"),
-            "TRITON_CACHE_DIR": str(empty / "triton"),
-        },
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as empty:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(folder), json.dumps(settings), str(first)],
+            env={
+                **os.environ,
+                "TORCHINDUCTOR_CACHE_DIR": os.path.join(empty, "inductor"),
+                "TRITON_CACHE_DIR": os.path.join(empty, "triton"),
+            },
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
     return {**json.loads(done.stdout.splitlines()[-1]), "log": done.stderr}
 
