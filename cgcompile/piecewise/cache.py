@@ -218,6 +218,8 @@ class Compiling:
             own = facts_of_piece(module, fake_inputs)
         except Unnameable as why:
             return None, str(why)
+        except Exception as error:  # a value of a kind unknown here; the piece itself may be fine
+            return None, f"it cannot be described ({type(error).__name__}: {error})"
         assert own.keys().isdisjoint(self._facts), "a fact would hide another one"
         return {**own, **self._facts}, None
 
@@ -272,7 +274,10 @@ class Compiling:
         began: float,
     ) -> str:
         """Keep what was compiled; returns why it is not on disk, or nothing."""
-        text = guards.added()
+        try:
+            text = guards.added()
+        except Exception as error:
+            return f"its guards have no text ({type(error).__name__}: {error})"
         if text is None:
             return "the compiler fixed a size that other pieces share"
         self._cache.remember(key, made, text)
