@@ -24,6 +24,7 @@ from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.verify import Difference
 from cgcompile.passes import check_disabled, split_graph
 from cgcompile.passes.split import SplitGraph
+from cgcompile.piecewise.cache import PieceCache
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
 from cgcompile.reasons import Counters
 
@@ -51,6 +52,7 @@ class Backend:
         self._graphs: list[weakref.ref[CompiledGraph]] = []
         self._capture_closed = False
         self._compiled = 0  # how often torch.compile called
+        self._pieces = PieceCache(self.config)
 
     @property
     def graphs(self) -> tuple[CompiledGraph, ...]:
@@ -228,7 +230,7 @@ class Backend:
                 return compat.compile_whole(gm, example_inputs, inductor_patches(config))
         self._compiled += 1
         make = _compile_piecewise if config.mode is CompilationMode.PIECEWISE else _compile_unsplit
-        graph = make(gm, config, frozen)
+        graph = make(gm, config, self._pieces, frozen)
         if self._capture_closed:
             graph.close_capture()
         self._graphs = [each for each in self._graphs if each() is not None]
@@ -236,7 +238,9 @@ class Backend:
         return graph
 
 
-def _compile_unsplit(gm: fx.GraphModule, config: CompilationConfig, frozen: bool) -> CompiledGraph:
+def _compile_unsplit(
+    gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache, frozen: bool
+) -> CompiledGraph:
     """Compile a whole graph for FULL graphs, if the boundaries that it holds allow them."""
     registry = Boundaries(config.splitting_ops)
     met = [found.support for found in map(registry.match, gm.graph.nodes) if found is not None]
@@ -248,11 +252,12 @@ def _compile_unsplit(gm: fx.GraphModule, config: CompilationConfig, frozen: bool
     whole = replace(
         config, mode=CompilationMode.PIECEWISE, compiler="inductor" if compiled else "eager"
     )
-    return CompiledGraph(split, compile_pieces(split, whole), nothing, whole, frozen)
+    runnables, compilation = compile_pieces(split, whole, cache)
+    return CompiledGraph(split, runnables, nothing, whole, compilation, frozen=frozen)
 
 
 def _compile_piecewise(
-    gm: fx.GraphModule, config: CompilationConfig, frozen: bool
+    gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache, frozen: bool
 ) -> CompiledGraph:
     """Split, check, compile, stitch."""
     compat.make_floats_constant(gm)
@@ -267,9 +272,9 @@ def _compile_piecewise(
     )
     log.info("split graph:\n%s", split)
     _check_sizes(split, config)
-    runnables = compile_pieces(split, config)
+    runnables, compilation = compile_pieces(split, config, cache)
     _check_sizes(split, config)  # a compiler may add guards of its own
-    return CompiledGraph(split, runnables, boundaries, config, frozen)
+    return CompiledGraph(split, runnables, boundaries, config, compilation, frozen=frozen)
 
 
 def _check_sizes(split: SplitGraph, config: CompilationConfig) -> None:

@@ -234,6 +234,13 @@ class CompilationConfig:
         piecewise_only=True,
     )
 
+    cache_dir: str | None = setting(
+        "cache_dir",
+        None,
+        optional(parse_text),
+        "The folder that keeps compiled pieces for other processes, or 'off'. Unset: cgcompile in "
+        "$XDG_CACHE_HOME, or in ~/.cache. Trust what is in it: it is loaded as code.",
+    )
     capture_device: str = setting(
         "capture_device",
         "auto",

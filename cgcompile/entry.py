@@ -31,10 +31,11 @@ from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.admission import Admission
 from cgcompile.piecewise.auto import AutoDispatch
 from cgcompile.piecewise.bindings import Again, Binding, Bindings
+from cgcompile.piecewise.cache import Compilation
 from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.ranges import artifacts_text
 from cgcompile.piecewise.recorder import record
-from cgcompile.piecewise.recording import Batch, Program, Recording, number
+from cgcompile.piecewise.recording import Batch, Program, Recording
 from cgcompile.piecewise.roles import Roles, full_support, why_never
 from cgcompile.piecewise.stitch import Step
 from cgcompile.piecewise.verify import verify_recording
@@ -53,10 +54,12 @@ class CompiledGraph:
         runnables: what to call for each piece.
         boundaries: the registry that it was split by.
         config: the settings.
+        compilation: where the callables came from.
         frozen: tensors of modules are the same objects at the same addresses in all calls.
 
     Attributes:
         split: the split graph; ``print(graph.split)`` shows it.
+        compilation: which pieces were compiled, loaded or shared, and what it took; ``print`` it.
         source: the generated Python that runs the pieces.
         artifacts: which artifacts of each compiled piece serve which sizes, as text.
     """
@@ -67,9 +70,12 @@ class CompiledGraph:
         runnables: Sequence[Runnable],
         boundaries: Boundaries,
         config: CompilationConfig,
+        compilation: Compilation,
+        *,
         frozen: bool = False,
     ) -> None:
         self.split = split
+        self.compilation = compilation
         self._ledger = Ledger()
         self._replayed_again = 0  # guarded by _lock
         self._config = config
@@ -112,7 +118,7 @@ class CompiledGraph:
         captured = any(piece.capture for piece in split.pieces)
         self._has_pieces = captured and wanted.has_mode(PIECEWISE)
         self._admission = Admission(
-            config, full_support(split), self._auto, self._bindings, self._ledger
+            config, full_support(split), self._roles, self._auto, self._bindings, self._ledger
         )
 
     # -------------------------------------------------------------- a call
@@ -202,7 +208,7 @@ class CompiledGraph:
         if context is None:
             key, written = self._auto.key(inputs), self._auto.written
         else:
-            key, written = self._key(mode, context, inputs), ()
+            key, written = self._admission.key(mode, context, inputs), ()
         if self._again is not None and self._again.gone:
             self._again = None
         name, binding = self._bindings.find(inputs, written)
@@ -225,18 +231,6 @@ class CompiledGraph:
         if not binding.captured:
             self._bindings.hold(binding, inputs, written)
         return self._capture(binding, key, batch, inputs)
-
-    def _key(
-        self, mode: CUDAGraphMode, context: ForwardContext, inputs: tuple[Any, ...]
-    ) -> Hashable:
-        """What tells the steps of one set of weights under a caller's context apart."""
-        key = (mode is FULL, context.batch_descriptor)
-        if self._config.on_input_change != "recapture":
-            return key
-        roles = self._roles[mode]
-        addresses = (inputs[place].data_ptr() for place in (*roles.read, *roles.written))
-        numbers = (repr(number(inputs[place])) for place in (*roles.numbers, *roles.scalars))
-        return (*key, *addresses, *numbers)
 
     def _replay(
         self,

@@ -1,5 +1,6 @@
 """Fixtures of all tests: a fresh Dynamo for each, and the skip of GPU tests where there is none."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,14 +29,14 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings of the machine must not change what is tested."""
-    import os
-
-    for name in list(os.environ):
-        if name.startswith("CGCOMPILE_"):
-            monkeypatch.delenv(name)
+@pytest.fixture(autouse=True, scope="session")
+def nothing_kept() -> Iterator[None]:
+    """Nothing is written into the user's home, and no test finds what another one compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("CGCOMPILE_")]:
+            patch.delenv(name)  # settings of the machine must not change what is tested
+        patch.setenv("CGCOMPILE_CACHE_DIR", "off")
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -35,6 +35,7 @@ def test_settings_are_a_decision() -> None:
         "compile_ranges_endpoints",
         "capture_dim",
         "dump_passes",
+        "cache_dir",
         "capture_device",
         "strict",
         "on_input_change",
@@ -81,6 +82,8 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
         ("compile_sizes", "8, 1,2,8", (1, 2, 8)),
         ("compile_ranges_endpoints", "32, 512", (32, 512)),
         ("dump_passes", "/tmp/passes", "/tmp/passes"),
+        ("cache_dir", "/tmp/pieces", "/tmp/pieces"),
+        ("cache_dir", "off", "off"),
     ],
 )
 def test_every_setting_by_every_door(

@@ -9,6 +9,7 @@ from cgcompile import errors
 from cgcompile.errors import (
     AddressChangedError,
     BoundaryError,
+    CacheError,
     CaptureBusyError,
     CaptureError,
     CGCompileError,
@@ -57,6 +58,9 @@ EXAMPLES: dict[str, CGCompileError] = {
     "BoundaryError.bad_impl": BoundaryError.bad_impl("ns::attend", 3),
     "BoundaryError.predicate_raised": BoundaryError.predicate_raised("mine", "add", KeyError("x")),
     "BoundaryError.declared_twice": BoundaryError.declared_twice("ns::attend"),
+    "CacheError.unknown_entry": CacheError.unknown_entry("77", "/home/me/.cache/cgcompile"),
+    "CacheError.ambiguous_entry": CacheError.ambiguous_entry("7", ["7a00", "7b00"]),
+    "CacheError.caching_is_off": CacheError.caching_is_off(),
     "PassError.invalid": PassError.invalid("mine", "it has 2 outputs, expected 1"),
     "PassError.raised": PassError.raised("mine", KeyError("x")),
     "PassError.not_a_pass": PassError.not_a_pass(3),
@@ -284,6 +288,18 @@ BoundaryError.bad_impl: splitting op 'ns::attend': impl = 3; expected a function
 BoundaryError.predicate_raised: splitting op 'mine': its predicate raised KeyError: 'x'
   It was asked about node 'add'; it must answer True or False for every node.
 BoundaryError.declared_twice: splitting op 'ns::attend' is declared twice with different settings. Declare it once.""",
+        )
+
+    def test_cache(self) -> None:
+        self.check(
+            "CacheError",
+            """\
+CacheError.unknown_entry: no entry of /home/me/.cache/cgcompile has a key that starts with '77'.
+  'cgcompile cache list' shows what is there; --dir names another folder.
+CacheError.ambiguous_entry: 2 entries have a key that starts with '7': 7a00, 7b00.
+  Give more of the key.
+CacheError.caching_is_off: cache_dir is 'off': there is no cache folder to look at.
+  Name one with --dir, or unset CGCOMPILE_CACHE_DIR.""",
         )
 
     def test_pass(self) -> None:

@@ -5,6 +5,19 @@ rule: no other part of cgcompile imports a name of torch that starts with an und
 that torch does not document. Callers write ``compat.name``, whatever file here has it.
 """
 
+from cgcompile.compat.artifacts import (
+    SizeGuards,
+    compile_saveable,
+    compiler_settings,
+    inductor_files_in,
+    load_artifact,
+    machine,
+    processor,
+    qualified_name,
+    traced_through,
+    versions,
+    why_not_saved,
+)
 from cgcompile.compat.capture import (
     Addresses,
     DispatchMode,

@@ -34,23 +34,27 @@ def compile_whole(
 
 
 def compile_standalone(
-    gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any]
-) -> Callable[..., Any]:
+    gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any], aot: bool = False
+) -> Any:
     """Compile one piece with Inductor, for all sizes of the symbols in ``fake_inputs``.
 
-    ``gm`` is not changed. Outputs of the result are a list. Settings this torch does not have are
-    left out; the user's own were checked before.
+    ``gm`` is not changed. Outputs of the result are a list. With ``aot`` it can be saved.
     """
     from torch._inductor import standalone_compile
 
-    wanted = {**_PIECE_PATCHES, **patches}
-    known = {name: value for name, value in wanted.items() if name in inductor_option_names()}
     return standalone_compile(
         _with_a_tensor_output(gm),
         list(fake_inputs),
         dynamic_shapes="from_graph",
-        options={"config_patches": known},
+        options={"config_patches": known_patches(patches)},
+        aot=aot,
     )
+
+
+def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
+    """Inductor's settings for a piece; the user's were checked, ours may be unknown to a torch."""
+    wanted = {**_PIECE_PATCHES, **patches}
+    return {name: value for name, value in wanted.items() if name in inductor_option_names()}
 
 
 def uncapturable_op(aten: fx.GraphModule) -> str | None:

@@ -8,6 +8,7 @@ and numbers: these files import nothing of cgcompile and nothing of torch.
 
 from cgcompile.errors.compilation import (
     BoundaryError,
+    CacheError,
     ConfigError,
     DescriptorError,
     ForwardContextError,

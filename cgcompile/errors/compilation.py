@@ -302,3 +302,28 @@ class PieceCompileError(CGCompileError, RuntimeError):
             f"{piece}: compiler {compiler!r} returned {found!r}; expected a callable that takes "
             "the inputs of the piece and returns the list of its outputs."
         )
+
+
+class CacheError(CGCompileError, ValueError):
+    """A question about the cache on disk that it cannot answer."""
+
+    @classmethod
+    def unknown_entry(cls, prefix: str, folder: str) -> "CacheError":
+        return cls(
+            f"no entry of {folder} has a key that starts with {prefix!r}.\n"
+            "  'cgcompile cache list' shows what is there; --dir names another folder."
+        )
+
+    @classmethod
+    def ambiguous_entry(cls, prefix: str, keys: Sequence[str]) -> "CacheError":
+        return cls(
+            f"{len(keys)} entries have a key that starts with {prefix!r}: {listed(keys)}.\n"
+            "  Give more of the key."
+        )
+
+    @classmethod
+    def caching_is_off(cls) -> "CacheError":
+        return cls(
+            "cache_dir is 'off': there is no cache folder to look at.\n"
+            "  Name one with --dir, or unset CGCOMPILE_CACHE_DIR."
+        )

@@ -4,7 +4,7 @@ Everything that can be said of a call before anything runs, apart from what its 
 the inputs. The rule: a no is a :class:`~cgcompile.reasons.Why`.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from cgcompile.boundaries import AttentionCGSupport, allows_full
@@ -14,7 +14,8 @@ from cgcompile.forward_context import ForwardContext
 from cgcompile.graphs.capture import capture_allowed, capture_postponed, captured_elsewhere
 from cgcompile.piecewise.auto import AutoDispatch
 from cgcompile.piecewise.bindings import Binding, Bindings
-from cgcompile.piecewise.recording import Batch
+from cgcompile.piecewise.recording import Batch, number
+from cgcompile.piecewise.roles import Roles
 from cgcompile.reasons import Ledger, Reason, Why
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -28,6 +29,7 @@ class Admission:
     Args:
         config: the settings.
         support: how far the whole step can go into a FULL graph.
+        roles: what the inputs are for, by runtime mode.
         auto: what happens without a forward context.
         bindings: the sets of weights that were seen.
         ledger: where lesser modes are counted.
@@ -40,6 +42,7 @@ class Admission:
         self,
         config: CompilationConfig,
         support: AttentionCGSupport,
+        roles: Mapping[CUDAGraphMode, Roles],
         auto: AutoDispatch,
         bindings: Bindings,
         ledger: Ledger,
@@ -50,6 +53,7 @@ class Admission:
         self._wanted = config.cudagraph_mode
         self._served = (self._wanted.decode_mode(), self._wanted.mixed_mode())
         self._support = support
+        self._roles = roles
         self._auto = auto
         self._bindings = bindings
         self._ledger = ledger
@@ -74,6 +78,18 @@ class Admission:
             self._ledger.degraded(why)
             return PIECEWISE
         return mode
+
+    def key(
+        self, mode: CUDAGraphMode, context: ForwardContext, inputs: tuple[Any, ...]
+    ) -> Hashable:
+        """What tells the steps of one set of weights under a caller's context apart."""
+        key = (mode is FULL, context.batch_descriptor)
+        if self._config.on_input_change != "recapture":
+            return key
+        roles = self._roles[mode]
+        addresses = (inputs[place].data_ptr() for place in (*roles.read, *roles.written))
+        numbers = (repr(number(inputs[place])) for place in (*roles.numbers, *roles.scalars))
+        return (*key, *addresses, *numbers)
 
     def why_not_now(
         self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]

@@ -7,7 +7,7 @@ under ``no_grad``, because a piece compiled for training keeps state that a grap
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +20,24 @@ from cgcompile.errors import CGCompileError, ConfigError, PieceCompileError, Sym
 from cgcompile.passes.nodes import COMPUTING, toggles_state, value
 from cgcompile.passes.pieces import Piece
 from cgcompile.passes.split import SplitGraph
+from cgcompile.piecewise.cache import (
+    Compilation,
+    Compiling,
+    PieceCache,
+    PieceCompiler,
+    compiling,
+)
 from cgcompile.piecewise.ranges import Runnable, Variant, Variants
 
 log = logging.getLogger(__name__)
 
-PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Runnable]
 
+def compile_pieces(
+    split: SplitGraph, config: CompilationConfig, cache: PieceCache
+) -> tuple[list[Runnable], Compilation]:
+    """One callable per piece, in order, and the record of where each came from.
 
-def compile_pieces(split: SplitGraph, config: CompilationConfig) -> list[Runnable]:
-    """One callable per piece, in order; pieces of equal structure share theirs.
+    Pieces of equal structure share theirs, with those of other graphs in the cache as well.
 
     Raises:
         PieceCompileError: the compiler raised; names the piece and the user's source line.
@@ -41,13 +50,13 @@ def compile_pieces(split: SplitGraph, config: CompilationConfig) -> list[Runnabl
     variants = Variants(split, config)
     made: dict[int, Runnable] = {}
     progress = tqdm(todo, desc="cgcompile: pieces", unit="piece", disable=None, leave=False)
-    with torch.no_grad(), progress:
+    with torch.no_grad(), progress, compiling(cache, compiler, config) as work:
         for piece in progress:
             parts = []
             for variant in variants.of(piece):
                 log.debug("compiling %s (%d ops) with %s", variant.name, piece.num_ops, name)
                 with variant.context():
-                    run = _compile_one(variant, compiler, name)
+                    run = _compile_one(variant, work, name)
                 if callable(config.compiler):
                     run = _checked_outputs(piece, name, run)
                 fixed = variants.specialised(variant)
@@ -55,14 +64,15 @@ def compile_pieces(split: SplitGraph, config: CompilationConfig) -> list[Runnabl
                 parts.append((variant, run))
             made[piece.index] = variants.choosing(parts)
     log.info("compiled %d pieces for %d, with %s", len(made), len(split.pieces), name)
-    return [made.get(piece.same_as, piece.module.forward) for piece in split.pieces]
+    runnables = [made.get(piece.same_as, piece.module.forward) for piece in split.pieces]
+    return runnables, work.result()
 
 
-def _compile_one(variant: Variant, compiler: PieceCompiler, name: str) -> Runnable:
+def _compile_one(variant: Variant, work: Compiling, name: str) -> Runnable:
     module, covered = _without_inference_mode(variant.module)
     fake_inputs = [value(node) for node in module.graph.find_nodes(op="placeholder")]
     try:
-        made = compiler(module, fake_inputs)
+        made = work.make(module, fake_inputs, variant.name, variant.piece.where)
     except Exception as error:
         if isinstance(error, (CGCompileError, *compat.restarts())):
             raise

@@ -29,10 +29,10 @@ from cgcompile.errors import PieceCompileError
 from cgcompile.passes.nodes import symbols_of, value
 from cgcompile.passes.pieces import Piece
 from cgcompile.passes.split import SplitGraph
+from cgcompile.piecewise.cache import Runnable
 
 log = logging.getLogger(__name__)
 
-Runnable = Callable[..., Sequence[Any]]
 Reader = Callable[[Sequence[Any]], int]
 
 

@@ -1,0 +1,230 @@
+"""The folder of entries: what is put comes back whole, or not at all; nothing here ever raises."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cgcompile import CompilationConfig
+from cgcompile.piecewise.store import MAGIC, Store, cache_folder, key_of
+
+FACTS = {"graph": "%0 = input f32[s0]\nreturn (%0)", "torch": "2.13"}
+KEY = key_of(FACTS)
+PAYLOAD = bytes(range(256)) * 4
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "cache")
+
+
+def only_file(store: Store) -> Path:
+    (path,) = store.folder.iterdir()
+    return path
+
+
+def test_what_is_put_comes_back(store: Store) -> None:
+    assert store.get("piece", KEY) is None
+    assert store.put("piece", KEY, PAYLOAD, FACTS, {"line": "model.py:4"})
+    assert store.get("piece", KEY) == PAYLOAD
+    found = store.entry("piece", KEY)
+    assert (found.kind, found.key, found.payload) == ("piece", KEY, PAYLOAD)
+    assert (found.facts, found.notes) == (FACTS, {"line": "model.py:4"})
+    assert found.size == only_file(store).stat().st_size
+    assert store.get("trace", KEY) is None
+    assert store.get("piece", key_of({})) is None
+
+
+def test_put_replaces(store: Store) -> None:
+    for payload in (b"one", b"", b"three"):
+        store.put("piece", KEY, payload, FACTS)
+        assert store.get("piece", KEY) == payload
+    assert len(list(store.entries())) == 1
+
+
+def test_entries_remove_and_rubbish(store: Store) -> None:
+    for kind, key in (("trace", "b"), ("piece", "b"), ("piece", "a")):
+        store.put(kind, key, b"x", FACTS)
+    (store.folder / "notes.txt").write_text("not ours")
+    (store.folder / ".half-1").write_bytes(b"left by a killed process")
+    (store.folder / "piece.c.cgc").write_bytes(b"not an entry")
+    found = list(store.entries())
+    assert [(each.kind, each.key) for each in found] == [
+        ("piece", "a"),
+        ("piece", "b"),
+        ("trace", "b"),
+    ]
+    assert store.remove(found[0])
+    assert not store.remove(found[0])
+    assert store.remove_rubbish() == 2
+    assert sorted(path.name for path in store.folder.iterdir()) == [
+        "notes.txt",
+        "piece.b.cgc",
+        "trace.b.cgc",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["", "a/b", "../x", "a.b"])
+def test_kinds_are_names(store: Store, kind: str) -> None:
+    with pytest.raises(ValueError, match="must be letters"):
+        store.put(kind, KEY, b"", FACTS)
+
+
+names = st.text(min_size=1, max_size=8)
+
+
+@given(st.dictionaries(names, st.text(max_size=20), max_size=6), st.randoms())
+def test_keys_depend_on_every_fact_and_on_no_order(facts: dict[str, str], random) -> None:
+    pairs = list(facts.items())
+    random.shuffle(pairs)
+    assert key_of(dict(pairs)) == key_of(facts)
+    for name in facts:
+        assert key_of({**facts, name: facts[name] + "x"}) != key_of(facts)
+        assert key_of({k: v for k, v in facts.items() if k != name}) != key_of(facts)
+    assert key_of({**facts, "new" * 3: ""}) != key_of(facts)
+
+
+# ---------------------------------------------------------------- damage
+
+
+@settings(
+    deadline=None,
+    max_examples=200,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(where=st.integers(0), bit=st.integers(0, 7))
+def test_one_flipped_bit_anywhere_is_a_miss(store: Store, where: int, bit: int) -> None:
+    store.put("piece", KEY, PAYLOAD, FACTS)
+    path = only_file(store)
+    data = bytearray(path.read_bytes())
+    data[where % len(data)] ^= 1 << bit
+    path.write_bytes(data)
+    assert store.get("piece", KEY) is None
+    assert not path.exists()
+    store.put("piece", KEY, PAYLOAD, FACTS)
+    assert store.get("piece", KEY) == PAYLOAD
+
+
+@settings(
+    deadline=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(length=st.integers(0), more=st.binary(max_size=8))
+def test_a_truncated_or_longer_file_is_a_miss(store: Store, length: int, more: bytes) -> None:
+    store.put("piece", KEY, PAYLOAD, FACTS)
+    path = only_file(store)
+    data = path.read_bytes()
+    changed = data[: length % len(data)] if not more else data + more
+    path.write_bytes(changed)
+    assert list(store.entries()) == []
+    assert store.get("piece", KEY) is None
+    assert not path.exists()
+
+
+def test_damage_is_told_in_the_log(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    store.put("piece", KEY, PAYLOAD, FACTS)
+    only_file(store).write_bytes(MAGIC + b"nonsense" * 8)
+    with caplog.at_level(logging.WARNING, "cgcompile"):
+        assert store.get("piece", KEY) is None
+    assert "removed, it will be made again: its checksum is wrong" in caplog.text
+
+
+def test_the_entry_of_another_key_is_a_miss(store: Store) -> None:
+    store.put("piece", KEY, PAYLOAD, FACTS)
+    only_file(store).rename(store.folder / "piece.0000.cgc")
+    assert store.get("piece", "0000") is None
+    assert list(store.folder.iterdir()) == []
+
+
+def test_another_version_of_the_format_is_a_miss(store: Store) -> None:
+    store.put("piece", KEY, PAYLOAD, FACTS)
+    path = only_file(store)
+    path.write_bytes(path.read_bytes().replace(b"cache 1", b"cache 2", 1))
+    assert store.get("piece", KEY) is None
+
+
+# ---------------------------------------------------------------- folders that refuse
+
+
+def test_a_folder_that_cannot_be_made_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    store = Store(tmp_path / "file" / "cache")
+    with caplog.at_level(logging.WARNING, "cgcompile"):
+        assert not store.put("piece", KEY, PAYLOAD, FACTS)
+        assert not store.put("piece", KEY, PAYLOAD, FACTS)
+        assert store.get("piece", KEY) is None
+    assert caplog.text.count("cannot be written") == 1
+    assert list(store.entries()) == []
+
+
+def test_a_full_disk_leaves_what_was_there(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put("piece", KEY, b"before", FACTS)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        assert not store.put("piece", KEY, PAYLOAD, FACTS)
+    assert "cannot be written (No space left on device)" in caplog.text
+    assert store.get("piece", KEY) == b"before"
+    assert only_file(store).suffix == ".cgc"  # nothing half written is left
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_folder(store: Store) -> None:
+    store.put("piece", KEY, PAYLOAD, FACTS)
+    store.folder.chmod(0o500)
+    try:
+        assert not store.put("piece", "other", PAYLOAD, FACTS)
+        assert store.get("piece", KEY) == PAYLOAD
+    finally:
+        store.folder.chmod(0o700)
+
+
+# ---------------------------------------------------------------- several processes
+
+WRITER = """
+import sys
+from cgcompile.piecewise.store import Store
+store, me = Store(sys.argv[1]), sys.argv[2].encode()
+for _ in range(300):
+    assert store.put("piece", "shared", me * 5000, {"by": sys.argv[2]})
+    found = store.get("piece", "shared")
+    assert found is not None and len(set(found)) == 1 and len(found) == 5000, found
+"""
+
+
+def test_processes_that_write_one_key_at_once(store: Store) -> None:
+    running = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(store.folder), name])
+        for name in ("a", "b")
+    ]
+    assert [each.wait() for each in running] == [0, 0]
+    assert store.get("piece", "shared") in (b"a" * 5000, b"b" * 5000)
+    assert only_file(store).name == "piece.shared.cgc"
+
+
+# ---------------------------------------------------------------- which folder
+
+
+def test_folders_of_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_folder(CompilationConfig()) is None  # the tests are told to keep nothing
+    assert cache_folder(CompilationConfig(cache_dir="off")) is None
+    assert cache_folder(CompilationConfig(cache_dir=str(tmp_path))) == tmp_path
+    assert cache_folder(CompilationConfig(cache_dir="~/pieces")) == Path.home() / "pieces"
+    monkeypatch.setenv("CGCOMPILE_CACHE_DIR", "")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder(CompilationConfig()) == Path.home() / ".cache" / "cgcompile"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder(CompilationConfig()) == tmp_path / "cgcompile"
