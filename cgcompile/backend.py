@@ -27,6 +27,7 @@ from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.cache import PieceCache
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
 from cgcompile.reasons import Counters
+from cgcompile.tracing.saved import KeptTraces
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,12 @@ class Backend:
         self._capture_closed = False
         self._compiled = 0  # how often torch.compile called
         self._pieces = PieceCache(self.config)
+
+    @property
+    def kept_traces(self) -> KeptTraces | None:
+        """Where traces are kept for other processes; None if nothing is."""
+        store = self._pieces.store
+        return None if store is None else KeptTraces(store)
 
     @property
     def graphs(self) -> tuple[CompiledGraph, ...]:

@@ -20,7 +20,8 @@ from cgcompile.errors import ConfigError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.tracing.variants import GUARDS, SHAPES, Rules, Traces, Variant
+from cgcompile.tracing.variant import GUARDS, SHAPES, Rules, Variant
+from cgcompile.tracing.variants import Traces
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class CompiledModel(Transparent):
         self._traces: Traces | None = None
         self._call = _untraced(runnable, backend.config)
         if self._call is None:
-            self._traces = Traces(runnable, self._compile, dynamic_dims, rules)
+            self._traces = Traces(runnable, self._compile, dynamic_dims, rules, backend.kept_traces)
             self._call = self._traces
         elif dynamic_dims or rules != Rules():
             raise ConfigError.impossible(

@@ -66,14 +66,18 @@ from cgcompile.compat.dynamo import (
     copied,
     expression_nodes,
     fake_context,
+    fake_mode_of,
     graph_break,
     is_container,
     is_static_input,
     is_unbacked,
     keep_graph_break,
     keep_input,
+    known_size,
     make_floats_constant,
     restarts,
+    shape_env_of,
+    size_conditions,
     source_name,
     storage_key,
     tree_leaves,
@@ -123,8 +127,10 @@ from cgcompile.compat.saved import (
     traced_expression,
 )
 from cgcompile.compat.shapes import OwnShapes, Span, python_predicate, why_not_copied
+from cgcompile.compat.traced import TracedPython, compiling, source_scope
 from cgcompile.compat.tracing import (
     CannotTrace,
+    FrozenTensor,
     Guards,
     Trace,
     hooks_of,

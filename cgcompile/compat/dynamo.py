@@ -90,13 +90,26 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     return _pytree.tree_map(function, tree)
 
 
+def shape_env_of(values: Iterable[Any]) -> Any:
+    """The environment that the symbolic sizes among these values belong to; None without any."""
+    for value in values:
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                return size.node.shape_env
+    return None
+
+
+def fake_mode_of(values: Iterable[Any]) -> Any:
+    """The fake mode that some of these values belong to; None if none does."""
+    modes = (getattr(value, "fake_mode", None) for value in values)
+    return next((mode for mode in modes if mode is not None), None)
+
+
 def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:
     """The fake mode that some of these values belong to, as a context; nothing if none does."""
-    for value in values:
-        mode = getattr(value, "fake_mode", None)
-        if mode is not None:
-            return mode
-    return nullcontext()
+    mode = fake_mode_of(values)
+    return nullcontext() if mode is None else mode
 
 
 def known_size(size: Any) -> int | str:

@@ -5,7 +5,6 @@ the names are the same in 2.11, 2.13 and 2.15.
 """
 
 import dis
-import importlib
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,6 +15,7 @@ import torch
 from torch import fx
 
 from cgcompile.compat.dynamo import known_size, size_conditions, source_name
+from cgcompile.compat.traced import TracedPython, compiling, measured
 
 
 class CannotTrace(Exception):
@@ -53,11 +53,12 @@ class Trace:
     Attributes:
         graph: the pre-grad graph; None if the call computes nothing with tensors.
         inputs: what the graph was traced with: numbers and tensors, frozen ones last.
+        original: the function.
         frozen: the tensors that were not taken from the call, in the order of ``inputs``.
     """
 
     def __init__(self, function: types.FunctionType, output: Any) -> None:
-        self._function = function
+        self.original = function
         self._output = output
         found = output.backend_input
         self.graph: fx.GraphModule | None = None if found is None else found.graph_module
@@ -70,38 +71,34 @@ class Trace:
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """What a backend expects around it: Dynamo's context of this trace."""
-        from torch._guards import TracingContext, tracing
-
-        assert self._output.backend_input is not None
-        context = TracingContext(self._output.backend_input.fake_mode)
-        context.tensor_to_context = self._output.backend_input.tensor_to_context
-        with _measured(), tracing(context):
+        found = self._output.backend_input
+        assert found is not None
+        with compiling(found.fake_mode, found.tensor_to_context):
             yield
 
     def function(self, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
-        """The traced call as a function of the same signature, without any guard.
+        """See :meth:`TracedPython.function`."""
+        return self.python.function(self.original, compiled)
 
-        Args:
-            compiled: takes the inputs of the graph that are not frozen; returns its outputs.
-        """
+    @property
+    def python(self) -> TracedPython:
+        """The Python around the graph."""
         capture = self._output.graph_capture_output
-        names = _Globals(self._function.__globals__)
-        for name, value in capture.f_globals.items():
-            if name.startswith("__"):  # what Dynamo has put there
-                names[name] = value
-        for alias, name in capture.import_sources.items():
-            names[alias] = importlib.import_module(name)
-        if self._output.backend_input is not None:
-            names[self._output.backend_input.backend_id] = compiled
-        made = types.FunctionType(
-            capture.bytecode,
-            names,
-            self._function.__name__,
-            capture.argdefs,
-            capture.closure or None,
+        found = self._output.backend_input
+        return TracedPython(
+            capture.bytecode, dict(capture.import_sources), getattr(found, "backend_id", None)
         )
-        made.__kwdefaults__ = self._function.__kwdefaults__
-        return made
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Python expressions over ``L`` and ``G`` of all that the trace depends on, sorted."""
+        guards = self._output.graph_capture_output.output_graph.guards
+        return tuple(sorted({_name(guard) for guard in guards} - {""}))
+
+    @property
+    def code(self) -> tuple[types.CodeType, ...]:
+        """The code of all functions that were traced through."""
+        return (self.original.__code__, *self._output.graph_capture_output.traced_code)
 
     @property
     def sizes(self) -> dict[str, tuple[int | str, ...]]:
@@ -147,7 +144,7 @@ class Trace:
         for guard in self._output.graph_capture_output.output_graph.guards:
             if _name(guard).startswith("G["):
                 with suppress(AttributeError, LookupError, TypeError):
-                    found.append(eval(_name(guard), {"G": self._function.__globals__}))
+                    found.append(eval(_name(guard), {"G": self.original.__globals__}))
         return [each for each in found if isinstance(each, torch.Tensor)]
 
     @property
@@ -176,22 +173,11 @@ class Trace:
 
         chosen = Hooks(guard_filter_fn=_sizes_only) if sizes_only else None
         hooks_too = config.patch({"skip_nnmodule_hook_guards": False})
-        with _measured(), _as_cannot_trace(), hooks_too:
+        with measured(), _as_cannot_trace(), hooks_too:
             found = self._output.graph_capture_output.build_guards(
-                self._function.__code__, hooks=chosen
+                self.original.__code__, hooks=chosen
             )
         return Guards(found)
-
-
-class _Globals(dict[str, Any]):
-    """The globals of a function as they are at each look, beside names of our own."""
-
-    def __init__(self, live: dict[str, Any]) -> None:
-        super().__init__()
-        self._live = live
-
-    def __missing__(self, name: str) -> Any:
-        return self._live[name]
 
 
 def _name(sourced: Any) -> str:
@@ -270,19 +256,10 @@ def trace_call(
         stack.enter_context(convert_frame.compile_lock)
         stack.enter_context(_as_cannot_trace())
         stack.enter_context(config.patch(patches))
-        stack.enter_context(_measured())
+        stack.enter_context(measured())
         stack.enter_context(set_enable_dynamic(False))
         output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
     return Trace(traced_function(called)[0], output)
-
-
-@contextmanager
-def _measured() -> Iterator[None]:
-    """torch counts its own seconds, and insists on an outermost span."""
-    from torch._dynamo.utils import dynamo_timed, get_metrics_context
-
-    with get_metrics_context(), dynamo_timed("cgcompile"):
-        yield
 
 
 @contextmanager

@@ -7,8 +7,8 @@ may be of any size.
 import inspect
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,83 +18,13 @@ from cgcompile import compat
 from cgcompile.errors import RecompileError, TraceError
 from cgcompile.tracing.arguments import Shapes, fits_function
 from cgcompile.tracing.dims import DynamicDims, Found, with_two_rows
+from cgcompile.tracing.saved import CannotSave, KeptTraces, SavedTrace, facts_of_call, saved
+from cgcompile.tracing.variant import Rules, Start, Variant
 
 log = logging.getLogger(__name__)
 
 # Compiles a graph: (graph, its example inputs, whether the last ones are frozen) -> callable.
 Compile = Callable[[fx.GraphModule, list[Any], bool], Callable[..., Any]]
-
-SHAPES = ("backed", "backed_size_oblivious", "unbacked")
-GUARDS = ("keep", "shape", "none")
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How calls are traced and told apart.
-
-    Attributes:
-        guards: which of Dynamo's assumptions are looked at in each call.
-        check_guards: look at all of them, and raise where one that was dropped fails.
-        shapes: what a trace may assume of a dynamic size.
-    """
-
-    guards: str = "keep"
-    check_guards: bool = False
-    shapes: str = "backed_size_oblivious"
-
-
-class Variant:
-    """One trace, compiled.
-
-    Args:
-        trace: what Dynamo found.
-        compiled: the compiled graph; None if there is nothing to compute.
-        fits: whether a call is like the traced one, by its arguments.
-
-    Attributes:
-        compiled: the compiled graph.
-        fits: whether a call is like the traced one, by its arguments.
-        frozen: the tensors that are bound, not looked up.
-    """
-
-    def __init__(
-        self,
-        trace: compat.Trace,
-        compiled: Callable[..., Any] | None,
-        fits: Callable[[tuple[Any, ...], dict[str, Any]], bool],
-        rules: Rules,
-    ) -> None:
-        self.compiled = compiled
-        self.fits = fits
-        self.frozen = trace.frozen
-        self._rules = rules
-        checked = rules.guards != "none"
-        self.guards = trace.guards(sizes_only=rules.guards == "shape") if checked else None
-        self.dropped = None
-        if rules.check_guards and rules.guards != "keep":
-            self.dropped = trace.guards(sizes_only=False)
-        run = compiled
-        if compiled is not None and trace.frozen:
-            tensors = tuple(each.tensor for each in trace.frozen)
-            run = lambda *inputs: compiled(*inputs, *tensors)  # noqa: E731
-        self.run = trace.function(run)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether all objects that a call must pass are still there."""
-        references = getattr(self.fits, "references", ())
-        return all(reference() is not None for reference in references)
-
-    def moved(self, names: Mapping[str, Any], globals_: Mapping[str, Any]) -> str | None:
-        """The first frozen tensor that is another one now, as Python; None if all are there."""
-        for each in self.frozen:
-            try:
-                now = eval(each.where, {"L": names, "G": globals_})
-            except (AttributeError, LookupError, TypeError):
-                now = None
-            if now is not each.tensor:
-                return each.where
-        return None
 
 
 class Traces:
@@ -105,10 +35,11 @@ class Traces:
         compile_graph: compiles a traced graph.
         dims: which dimensions vary, by the name of the parameter.
         rules: how calls are told apart.
+        kept: where traces without guards are kept; None: nowhere.
 
     Attributes:
         made: the traces, the one used last first.
-        frozen: why nothing is traced any more; None while calls may be.
+        is_closed: whether nothing is traced any more.
     """
 
     def __init__(
@@ -117,6 +48,7 @@ class Traces:
         compile_graph: Compile,
         dims: Mapping[str, Any] | None,
         rules: Rules,
+        kept: KeptTraces | None = None,
     ) -> None:
         self._called = called
         self._hooks = compat.hooks_of(called)
@@ -126,6 +58,7 @@ class Traces:
         self._dims = DynamicDims(dims, self._spoken, spoken)
         self._compile = compile_graph
         self._rules = rules
+        self._kept = kept
         self._lock = threading.RLock()
         self.made: tuple[Variant, ...] = ()
         self.is_closed = False
@@ -174,6 +107,9 @@ class Traces:
             log.info("%s replaces tensors of its own; they are looked up from now on", self.name)
             self._unfrozen = True
             self.made = tuple(each for each in self.made if not each.frozen)
+        elif variant.keep is not None:
+            variant.keep()
+            variant.keep = None
         return result
 
     def _holds(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -250,26 +186,79 @@ class Traces:
             raise TraceError.refused(self.name, str(error)) from error
 
     def _attempt(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
-        freeze = self._rules.guards == "none" and not self._unfrozen
         unbacked = self._rules.shapes == "unbacked"
         marks = [(each.tensor, each.dim, each.name) for each in dims]
         oblivious = self._rules.shapes == "backed_size_oblivious"
         with compat.size_oblivious(oblivious), compat.marked(marks, unbacked):
-            trace = self._trace(args, kwargs, freeze)
-            _check_dims(self.name, dims, trace.sizes)
-            compiled = None
-            if trace.graph is not None:
-                with trace.compiling():
-                    compiled = self._compile(trace.graph, trace.inputs, bool(trace.frozen))
-            _check_dims(self.name, dims, trace.sizes)  # a compiler may fix a size as well
-            fits = self._fits(trace, args, kwargs, dims)
-            variant = Variant(trace, compiled, fits, self._rules)
+            variant = self._read(args, kwargs, dims)
+            if variant is None:
+                variant = self._new(args, kwargs, dims)
+        log.info("%s: %s", self.name, variant.start)
         self.made = (variant, *(each for each in self.made if each.is_alive))
         return variant
 
+    def _read(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]
+    ) -> Variant | None:
+        """The trace that another process has left for such a call; None if there is none."""
+        if self._keeps is None:
+            return None
+        start = time.perf_counter()
+        facts = facts_of_call(self._function, args, kwargs, dims, self._rules.shapes)
+        trace = self._keeps.find(facts, self._function, self._names(args, kwargs))
+        if trace is None:
+            return None
+        variant = self._variant(trace, args, kwargs, dims, start)
+        return variant if variant.fits(args, kwargs) else None
+
+    def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
+        start, why = time.perf_counter(), ""
+        freeze = self._rules.guards == "none" and not self._unfrozen
+        trace = self._trace(args, kwargs, freeze)
+        _check_dims(self.name, dims, trace.sizes)
+        keep, keeps = None, self._keeps
+        if keeps is not None:
+            facts = facts_of_call(self._function, args, kwargs, dims, self._rules.shapes)
+            try:
+                data = saved(trace, self._names(args, kwargs))
+                keep = lambda: keeps.keep(facts, data)  # noqa: E731
+            except CannotSave as error:
+                why = str(error)
+        variant = self._variant(trace, args, kwargs, dims, start, why)
+        variant.keep = keep
+        return variant
+
+    @property
+    def _keeps(self) -> KeptTraces | None:
+        """Where such traces are kept: those that depend on nothing at later calls."""
+        rules = self._rules
+        frozen = rules.guards == "none" and not rules.check_guards and not self._unfrozen
+        return self._kept if frozen else None
+
+    def _variant(
+        self,
+        trace: compat.Trace | SavedTrace,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dims: list[Found],
+        start: float,
+        why: str = "",
+    ) -> Variant:
+        """Compile the graph of a trace."""
+        traced = time.perf_counter()
+        compiled = None
+        if trace.graph is not None:
+            with trace.compiling():
+                compiled = self._compile(trace.graph, trace.inputs, bool(trace.frozen))
+        _check_dims(self.name, dims, trace.sizes)  # a compiler may fix a size as well
+        fits = self._fits(trace, args, kwargs, dims)
+        seconds = traced - start, time.perf_counter() - traced
+        took = Start(*seconds, from_disk=isinstance(trace, SavedTrace), why=why)
+        return Variant(trace, compiled, fits, self._rules, took)
+
     def _fits(
         self,
-        trace: compat.Trace,
+        trace: compat.Trace | SavedTrace,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         dims: list[Found],

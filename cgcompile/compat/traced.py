@@ -1,0 +1,125 @@
+"""The Python that Dynamo puts around a graph. See ``cgcompile/compat/__init__.py``.
+
+Tried on torch 2.11, 2.13 and 2.15.
+"""
+
+import builtins
+import dis
+import importlib
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+_NUMBERED = re.compile(r"G\['(\w*_\d+_c\d+)'\]")  # Dynamo names an object by its address
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a function as they are at each look, beside names of our own."""
+
+    def __init__(self, live: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._live = live
+
+    def __missing__(self, name: str) -> Any:
+        if name.startswith("__builtins_dict__"):  # Dynamo's name for it
+            return builtins.__dict__
+        return self._live[name]
+
+
+@dataclass(frozen=True)
+class TracedPython:
+    """What Dynamo made of the Python around a graph.
+
+    Attributes:
+        code: it has the arguments of the function, and calls the graph by a global name.
+        modules: the names of modules, by the global names that stand for them.
+        graph: the global name that the code calls; None if there is no graph.
+        extra: further globals, in place of those that Dynamo has put into this process.
+    """
+
+    code: types.CodeType
+    modules: Mapping[str, str]
+    graph: str | None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def function(
+        self, original: types.FunctionType, compiled: Callable[..., Any] | None
+    ) -> Callable[..., Any]:
+        """The traced call as a function of the same signature, without any guard.
+
+        Args:
+            original: the function that was traced: its globals, closure and defaults are used.
+            compiled: takes the inputs of the graph that are not frozen; returns its outputs.
+        """
+        names = self.names(original)
+        if self.graph is not None:
+            names[self.graph] = compiled
+        closure = original.__closure__ if self.code.co_freevars else None
+        made = types.FunctionType(
+            self.code, names, original.__name__, original.__defaults__, closure
+        )
+        made.__kwdefaults__ = original.__kwdefaults__
+        return made
+
+    def names(self, original: types.FunctionType) -> dict[str, Any]:
+        """The globals of the code, but for the graph: the user's as they are at each look."""
+        found = _Globals(original.__globals__)
+        found.update((n, v) for n, v in original.__globals__.items() if n.startswith("__"))
+        found.update((alias, importlib.import_module(n)) for alias, n in self.modules.items())
+        found.update(self.extra)
+        return found
+
+    def installed(self, original: types.FunctionType, sources: Iterable[str]) -> dict[str, Any]:
+        """Globals that Dynamo, not the user, has put there: the code or a source reads them."""
+        names = original.__globals__
+        read = _globals_read(self.code) - set(self.modules) - {self.graph}
+        put = {name for name in read if name.startswith("__")}
+        for source in sources:
+            put.update(_NUMBERED.findall(source))
+        return {name: names[name] for name in sorted(put) if name in names}
+
+
+def _globals_read(code: types.CodeType) -> set[str]:
+    loads = ("LOAD_GLOBAL", "LOAD_NAME")
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in loads}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _globals_read(constant)
+    return found
+
+
+def source_scope(names: Mapping[str, Any], globals_: Mapping[str, Any]) -> dict[str, Any]:
+    """What the expressions of :attr:`Trace.sources` are evaluated in.
+
+    Args:
+        names: the locals of the call.
+        globals_: the globals of the traced code, with the modules that it names.
+    """
+    from torch._dynamo import guards
+
+    helpers = guards._get_closure_vars() if hasattr(guards, "_get_closure_vars") else {}
+    return {**helpers, "L": names, "G": globals_}
+
+
+@contextmanager
+def compiling(fake_mode: Any, contexts: Any = None) -> Iterator[None]:
+    """The context in which a backend compiles a graph whose values belong to ``fake_mode``."""
+    from torch._guards import TracingContext, tracing
+
+    context = TracingContext(fake_mode)
+    if contexts is not None:
+        context.tensor_to_context = contexts
+    with measured(), tracing(context):
+        yield
+
+
+@contextmanager
+def measured() -> Iterator[None]:
+    """torch counts its own seconds, and insists on an outermost span."""
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    with get_metrics_context(), dynamo_timed("cgcompile"):
+        yield

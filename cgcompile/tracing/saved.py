@@ -1,0 +1,277 @@
+"""A trace on disk: :func:`saved` makes bytes of it, :func:`loaded` a trace again.
+
+A trace of the same call needs no Dynamo in the next process. It serves where everything that it
+has looked at is as it was: the facts are in the file and are looked at once, when it is loaded.
+Only traces without guards are kept; those with guards need Dynamo's own objects at every call.
+
+The bytes hold Python code of the same interpreter, which runs: trust the folder it comes from.
+"""
+
+import importlib
+import json
+import logging
+import marshal
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgcompile import compat
+from cgcompile.errors import SavedGraphError, UnsavableGraphError
+from cgcompile.passes.nodes import value
+from cgcompile.passes.saved import dump_graph, load_graph
+from cgcompile.piecewise.store import Store, key_of
+from cgcompile.tracing.dims import Found
+from cgcompile.tracing.facts import described, file_hash, files_of, first_difference, text_of
+from cgcompile.version import __version__
+
+log = logging.getLogger(__name__)
+
+KIND = "trace"
+
+
+class CannotSave(Exception):
+    """Why a trace is not kept; never seen by a caller of cgcompile."""
+
+
+class CannotUse(Exception):
+    """Why a trace that was kept does not serve; never seen by a caller of cgcompile."""
+
+
+@dataclass(frozen=True)
+class SavedTrace:
+    """A trace from disk; see :class:`cgcompile.compat.Trace`."""
+
+    original: types.FunctionType
+    python: compat.TracedPython
+    graph: fx.GraphModule | None
+    inputs: list[Any]
+    frozen: tuple[compat.FrozenTensor, ...]
+    aliases: list[tuple[str, str]]
+    global_tensors: list[torch.Tensor]
+    known: Mapping[str, Mapping[str, list[int | str]]]  # sizes and strides when it was traced
+
+    @property
+    def sizes(self) -> dict[str, tuple[int | str, ...]]:
+        return self._now("sizes", lambda tensor: tensor.shape)
+
+    @property
+    def strides(self) -> dict[str, tuple[int | str, ...]]:
+        return self._now("strides", lambda tensor: tensor.stride())
+
+    def _now(self, kind: str, of: Callable[[Any], Any]) -> dict[str, tuple[int | str, ...]]:
+        """What is known of the arguments; of the graph's inputs, with what a compiler has fixed."""
+        found = {path: tuple(numbers) for path, numbers in self.known[kind].items()}
+        for node in self.graph.graph.find_nodes(op="placeholder") if self.graph else ():
+            meta, path = value(node), compat.source_name(node) or ""
+            if isinstance(meta, torch.Tensor) and path in found:
+                found[path] = tuple(map(compat.known_size, of(meta)))
+        return found
+
+    def size_conditions(self, least: int) -> list[tuple[str, tuple[str, ...]]]:
+        env = compat.shape_env_of(self.inputs)
+        return [] if env is None else compat.size_conditions(env, least)
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        assert self.graph is not None
+        values = [value(node) for node in self.graph.graph.find_nodes(op="placeholder")]
+        with compat.compiling(compat.fake_mode_of(values)):
+            yield
+
+    def function(self, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
+        return self.python.function(self.original, compiled)
+
+
+def saved(trace: compat.Trace, names: Mapping[str, Any]) -> bytes:
+    """The bytes of a trace, before anybody has changed its graph.
+
+    Args:
+        trace: what Dynamo found.
+        names: the locals of the call.
+
+    Raises:
+        CannotSave: another process could not use it; says why.
+    """
+    python, original = trace.python, trace.original
+    scope = compat.source_scope(names, python.names(original))
+    files = files_of(trace.code)
+    if isinstance(files, str):
+        raise CannotSave(files)
+    try:
+        graph = b"" if trace.graph is None else dump_graph(trace.graph)
+    except UnsavableGraphError as error:
+        raise CannotSave(str(error).splitlines()[0]) from error
+    put = python.installed(original, trace.sources)
+    installed = {name: _recipe(name, found) for name, found in put.items()}
+    head = {
+        "modules": dict(python.modules),
+        "graph": python.graph,
+        "installed": installed,
+        "frozen": [each.where for each in trace.frozen],
+        "aliases": trace.aliases,
+        "known": {"sizes": trace.sizes, "strides": trace.strides},
+        "facts": described(trace.sources, scope),
+        "files": files,
+    }
+    return _joined(json.dumps(head).encode(), marshal.dumps(python.code), graph)
+
+
+def loaded(data: bytes, original: types.FunctionType, names: Mapping[str, Any]) -> SavedTrace:
+    """A trace of another process.
+
+    Args:
+        data: what :func:`saved` made.
+        original: the function that was traced.
+        names: the locals of a call like the one that was traced.
+
+    Raises:
+        CannotUse: something that the trace depends on is not as it was; says what.
+    """
+    try:
+        head_bytes, code, graph_bytes = _parted(data)
+        head = json.loads(head_bytes)
+        for name, before in head["files"].items():
+            if file_hash(name) != before:
+                raise CannotUse(f"{name} has changed")
+        python = compat.TracedPython(marshal.loads(code), head["modules"], head["graph"])
+        for name, recipe in head["installed"].items():
+            python.extra[name] = _made(recipe)
+        scope = compat.source_scope(names, python.names(original))
+        difference = first_difference(head["facts"], described(head["facts"], scope))
+        if difference is not None:
+            raise CannotUse(difference)
+        graph = load_graph(graph_bytes) if graph_bytes else None
+        inputs = [] if graph is None else graph.graph.find_nodes(op="placeholder")
+        first = len(inputs) - len(head["frozen"])
+        frozen = tuple(
+            compat.FrozenTensor(first + number, where, eval(where, dict(scope)))
+            for number, where in enumerate(head["frozen"])
+        )
+        found = [eval(each, dict(scope)) for each in head["facts"] if each.startswith("G[")]
+    except (SavedGraphError, ValueError, LookupError, ImportError, AttributeError) as error:
+        raise CannotUse(str(error).splitlines()[0] if str(error) else repr(error)) from error
+    return SavedTrace(
+        original,
+        python,
+        graph,
+        [value(node) for node in inputs],
+        frozen,
+        [(one, other) for one, other in head["aliases"]],
+        [each for each in found if isinstance(each, torch.Tensor)],
+        head["known"],
+    )
+
+
+class KeptTraces:
+    """The traces in a folder.
+
+    Args:
+        store: the folder.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def find(
+        self, facts: Mapping[str, str], original: types.FunctionType, names: Mapping[str, Any]
+    ) -> SavedTrace | None:
+        """The trace of a call, if all that it depends on is as it was.
+
+        Args:
+            facts: of the call, see :func:`facts_of_call`.
+            original: the function that is called.
+            names: the locals of the call.
+        """
+        data = self._store.get(KIND, key_of(_with_versions(facts)))
+        if data is None:
+            return None
+        try:
+            return loaded(data, original, names)
+        except CannotUse as error:
+            log.info("the trace of %s on disk does not serve: %s", facts["function"], error)
+            return None
+
+    def keep(self, facts: Mapping[str, str], data: bytes) -> None:
+        """Keep what :func:`saved` made, in place of what was there for such a call."""
+        every = _with_versions(facts)
+        self._store.put(KIND, key_of(every), data, every, {"what": facts["function"]})
+
+
+def _with_versions(facts: Mapping[str, str]) -> dict[str, str]:
+    return {**facts, "cgcompile": __version__, **compat.versions()}
+
+
+def facts_of_call(
+    original: types.FunctionType,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dims: list[Found],
+    shapes: str,
+) -> dict[str, str]:
+    """What a trace is found by: the function, the arguments, and the state of torch."""
+    varies = {(id(each.tensor), each.dim): each.name or "*" for each in dims}
+    arguments = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    return {
+        "function": f"{original.__module__}.{original.__qualname__}",
+        "keywords": ", ".join(sorted(kwargs)),
+        "arguments": "\n".join(text_of(each, varies) for each in arguments),
+        "dynamic shapes": shapes,
+        "state": _state(),
+    }
+
+
+def _state() -> str:
+    autocast = [
+        f"{kind} {torch.get_autocast_dtype(kind)}"
+        for kind in ("cuda", "cpu")
+        if torch.is_autocast_enabled(kind)
+    ]
+    return (
+        f"grad {torch.is_grad_enabled()}, inference {torch.is_inference_mode_enabled()}, "
+        f"autocast {autocast}, {torch.get_default_dtype()}, {torch.get_default_device()}, "
+        f"deterministic {torch.are_deterministic_algorithms_enabled()}"
+    )
+
+
+def _recipe(name: str, found: Any) -> list[str]:
+    """How another process gets a global that Dynamo has put there."""
+    if isinstance(found, types.ModuleType):
+        return ["module", found.__name__]
+    if name.startswith("__builtins_dict__"):
+        return ["builtins"]
+    module, qualified = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
+    if isinstance(module, str) and isinstance(qualified, str):
+        recipe = ["object", module, qualified]
+        try:
+            if _made(recipe) is found:
+                return recipe
+        except (ImportError, AttributeError):
+            pass
+    raise CannotSave(f"the code around the graph needs {name}, a {type(found).__name__}")
+
+
+def _made(recipe: list[str]) -> Any:
+    if recipe[0] == "builtins":
+        return vars(importlib.import_module("builtins"))
+    found = importlib.import_module(recipe[1])
+    for part in recipe[2].split(".") if recipe[0] == "object" else ():
+        found = getattr(found, part)
+    return found
+
+
+def _joined(*parts: bytes) -> bytes:
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def _parted(data: bytes) -> list[bytes]:
+    parts = []
+    while data:
+        length = int.from_bytes(data[:8], "little")
+        parts.append(data[8 : 8 + length])
+        data = data[8 + length :]
+    return parts

@@ -1,0 +1,108 @@
+"""One trace of a function, compiled: :class:`Variant`. ``variants.py`` keeps those of one."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cgcompile import compat
+from cgcompile.tracing.saved import SavedTrace
+
+SHAPES = ("backed", "backed_size_oblivious", "unbacked")
+GUARDS = ("keep", "shape", "none")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How calls are traced and told apart.
+
+    Attributes:
+        guards: which of Dynamo's assumptions are looked at in each call.
+        check_guards: look at all of them, and raise where one that was dropped fails.
+        shapes: what a trace may assume of a dynamic size.
+    """
+
+    guards: str = "keep"
+    check_guards: bool = False
+    shapes: str = "backed_size_oblivious"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the start of one trace took.
+
+    Attributes:
+        tracing: seconds of Dynamo, or of reading a trace from disk.
+        compiling: seconds of splitting the graph and of compiling pieces, or reading them.
+        from_disk: whether the trace was read from disk.
+        why: why it is not kept there; empty if it is, or if nothing is kept.
+    """
+
+    tracing: float
+    compiling: float
+    from_disk: bool = False
+    why: str = ""
+
+    def __str__(self) -> str:
+        found = "read" if self.from_disk else "traced"
+        text = f"{found} in {self.tracing:.2f} s, compiled in {self.compiling:.2f} s"
+        return f"{text}; not kept: {self.why}" if self.why else text
+
+
+class Variant:
+    """One trace, compiled.
+
+    Args:
+        trace: what Dynamo found, or what it found in another process.
+        compiled: the compiled graph; None if there is nothing to compute.
+        fits: whether a call is like the traced one, by its arguments.
+        rules: how calls are told apart.
+        start: what its start took.
+
+    Attributes:
+        compiled: the compiled graph.
+        start: what its start took.
+        fits: whether a call is like the traced one, by its arguments.
+        frozen: the tensors that are bound, not looked up.
+    """
+
+    def __init__(
+        self,
+        trace: compat.Trace | SavedTrace,
+        compiled: Callable[..., Any] | None,
+        fits: Callable[[tuple[Any, ...], dict[str, Any]], bool],
+        rules: Rules,
+        start: Start,
+    ) -> None:
+        self.compiled = compiled
+        self.fits = fits
+        self.frozen = trace.frozen
+        self.start = start
+        self.keep: Callable[[], None] | None = None  # for another process, once it has served
+        self.guards = self.dropped = None
+        if isinstance(trace, compat.Trace):  # one from disk serves where guards are dropped
+            if rules.guards != "none":
+                self.guards = trace.guards(sizes_only=rules.guards == "shape")
+            if rules.check_guards and rules.guards != "keep":
+                self.dropped = trace.guards(sizes_only=False)
+        run = compiled
+        if compiled is not None and trace.frozen:
+            tensors = tuple(each.tensor for each in trace.frozen)
+            run = lambda *inputs: compiled(*inputs, *tensors)  # noqa: E731
+        self.run = trace.function(run)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all objects that a call must pass are still there."""
+        references = getattr(self.fits, "references", ())
+        return all(reference() is not None for reference in references)
+
+    def moved(self, names: Mapping[str, Any], globals_: Mapping[str, Any]) -> str | None:
+        """The first frozen tensor that is another one now, as Python; None if all are there."""
+        for each in self.frozen:
+            try:
+                now = eval(each.where, {"L": names, "G": globals_})
+            except (AttributeError, LookupError, TypeError):
+                now = None
+            if now is not each.tensor:
+                return each.where
+        return None
