@@ -1,20 +1,22 @@
-"""What a user can set: compilation mode, CUDA graph mode, and the frozen ``CompilationConfig``.
+"""What a user can set: the frozen ``CompilationConfig``. Its two modes are in ``modes.py``.
 
-Module-level imports are the standard library, ``errors`` and ``settings`` only, so that the table
-can be read (and tested) without torch. The rule: settings are values, fixed at construction;
-results of a compilation live in the objects that made them, never here.
+Module-level imports are the standard library, ``errors``, ``modes`` and ``settings`` only, so that
+the table can be read (and tested) without torch. The rule: settings are values, fixed at
+construction; results of a compilation live in the objects that made them, never here.
 """
 
 import dataclasses
-import enum
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cgcompile.errors import ConfigError
+from cgcompile.modes import TORCH_MODES, CompilationMode, CUDAGraphMode
 from cgcompile.settings import (
     ENV_PREFIX,
+    GRAPHS,
+    PIECES,
     enum_parser,
     items_of,
     one_of,
@@ -34,65 +36,9 @@ from cgcompile.settings import (
     sizes_meant,
 )
 
-
-class CompilationMode(enum.Enum):
-    """How much of the model is compiled, and in how many parts."""
-
-    NONE = 0  # never compile: the traced graph is returned as it is
-    STOCK_TORCH_COMPILE = 1  # the whole graph by Inductor, Dynamo's guards kept
-    DYNAMO_TRACE_ONCE = 2  # the whole graph, traced once, guards dropped
-    PIECEWISE = 3  # split at the boundaries, compiled piece by piece
-
-
-class CUDAGraphMode(enum.Enum):
-    """Which CUDA graphs serve a step.
-
-    A pair means (uniform decode batches, all other batches). Only NONE, PIECEWISE and FULL are
-    *runtime* modes, those in which one step can run.
-    """
-
-    NONE = 0
-    PIECEWISE = 1
-    FULL = 2
-    FULL_DECODE_ONLY = (FULL, NONE)
-    FULL_AND_PIECEWISE = (FULL, PIECEWISE)
-
-    def separate_routine(self) -> bool:
-        """Whether uniform decode batches take another mode than the rest."""
-        return isinstance(self.value, tuple)
-
-    def decode_mode(self) -> "CUDAGraphMode":
-        """The runtime mode of uniform decode batches."""
-        return CUDAGraphMode(self.value[0]) if self.separate_routine() else self
-
-    def mixed_mode(self) -> "CUDAGraphMode":
-        """The runtime mode of all other batches."""
-        return CUDAGraphMode(self.value[1]) if self.separate_routine() else self
-
-    def has_mode(self, mode: "CUDAGraphMode") -> bool:
-        """Whether a step can run in the runtime mode ``mode``."""
-        return mode in (self.decode_mode(), self.mixed_mode())
-
-    def max_cudagraph_mode(self) -> "CUDAGraphMode":
-        """The more demanding of the two runtime modes (NONE < PIECEWISE < FULL)."""
-        return max(self.decode_mode(), self.mixed_mode(), key=lambda mode: int(mode.value))
-
-    def requires_piecewise_compilation(self) -> bool:
-        """Whether a step may run piece by piece, so that the graph must be split."""
-        return self.has_mode(CUDAGraphMode.PIECEWISE)
-
-    @classmethod
-    def valid_runtime_modes(cls) -> frozenset["CUDAGraphMode"]:
-        """The modes in which one step can run."""
-        return frozenset({cls.NONE, cls.PIECEWISE, cls.FULL})
-
-
-# What torch.compile(mode=...) means here. Inductor's own part of a mode is looked up in torch.
-TORCH_MODES: Mapping[str, Mapping[str, Any]] = {
-    "default": {},
-    "reduce-overhead": {},  # CUDA graphs are the default here
-    "max-autotune": {},
-    "max-autotune-no-cudagraphs": {"cudagraph_mode": CUDAGraphMode.NONE},
+_IGNORED = {  # why a setting would be, and what to do
+    PIECES: ("only mode PIECEWISE splits the graph and compiles pieces", "use mode PIECEWISE"),
+    GRAPHS: ("nothing is captured", "set cudagraph_mode, for example to FULL"),
 }
 
 
@@ -115,13 +61,13 @@ class CompilationConfig:
     PIECEWISE            FULL_AND_PIECEWISE, all others               settable
     ==================== ============================================ =========================
 
-    "Pieces, passes and sizes" are ``compiler``, ``splitting_ops``, ``builtin_splitting_ops``,
-    ``graph_passes``, ``piece_passes``, ``disabled_passes``, ``cudagraph_capture_sizes``,
-    ``compile_sizes``, ``compile_ranges_endpoints``, ``capture_dim``, ``dump_passes``,
-    ``capture_device``, ``strict``, ``on_input_change``, ``poison``, ``num_warmups``,
-    ``max_captured_shapes`` and ``max_bindings``: with a mode that would ignore them, setting them
-    is an error.
-    ``inductor_options`` need a mode and a compiler that use Inductor.
+    "Pieces, passes and sizes" are ``compiler``, ``on_compile_error``, ``splitting``,
+    ``splitting_ops``, ``builtin_splitting_ops``, ``graph_passes``, ``piece_passes``,
+    ``disabled_passes``, ``cudagraph_capture_sizes``, ``compile_sizes``,
+    ``compile_ranges_endpoints``, ``capture_dim`` and ``dump_passes``. Those of capture need a mode
+    with CUDA graphs: ``capture_device``, ``strict``, ``on_input_change``, ``poison``,
+    ``num_warmups``, ``max_captured_shapes`` and ``max_bindings``. One that would be ignored is an
+    error. ``inductor_options`` need a mode and a compiler that use Inductor.
 
     Raises:
         ConfigError: unknown, malformed or impossible settings, with close matches.
@@ -145,7 +91,15 @@ class CompilationConfig:
         parse_compiler,
         "What compiles a piece: 'inductor', 'aot' (functorch's ATen graph, run op by op), 'eager', "
         "or a callable (gm, fake_inputs) -> callable.",
-        piecewise_only=True,
+        needs=PIECES,
+    )
+    on_compile_error: str = setting(
+        "on_compile_error",
+        "raise",
+        one_of("raise", "eager"),
+        "Where a compiler raises: 'raise', with the piece and your line, or let the piece run "
+        "'eager', uncompiled, counted in the record of the compilation.",
+        needs=PIECES,
     )
     inductor_options: tuple[tuple[str, Any], ...] = setting(
         "inductor_options",
@@ -159,49 +113,49 @@ class CompilationConfig:
         one_of("fx", "breakable"),
         "'fx': the traced graph is cut at its boundaries. 'breakable': nothing is traced, capture "
         "breaks where a splitting op runs; needs cgcompile.compile().",
-        piecewise_only=True,
+        needs=PIECES,
     )
     splitting_ops: tuple[Any, ...] = setting(
         "splitting_ops",
         (),
         items_of,
         "Boundaries beside the built-in ones: names, ops, functions or SplittingOp objects.",
-        piecewise_only=True,
+        needs=PIECES,
     )
     builtin_splitting_ops: bool = setting(
         "builtin_splitting_ops",
         True,
         parse_bool,
         "Whether the built-in attention ops are boundaries.",
-        piecewise_only=True,
+        needs=PIECES,
     )
     graph_passes: tuple[Any, ...] = setting(
         "graph_passes",
         (),
         parse_passes,
         "Your passes over the whole graph, before it is split.",
-        piecewise_only=True,
+        needs=PIECES,
     )
     piece_passes: tuple[Any, ...] = setting(
         "piece_passes",
         (),
         parse_passes,
         "Your passes over each distinct captured piece, after the split.",
-        piecewise_only=True,
+        needs=PIECES,
     )
     disabled_passes: tuple[str, ...] = setting(
         "disabled_passes",
         (),
         parse_names,
         "Passes to leave out, by name: yours, 'eliminate_noops', 'eliminate_clones'.",
-        piecewise_only=True,
+        needs=PIECES,
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(
         "cudagraph_capture_sizes",
         None,
         optional(parse_sizes),
         "Sizes of the batch dimension that will be captured; each is checked against the guards.",
-        piecewise_only=True,
+        needs=PIECES,
     )
     compile_sizes: tuple[int | str, ...] | None = setting(
         "compile_sizes",
@@ -209,7 +163,7 @@ class CompilationConfig:
         optional(parse_compile_sizes),
         "Sizes of the batch dimension for which each piece is compiled once more, for that size "
         "alone; the text 'cudagraph_capture_sizes' stands for all of that setting.",
-        piecewise_only=True,
+        needs=PIECES,
     )
     compile_ranges_endpoints: tuple[int, ...] | None = setting(
         "compile_ranges_endpoints",
@@ -217,21 +171,21 @@ class CompilationConfig:
         optional(parse_endpoints),
         "Where the batch dimension is cut into ranges that are compiled apart: 32, 512 for 1 to "
         "32, 33 to 512, and 513 and more. A size of compile_sizes beats its range.",
-        piecewise_only=True,
+        needs=PIECES,
     )
     capture_dim: str | None = setting(
         "capture_dim",
         None,
         optional(parse_text),
         "Which input dimension the sizes speak of, such as 'x.size()[0]'; needed if several vary.",
-        piecewise_only=True,
+        needs=PIECES,
     )
     dump_passes: str | None = setting(
         "dump_passes",
         None,
         optional(parse_text),
         "A folder for the graph before and after every pass, as readable text.",
-        piecewise_only=True,
+        needs=PIECES,
     )
 
     cache_dir: str | None = setting(
@@ -247,14 +201,14 @@ class CompilationConfig:
         one_of("auto", "host"),
         "'auto': CUDA graphs for CUDA tensors, nothing for CPU tensors. 'host': graphs of CPU "
         "tensors too, by a recorder with the rules of CUDA graphs, for tests and study; slow.",
-        piecewise_only=True,
+        needs=GRAPHS,
     )
     strict: bool = setting(
         "strict",
         False,
         parse_bool,
         "Raise where a step would otherwise run without a graph and count a reason.",
-        piecewise_only=True,
+        needs=GRAPHS,
     )
     on_input_change: str = setting(
         "on_input_change",
@@ -264,35 +218,35 @@ class CompilationConfig:
         "another one, than at capture: 'raise', 'recapture' (bounded by max_captured_shapes) or "
         "run 'eager'. 'copy': inputs that are only read may lie anywhere, they are copied; a "
         "compiled model alone can do that.",
-        piecewise_only=True,
+        needs=GRAPHS,
     )
     poison: bool = setting(
         "poison",
         False,
         parse_bool,
         "Fill the memory of graphs with NaN before each replay, so that stale reads show. Slow.",
-        piecewise_only=True,
+        needs=GRAPHS,
     )
     num_warmups: int = setting(
         "num_warmups",
         1,
         parse_count(0),
         "Calls of a new shape that run plain before one is captured.",
-        piecewise_only=True,
+        needs=GRAPHS,
     )
     max_captured_shapes: int = setting(
         "max_captured_shapes",
         64,
         parse_count(0),
         "How many shapes are captured without a forward context, per graph and set of weights.",
-        piecewise_only=True,
+        needs=GRAPHS,
     )
     max_bindings: int = setting(
         "max_bindings",
         128,
         parse_count(1),
         "For how many sets of weights and written inputs one compiled graph keeps CUDA graphs.",
-        piecewise_only=True,
+        needs=GRAPHS,
     )
 
     def __new__(cls, *args: Any, **settings: Any) -> "CompilationConfig":
@@ -335,13 +289,16 @@ class CompilationConfig:
             )
         if self.mode is CompilationMode.PIECEWISE:
             return
+        captures = self.cudagraph_mode not in (None, CUDAGraphMode.NONE)
         for spec in dataclasses.fields(self):
-            changed = getattr(self, spec.name) != spec.metadata["default"]
-            if spec.metadata["piecewise_only"] and changed:
+            needs = spec.metadata["needs"]
+            ignored = needs == PIECES or (needs == GRAPHS and not captures)
+            if ignored and getattr(self, spec.name) != spec.metadata["default"]:
+                because, instead = _IGNORED[needs]
                 raise ConfigError.impossible(
                     f"{spec.name} = {getattr(self, spec.name)!r} with mode {self.mode.name}",
-                    "only mode PIECEWISE splits the graph and compiles pieces",
-                    f"Leave {spec.name} out, or use mode PIECEWISE.",
+                    because,
+                    f"Leave {spec.name} out, or {instead}.",
                 )
 
     @property

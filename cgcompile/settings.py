@@ -180,14 +180,17 @@ def parse_mapping(value: Any) -> tuple[tuple[str, Any], ...]:
 COMPILERS = ("inductor", "aot", "eager")
 
 
-def setting(name: str, default: Any, parse: Parser, doc: str, piecewise_only: bool = False) -> Any:
+PIECES, GRAPHS = "pieces", "graphs"  # what a setting may need, or would be ignored
+
+
+def setting(name: str, default: Any, parse: Parser, doc: str, needs: str | None = None) -> Any:
     """A field whose default is the environment variable, where there is one."""
 
     def from_environment() -> Any:
         text = os.environ.get(ENV_PREFIX + name.upper())
         return default if text is None else parsed(name, ENV_PREFIX + name.upper(), text, parse)
 
-    metadata = {"parse": parse, "doc": doc, "default": default, "piecewise_only": piecewise_only}
+    metadata = {"parse": parse, "doc": doc, "default": default, "needs": needs}
     return field(default_factory=from_environment, metadata=metadata)
 
 

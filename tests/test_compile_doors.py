@@ -13,19 +13,11 @@ from torch import nn
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
 from cgcompile.errors import CaptureError, RecompileError, TraceError
-from cgcompile.graphs.host import HostDevice
 from cgcompile.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
-WHOLE = {"cudagraph_mode": "FULL"}
-
-
-@pytest.fixture
-def host_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs of CPU tensors in the modes that have no ``capture_device`` to say so."""
-    for module in ("cgcompile.entry", "cgcompile.graphs.wrapper"):
-        monkeypatch.setattr(f"{module}.capture_device", lambda device, setting: HostDevice())
+WHOLE = {"cudagraph_mode": "FULL", "capture_device": "host"}
 
 
 def step(model: Any, x: torch.Tensor) -> Any:
@@ -48,7 +40,6 @@ def check_steps(one: Any, model: Any, counted: Any, warm: int, exact: bool) -> N
 
 
 @pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE"])
-@pytest.mark.usefixtures("host_graphs")
 def test_a_full_graph_of_a_whole_model(mode: str) -> None:
     model = build(CASES["sdpa"])
     dims = {} if mode == "NONE" else {"dynamic_dims": {"x": 0}}
@@ -64,7 +55,6 @@ def test_a_full_graph_of_a_whole_model(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE"])
-@pytest.mark.usefixtures("host_graphs")
 def test_a_full_graph_through_torch_compile(mode: str) -> None:
     model = build(CASES["sdpa"])
     backend = cgcompile.Backend(mode=mode, **WHOLE)
@@ -77,7 +67,6 @@ def test_a_full_graph_through_torch_compile(mode: str) -> None:
 
 @pytest.mark.parametrize("door", ["compile", "torch.compile"])
 @pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE"])
-@pytest.mark.usefixtures("host_graphs")
 def test_a_boundary_that_no_full_graph_may_hold(mode: str, door: str) -> None:
     model = build(CASES["tagged_op"])
     backend = cgcompile.Backend(mode=mode, **WHOLE)

@@ -23,6 +23,7 @@ def test_settings_are_a_decision() -> None:
         "mode",
         "cudagraph_mode",
         "compiler",
+        "on_compile_error",
         "inductor_options",
         "splitting",
         "splitting_ops",
@@ -215,6 +216,16 @@ def test_default_cudagraph_mode(mode: CompilationMode) -> None:
 def test_settings_that_a_mode_would_ignore_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"splitting_ops = .* with mode NONE is impossible"):
         CompilationConfig(mode="NONE", splitting_ops="ns::op")
+
+
+@pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE"])
+def test_settings_of_capture_need_a_mode_with_graphs(mode: str) -> None:
+    given = {"capture_device": "host", "strict": True, "num_warmups": 2}
+    found = CompilationConfig(mode=mode, cudagraph_mode="FULL", **given)
+    assert {name: getattr(found, name) for name in given} == given
+    for name, value in given.items():
+        with pytest.raises(ConfigError, match=rf"{name} = .*nothing is captured(.|\n)*FULL"):
+            CompilationConfig(mode=mode, **{name: value})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up; a name stands for a module or for all of a sub-package.
 FLOORS = (
-    ("config", "settings", "reasons", "errors", "compat", "version"),
+    ("config", "modes", "settings", "reasons", "errors", "compat", "version"),
     ("boundaries", "forward_context"),
     ("passes", "graphs"),
     ("piecewise",),
@@ -23,7 +23,8 @@ LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 
 # The table of settings is readable without torch, and messages depend on nothing.
 STANDARD_LIBRARY_ONLY = {
-    "config": {"errors", "settings"},
+    "config": {"errors", "modes", "settings"},
+    "modes": set(),
     "settings": {"errors"},
     "errors": {"errors"},
     "reasons": set(),

@@ -35,7 +35,7 @@ PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Runnable]
 KIND = "piece"
 _VARIANTS = 4  # results of one key that differ in their guards
 
-COMPILED, LOADED, SHARED = "compiled", "loaded", "shared"
+COMPILED, LOADED, SHARED, FAILED = "compiled", "loaded", "shared", "failed"
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class PieceOrigin:
 
     Attributes:
         piece: its name in the split.
-        how: ``"compiled"`` now, ``"loaded"`` from disk, or ``"shared"`` with an equal piece that
-            this backend has.
+        how: ``"compiled"`` now, ``"loaded"`` from disk, ``"shared"`` with an equal piece that this
+            backend has, or ``"failed"``: it runs uncompiled.
         seconds: what that took.
         key: what it is kept under; None if it has no key.
         uncached: why it was not kept for other processes; None if it was, or is there.
@@ -88,6 +88,11 @@ class Compilation:
     def shared(self) -> int:
         """How many use what the backend had compiled or loaded for an equal piece."""
         return self._count(SHARED)
+
+    @property
+    def failed(self) -> int:
+        """How many run uncompiled because their compiler raised (``on_compile_error``)."""
+        return self._count(FAILED)
 
     @property
     def uncached(self) -> dict[str, str]:
@@ -294,6 +299,10 @@ class Compiling:
         origin = PieceOrigin(piece, how, time.perf_counter() - began, key, uncached)
         log.debug("%s", origin)
         self._origins.append(origin)
+
+    def failed(self, piece: str, why: str) -> None:
+        """A compiler raised, and the piece runs uncompiled."""
+        self._origins.append(PieceOrigin(piece, FAILED, 0.0, None, why))
 
     def result(self) -> Compilation:
         """What was done so far."""

@@ -56,7 +56,7 @@ def compile_pieces(
             for variant in variants.of(piece):
                 log.debug("compiling %s (%d ops) with %s", variant.name, piece.num_ops, name)
                 with variant.context():
-                    run = _compile_one(variant, work, name)
+                    run = _compile_or_not(variant, work, name, config.on_compile_error)
                 if callable(config.compiler):
                     run = _checked_outputs(piece, name, run)
                 fixed = variants.specialised(variant)
@@ -66,6 +66,17 @@ def compile_pieces(
     log.info("compiled %d pieces for %d, with %s", len(made), len(split.pieces), name)
     runnables = [made.get(piece.same_as, piece.module.forward) for piece in split.pieces]
     return runnables, work.result()
+
+
+def _compile_or_not(variant: Variant, work: Compiling, name: str, on_error: str) -> Runnable:
+    try:
+        return _compile_one(variant, work, name)
+    except PieceCompileError as error:
+        if on_error == "raise":
+            raise
+        log.warning("%s\n  It runs uncompiled.", error)
+        work.failed(variant.name, str(error).splitlines()[0])
+        return variant.module.forward
 
 
 def _compile_one(variant: Variant, work: Compiling, name: str) -> Runnable:

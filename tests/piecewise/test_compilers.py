@@ -141,6 +141,25 @@ def raised(model: nn.Module, *inputs: torch.Tensor, **settings) -> Exception:
     return caught.value.inner_exception
 
 
+def test_a_piece_whose_compiler_raises_may_run_uncompiled(caplog) -> None:
+    model, x = build(CASES["sdpa"]), torch.randn(6, 4, D)
+
+    def picky(gm, fake_inputs):
+        if gm.graph.find_nodes(op="call_method", target="chunk"):  # only the first piece has one
+            raise ValueError("no kernel for this")
+        return gm.forward
+
+    backend = cgcompile.Backend(compiler=picky, on_compile_error="eager")
+    with torch.no_grad(), caplog.at_level("WARNING", logger="cgcompile"):
+        assert torch.equal(torch.compile(model, backend=backend)(x), model(x))
+    found = backend.graphs[0].compilation
+    assert (found.compiled, found.failed) == (1, 1)
+    assert [each.how for each in found.pieces] == ["failed", "compiled"]
+    assert "no kernel for this" in found.uncached["piece_0"]
+    assert "no kernel for this" in caplog.text
+    assert "runs uncompiled" in caplog.text
+
+
 def test_a_compiler_that_raises_names_the_piece_and_the_line() -> None:
     def broken(gm, fake_inputs):
         raise ValueError("no kernel for this")
