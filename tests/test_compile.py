@@ -223,8 +223,9 @@ def test_layers_compiled_one_by_one(guards: str) -> None:
         assert_same(layers(x), functools.reduce(lambda x, layer: layer.plain(x), layers, x))
     assert len(seen) == 4  # of each CompiledModel its own
     assert [len(layer.forward.traces) for layer in layers] == [1] * 4
-    whole = compiled(layers, guards=guards)  # inner ones become part of it
-    check(whole, layers, rows(3))
+    if torch.__version__ >= "2.13":  # 2.11 refuses: it takes the attribute for a descriptor
+        whole = compiled(layers, guards=guards)  # inner ones become part of it
+        check(whole, layers, rows(3))
     copied = copy.deepcopy(layers)
     layers[0].linear.weight.zero_()
     check(copied, lambda x: functools.reduce(lambda x, layer: layer.plain(x), copied, x), rows(2))
@@ -408,7 +409,7 @@ def test_models_of_transformers(name: str, guards: str) -> None:
     extra = {"use_cache": False} if name == "llama" else {}
     dims = {"input_ids": {0: "rows", 1: "tokens"}, "attention_mask": {0: "rows", 1: "tokens"}}
     one = compiled(model, guards=guards, dynamic_dims=dims, capture_device="host")
-    for shape in ((2, 9), (3, 5), (2, 9), (1, 7), (2, 9), (2, 9)):
+    for shape in ((2, 9), (3, 5), (2, 9), (4, 7), (2, 9), (2, 9)):
         ids = torch.randint(1, VOCABULARY, shape)
         mask = torch.ones_like(ids)
         mask[:, 0] = 0
