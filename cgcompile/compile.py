@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 def compile(
     model: Any = None,
-    config: CompilationConfig | None = None,
+    config: CompilationConfig | Backend | None = None,
     *,
     dynamic_dims: Mapping[str, Any] | None = None,
     guards: str | None = None,
@@ -44,7 +44,9 @@ def compile(
 
     Args:
         model: what to compile; left out: returns a decorator.
-        config: the settings; environment and defaults if left out.
+        config: the settings; environment and defaults if left out. Or a :class:`cgcompile.Backend`,
+            to compile several models or layers with one: equal pieces are compiled once, and one
+            handle counts, captures and releases.
         dynamic_dims: which dimensions vary, by the name of the parameter: ``{"x": 0}``,
             ``{"x": (0, 1)}``, or with names, ``{"x": {0: "tokens"}, "y": {0: "tokens"}}``;
             dimensions of one name have one size in each call. Of a tuple, list or dict, those of
@@ -86,7 +88,12 @@ def compile(
     ):
         found = f"the class {model.__name__}" if isinstance(model, type) else repr(model)
         raise ConfigError.not_compilable(found)
-    backend = Backend(config, **settings)
+    if isinstance(config, Backend):
+        if settings:
+            raise ConfigError.settings_are_fixed()
+        backend = config
+    else:
+        backend = Backend(config, **settings)
     rules = _rules(backend.config, guards, check_guards, dynamic_shapes)
     return CompiledModel(model, backend, dynamic_dims, rules)
 
@@ -109,9 +116,9 @@ def _rules(config: CompilationConfig, guards: str | None, check_guards: bool, sh
 class CompiledModel(Transparent):
     """What :func:`compile` returns: called like the model, with the model's attributes.
 
-    To compile a part of a model, assign ``layer.forward = cgcompile.compile(layer.forward)``, or
-    decorate the ``forward`` of its class: each instance gets a trace, equal pieces are compiled
-    once.
+    To compile parts of a model, assign ``layer.forward = cgcompile.compile(layer.forward,
+    backend)`` with one backend for all layers, or decorate the ``forward`` of their class: each
+    instance gets a trace, equal pieces are compiled once.
 
     Args:
         runnable: the model.

@@ -230,6 +230,23 @@ def test_layers_compiled_one_by_one(guards: str) -> None:
 
 
 @pytest.mark.usefixtures("without_gradients")
+def test_layers_with_one_backend_share_what_is_compiled() -> None:
+    backend = cgcompile.Backend(compiler="aot")
+    layers = nn.Sequential(*(Doubling() for _ in range(4)))
+    for layer in layers:
+        layer.forward = cgcompile.compile(layer.forward, backend, dynamic_dims={"x": 0})
+        assert layer.forward.backend is backend
+    x = rows(3)
+    torch.testing.assert_close(
+        layers(x), functools.reduce(lambda x, layer: layer.plain(x), layers, x)
+    )
+    made = [graph.compilation for graph in backend.graphs]
+    assert [(each.compiled, each.shared) for each in made] == [(1, 0)] + [(0, 1)] * 3
+    with pytest.raises(ConfigError, match="settings of the object are fixed"):
+        cgcompile.compile(Doubling(), backend, strict=True)
+
+
+@pytest.mark.usefixtures("without_gradients")
 def test_bound_methods_and_functions_of_classes() -> None:
     class Plain:
         def __init__(self) -> None:

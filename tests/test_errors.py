@@ -206,7 +206,7 @@ ConfigError.impossible: X is impossible: of Y.
   Use Z.
 ConfigError.unknown_torch_mode: torch.compile(mode='reduce'): this mode is not known.
   Modes: default. cgcompile's own settings go into options={...}.
-ConfigError.settings_are_fixed: torch.compile(mode=... or options=...) beside a cgcompile.Backend object: the settings of the object are fixed.
+ConfigError.settings_are_fixed: settings beside a cgcompile.Backend object: the settings of the object are fixed.
   Give them to cgcompile.Backend(...), or use backend='cgcompile' with options.
 ConfigError.not_compiled_here: cgcompile.runtime(): found a Linear; expected a module that torch.compile returned for this backend.
   For a function, keep the object of backend=cgcompile.Backend(...).

@@ -33,9 +33,8 @@ class ConfigError(CGCompileError, ValueError):
     @classmethod
     def settings_are_fixed(cls) -> "ConfigError":
         return cls(
-            "torch.compile(mode=... or options=...) beside a cgcompile.Backend object: the "
-            "settings of the object are fixed.\n  Give them to cgcompile.Backend(...), or use "
-            "backend='cgcompile' with options."
+            "settings beside a cgcompile.Backend object: the settings of the object are fixed.\n"
+            "  Give them to cgcompile.Backend(...), or use backend='cgcompile' with options."
         )
 
     @classmethod
