@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import cgcompile
@@ -66,6 +67,26 @@ def test_the_engine_step_of_the_readme_works() -> None:
             assert torch.equal(namespace["logits"], module(tokens[:8]))
     counters = backend.counters
     assert (counters.captures, counters.replays) == (1, 2)
+
+
+def test_the_traced_model_of_the_readme_works(capsys) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", section("Traced once"), re.DOTALL)
+
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    module = Model(4, 4)
+    names = {"cgcompile": cgcompile, "torch": torch, "model": module, "x": torch.randn(3, 4)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CGCOMPILE_COMPILER", "eager")
+        exec(code, names)
+    torch.testing.assert_close(names["y"], module(names["x"]))
+    assert re.match(r"traced in [\d.]+ s, compiled in [\d.]+ s", capsys.readouterr().out)
+    with torch.inference_mode():
+        names["model"](torch.randn(7, 4))  # another size of the same trace
+        with pytest.raises(cgcompile.CGCompileError, match="is frozen"):
+            names["model"](torch.randn(3, 1, 4))
 
 
 def test_the_bulk_capture_of_the_readme_works(capsys) -> None:

@@ -8,6 +8,7 @@ are compared by their content.
 
 import enum
 import hashlib
+import inspect
 import os
 import types
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,7 @@ import torch
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _SEALED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _DEPTH = 3  # of containers: what is deeper has expressions of its own where it was looked at
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(inspect.getfile(torch)).parent)
 
 
 def described(sources: Iterable[str], scope: Mapping[str, Any]) -> dict[str, str]:
