@@ -13,6 +13,7 @@ import os
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,12 +24,19 @@ _DEPTH = 3  # of containers: what is deeper has expressions of its own where it 
 _TORCH = str(Path(inspect.getfile(torch)).parent)
 
 
-def described(sources: Iterable[str], scope: Mapping[str, Any]) -> dict[str, str]:
+# By the identity of a tensor and the dimension: the name of a size that varies.
+Varies = Mapping[tuple[int, int], str]
+
+
+def described(
+    sources: Iterable[str], scope: Mapping[str, Any], varies: Varies = MappingProxyType({})
+) -> dict[str, str]:
     """What each expression gives, in words that are the same in every process.
 
     Args:
         sources: Python expressions.
         scope: the names in them.
+        varies: sizes that may be others.
     """
     same: dict[int, int] = {}
     found = {}
@@ -38,10 +46,13 @@ def described(sources: Iterable[str], scope: Mapping[str, Any]) -> dict[str, str
         except Exception as error:  # an attribute that is not there was looked for
             found[source] = f"absent: {type(error).__name__}"
             continue
-        text = _text(value, _DEPTH)
-        if isinstance(value, torch.Tensor):  # tied weights are one input of the graph
-            text += f" same as {same.setdefault(id(value), number)}"
-        found[source] = text
+        if not isinstance(value, torch.Tensor):
+            found[source] = _text(value, _DEPTH)
+            continue
+        free = any((id(value), dim) in varies for dim in range(value.dim()))
+        text = text_of(value, varies) if free else _text(value, _DEPTH)
+        # Tied weights are one input of the graph.
+        found[source] = f"{text} same as {same.setdefault(id(value), number)}"
     return found
 
 
@@ -73,13 +84,8 @@ def _text(value: Any, depth: int) -> str:
     return f"{kind} {training} {', '.join(names)}"
 
 
-def text_of(value: Any, varies: Mapping[tuple[int, int], str]) -> str:
-    """An argument of a call, with names in place of sizes that vary.
-
-    Args:
-        value: the argument.
-        varies: the name of a size, by the identity of the tensor and the dimension.
-    """
+def text_of(value: Any, varies: Varies) -> str:
+    """An argument of a call, with names in place of sizes that vary."""
     if isinstance(value, torch.Tensor):
         sizes = [varies.get((id(value), dim), size) for dim, size in enumerate(value.shape)]
         kind = f"{type(value).__module__}.{type(value).__qualname__}"

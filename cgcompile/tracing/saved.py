@@ -87,12 +87,13 @@ class SavedTrace:
         return self.python.function(self.original, compiled)
 
 
-def saved(trace: compat.Trace, names: Mapping[str, Any]) -> bytes:
+def saved(trace: compat.Trace, names: Mapping[str, Any], dims: list[Found]) -> bytes:
     """The bytes of a trace, before anybody has changed its graph.
 
     Args:
         trace: what Dynamo found.
         names: the locals of the call.
+        dims: its dynamic dimensions.
 
     Raises:
         CannotSave: another process could not use it; says why.
@@ -115,19 +116,22 @@ def saved(trace: compat.Trace, names: Mapping[str, Any]) -> bytes:
         "frozen": [each.where for each in trace.frozen],
         "aliases": trace.aliases,
         "known": {"sizes": trace.sizes, "strides": trace.strides},
-        "facts": described(trace.sources, scope),
+        "facts": described(trace.sources, scope, _varies(dims)),
         "files": files,
     }
     return _joined(json.dumps(head).encode(), marshal.dumps(python.code), graph)
 
 
-def loaded(data: bytes, original: types.FunctionType, names: Mapping[str, Any]) -> SavedTrace:
+def loaded(
+    data: bytes, original: types.FunctionType, names: Mapping[str, Any], dims: list[Found]
+) -> SavedTrace:
     """A trace of another process.
 
     Args:
         data: what :func:`saved` made.
         original: the function that was traced.
         names: the locals of a call like the one that was traced.
+        dims: its dynamic dimensions.
 
     Raises:
         CannotUse: something that the trace depends on is not as it was; says what.
@@ -142,7 +146,7 @@ def loaded(data: bytes, original: types.FunctionType, names: Mapping[str, Any]) 
         for name, recipe in head["installed"].items():
             python.extra[name] = _made(recipe)
         scope = compat.source_scope(names, python.names(original))
-        difference = first_difference(head["facts"], described(head["facts"], scope))
+        difference = first_difference(head["facts"], described(head["facts"], scope, _varies(dims)))
         if difference is not None:
             raise CannotUse(difference)
         graph = load_graph(graph_bytes) if graph_bytes else None
@@ -178,7 +182,11 @@ class KeptTraces:
         self._store = store
 
     def find(
-        self, facts: Mapping[str, str], original: types.FunctionType, names: Mapping[str, Any]
+        self,
+        facts: Mapping[str, str],
+        original: types.FunctionType,
+        names: Mapping[str, Any],
+        dims: list[Found],
     ) -> SavedTrace | None:
         """The trace of a call, if all that it depends on is as it was.
 
@@ -186,12 +194,13 @@ class KeptTraces:
             facts: of the call, see :func:`facts_of_call`.
             original: the function that is called.
             names: the locals of the call.
+            dims: its dynamic dimensions.
         """
         data = self._store.get(KIND, key_of(_with_versions(facts)))
         if data is None:
             return None
         try:
-            return loaded(data, original, names)
+            return loaded(data, original, names, dims)
         except CannotUse as error:
             log.info("the trace of %s on disk does not serve: %s", facts["function"], error)
             return None
@@ -214,7 +223,7 @@ def facts_of_call(
     shapes: str,
 ) -> dict[str, str]:
     """What a trace is found by: the function, the arguments, and the state of torch."""
-    varies = {(id(each.tensor), each.dim): each.name or "*" for each in dims}
+    varies = _varies(dims)
     arguments = [*args, *(kwargs[name] for name in sorted(kwargs))]
     return {
         "function": f"{original.__module__}.{original.__qualname__}",
@@ -223,6 +232,10 @@ def facts_of_call(
         "dynamic shapes": shapes,
         "state": _state(),
     }
+
+
+def _varies(dims: list[Found]) -> dict[tuple[int, int], str]:
+    return {(id(each.tensor), each.dim): each.name or "*" for each in dims}
 
 
 def _state() -> str:

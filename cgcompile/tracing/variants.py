@@ -205,10 +205,14 @@ class Traces:
             return None
         start = time.perf_counter()
         facts = facts_of_call(self._function, args, kwargs, dims, self._rules.shapes)
-        trace = self._keeps.find(facts, self._function, self._names(args, kwargs))
+        trace = self._keeps.find(facts, self._function, self._names(args, kwargs), dims)
         if trace is None:
             return None
-        variant = self._variant(trace, args, kwargs, dims, start)
+        try:
+            variant = self._variant(trace, args, kwargs, dims, start)
+        except Exception as error:  # what is wrong with the model, a new trace will tell
+            log.warning("%s: the trace on disk cannot be used: %s", self.name, error)
+            return None
         return variant if variant.fits(args, kwargs) else None
 
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
@@ -220,7 +224,7 @@ class Traces:
         if keeps is not None:
             facts = facts_of_call(self._function, args, kwargs, dims, self._rules.shapes)
             try:
-                data = saved(trace, self._names(args, kwargs))
+                data = saved(trace, self._names(args, kwargs), dims)
                 keep = lambda: keeps.keep(facts, data)  # noqa: E731
             except CannotSave as error:
                 why = str(error)

@@ -102,6 +102,12 @@ def test_what_is_absent_and_what_is_the_same_object() -> None:
     assert tied["L['a'].missing"] == "absent: AttributeError"
 
 
+def test_sizes_that_vary_are_no_difference() -> None:
+    x, y = torch.zeros(3, 4), torch.zeros(5, 4)
+    one, two = (described(["L['x']"], {"L": {"x": each}}, {(id(each), 0): "*"}) for each in (x, y))
+    assert one == two != described(["L['x']"], {"L": {"x": x}})
+
+
 def test_arguments_with_sizes_that_vary() -> None:
     x, y = torch.zeros(3, 4), torch.zeros(5, 4)
     assert text_of((x, 1), {(id(x), 0): "*"}) == text_of((y, 1), {(id(y), 0): "*"})
@@ -307,4 +313,4 @@ def test_a_model_that_replaces_its_tensors_is_not_kept(tmp_path: Path) -> None:
 
 def test_what_a_trace_misses_is_named() -> None:
     with pytest.raises(CannotUse):
-        loaded(b"", Small.forward, {})  # type: ignore[arg-type]
+        loaded(b"", Small.forward, {}, [])  # type: ignore[arg-type]
