@@ -48,6 +48,9 @@ class EliminateNoOps:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         memory = Memory(gm)
+        # Dropout first: its fake result is a copy, and hides that a view is one of an input.
+        for node in filter(_dropout_is_off, _removable(gm, self._boundaries)):
+            _remove_alias(memory, node)
         for node in _removable(gm, self._boundaries):
             if _returns_its_argument(gm, node):
                 _remove_alias(memory, node)
@@ -129,7 +132,8 @@ def _dropout_is_off(node: fx.Node) -> bool:
 def _remove_alias(memory: Memory, node: fx.Node) -> None:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     alike = same_layout(value(node), value(source)) and memory.interchangeable(node, source)
-    if alike and not memory.changes_a_result(node, source):
+    # Of dropout the caller gets the argument itself.
+    if alike and (_dropout_is_off(node) or not memory.changes_a_result(node, source)):
         memory.unite(node, source)
 
 

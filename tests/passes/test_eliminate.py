@@ -179,6 +179,22 @@ def test_a_tensor_that_is_changed_itself_stays() -> None:
     assert noops(marked) in ({}, {"view": -1})  # Dynamo may drop what marks nothing
 
 
+@pytest.mark.parametrize(
+    "views",
+    [
+        lambda t: F.dropout(t[:][:], 0.5, False),
+        lambda t: F.dropout(t, 0.5, False)[:][:],
+        lambda t: F.dropout(t[:], 0.0, True)[:],
+        lambda t: F.dropout(F.dropout(t, 0.5, False)[:], 0.5, False),
+    ],
+)
+def test_a_view_of_an_input_is_returned_through_dropout(views) -> None:
+    """The caller gets another object than what was passed, and dropout is no reason to forget."""
+    x = torch.randn(4, 4, D)
+    assert views(x) is not x
+    removed(lambda t: (views(t), t.sin()), x)  # compares what is one object
+
+
 def test_dropout_that_is_off_aliases_as_in_eager() -> None:
     """torch's own compiler makes a copy of it, and would miss the write."""
 
