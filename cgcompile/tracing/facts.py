@@ -79,6 +79,9 @@ def _text(value: Any, depth: int) -> str:
         keys = [repr(key) for key in value if type(key) in _SCALARS]
         inside = ", ".join(keys) if depth else ""
         return f"{kind} of {len(value)}: {inside}"
+    if kind.startswith("torch.") and not isinstance(value, torch.nn.Module):
+        shown = repr(value)  # operators and the like; what they remember changes as they are used
+        return f"{kind} {shown}" if " at 0x" not in shown else kind
     training = getattr(value, "training", "") if isinstance(value, torch.nn.Module) else ""
     names = sorted(map(str, getattr(value, "__dict__", ())))  # hasattr() may have been asked
     return f"{kind} {training} {', '.join(names)}"

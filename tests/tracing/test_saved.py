@@ -91,6 +91,15 @@ def test_equal_things_are_described_alike(value: Any) -> None:
     assert described(["L['x']"], one) == described(["L['x']"], two)
 
 
+def test_an_operator_is_what_it_is_called() -> None:
+    """It remembers overloads as they are looked up; that is no difference."""
+    scope = {"op": torch.ops.aten.erfinv, "other": torch.ops.aten.sin}
+    before = described(["op", "other"], scope)
+    assert torch.ops.aten.erfinv.default is not None
+    assert described(["op", "other"], scope) == before
+    assert before["op"] != before["other"]
+
+
 def test_what_is_absent_and_what_is_the_same_object() -> None:
     weight = torch.zeros(2)
     sources = ["L['a']", "L['b']", "L['c']", "L['a'].missing"]
@@ -137,6 +146,10 @@ from torch import nn
 import cgcompile
 
 SCALE = {scale}
+LIBRARY = torch.library.Library("cgsaved", "FRAGMENT")
+LIBRARY.define("scale_(Tensor(a!) x) -> ()")
+LIBRARY.impl("scale_", lambda x: (x.mul_(0.5), None)[1], "CPU")
+torch.library.register_fake("cgsaved::scale_", lambda x: None, lib=LIBRARY)
 
 class Layer(nn.Module):
     def __init__(self, size):
@@ -158,6 +171,7 @@ class Model(nn.Module):  # of __main__
     def forward(self, x, *, shift=0.5, parts=None):
         for layer in self.layers:
             q = layer(x)
+            torch.ops.cgsaved.scale_(q)
             x = nn.functional.scaled_dot_product_attention(q[None], x[None], x[None])[0]
         found = dict(x=x + shift, n=x.shape[0], weight=self.tied)
         return found if parts is None else [found["x"] * each for each in parts]
