@@ -53,12 +53,17 @@ class Backend:
         self._graphs: list[weakref.ref[CompiledGraph]] = []
         self._capture_closed = False
         self._compiled = 0  # how often torch.compile called
+        self._forget: weakref.WeakSet[Any] = weakref.WeakSet()  # traces of compile()
         self._pieces = PieceCache(self.config)
+
+    def remember(self, traces: Any) -> None:
+        """Let :meth:`invalidate` clear the traces of a compiled model as well."""
+        self._forget.add(traces)
 
     @property
     def kept_traces(self) -> KeptTraces | None:
-        """Where traces are kept for other processes; None if nothing is."""
-        store = self._pieces.store
+        """Where traces are kept for other processes; None if they are not."""
+        store = self._pieces.store if self.config.keep_traces else None
         return None if store is None else KeptTraces(store)
 
     @property
@@ -162,6 +167,8 @@ class Backend:
         """
         for graph in self.graphs:
             graph.invalidate(reason)
+        for forget in tuple(self._forget):
+            forget.clear()
 
     def close_capture(self) -> None:
         """Capture nothing any more, in any thread, what is compiled later included.

@@ -146,6 +146,7 @@ class CompiledModel(Transparent):
         if self._call is None:
             self._traces = Traces(runnable, self._compile, dynamic_dims, rules, backend.kept_traces)
             self._call = self._traces
+            backend.remember(self._traces)
         elif dynamic_dims or rules != Rules():
             raise ConfigError.impossible(
                 "dynamic_dims, guards, check_guards or dynamic_shapes without a trace",

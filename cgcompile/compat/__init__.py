@@ -7,6 +7,7 @@ that torch does not document. Callers write ``compat.name``, whatever file here 
 
 from cgcompile.compat.artifacts import (
     SizeGuards,
+    ambient_state,
     compile_saveable,
     compiler_settings,
     inductor_files_in,
@@ -134,6 +135,7 @@ from cgcompile.compat.tracing import (
     Guards,
     Trace,
     hooks_of,
+    is_constant_result,
     marked,
     size_oblivious,
     spoken_function,

@@ -261,8 +261,26 @@ def _setting_text(name: str, found: Any) -> str:
     return known
 
 
-def _state() -> dict[str, Any]:
+def ambient_state() -> dict[str, Any]:
     """Ambient state of this thread that tracing and lowering read."""
+    return {**_state(), "grad": torch.is_grad_enabled(), "rank": _rank(), "devices": _devices()}
+
+
+def _rank() -> str:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return "alone"
+    return f"{distributed.get_rank()} of {distributed.get_world_size()}"
+
+
+def _devices() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())]
+
+
+def _state() -> dict[str, Any]:
+    cuda = torch.backends.cuda
     matmul = torch.backends.cuda.matmul
     found: dict[str, Any] = {
         "default dtype": torch.get_default_dtype(),
@@ -273,6 +291,13 @@ def _state() -> dict[str, Any]:
         "float32 precision": _float32_precision(),
         "fp16 reduction": matmul.allow_fp16_reduced_precision_reduction,
         "bf16 reduction": matmul.allow_bf16_reduced_precision_reduction,
+        "attention": [  # which kernel attention becomes inside of a piece
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ],
+        "autocast cache": torch.is_autocast_cache_enabled(),
         "cudnn": torch.backends.cudnn.enabled,
         "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
     }

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+_INSTALLED = re.compile(r"__builtins__$|__(compiled_fn|import|builtins_dict)_|___|\w*_\d+_c\d+$")
 _NUMBERED = re.compile(r"G\['(\w*_\d+_c\d+)'\]")  # Dynamo names an object by its address
 
 
@@ -67,7 +68,7 @@ class TracedPython:
     def names(self, original: types.FunctionType) -> dict[str, Any]:
         """The globals of the code, but for the graph: the user's as they are at each look."""
         found = _Globals(original.__globals__)
-        found.update((n, v) for n, v in original.__globals__.items() if n.startswith("__"))
+        found.update((n, v) for n, v in original.__globals__.items() if _INSTALLED.match(n))
         found.update((alias, importlib.import_module(n)) for alias, n in self.modules.items())
         found.update(self.extra)
         return found

@@ -96,6 +96,13 @@ class Trace:
         return tuple(sorted({_name(guard) for guard in guards} - {""}))
 
     @property
+    def compared(self) -> frozenset[str]:
+        """Those of :attr:`sources` whose value or identity was compared, not the type alone."""
+        guards = self._output.graph_capture_output.output_graph.guards
+        kinds = ("EQUALS_MATCH", "CONSTANT_MATCH", "ID_MATCH")
+        return frozenset(_name(each) for each in guards if each.create_fn_name() in kinds)
+
+    @property
     def code(self) -> tuple[types.CodeType, ...]:
         """The code of all functions that were traced through."""
         return (self.original.__code__, *self._output.graph_capture_output.traced_code)
@@ -163,7 +170,8 @@ class Trace:
         """What Dynamo assumed of the call.
 
         Args:
-            sizes_only: leave out all but what is assumed of sizes.
+            sizes_only: leave out all but what is assumed of sizes, and of tensors that are looked
+                up outside of the arguments.
 
         Raises:
             CannotTrace: a dynamic dimension was fixed.
@@ -200,7 +208,20 @@ class Guards:
 
 
 def _sizes_only(entries: Any) -> list[bool]:
-    return [entry.guard_type == "SHAPE_ENV" for entry in entries]
+    return [
+        entry.guard_type == "SHAPE_ENV"
+        or (entry.guard_type == "TENSOR_MATCH" and _name(entry.orig_guard).startswith(_OUTSIDE))
+        for entry in entries
+    ]
+
+
+_OUTSIDE = ("L['self'].", "G[")  # where tensors of modules and globals are found
+
+
+def is_constant_result(function: Any) -> bool:
+    """Whether Dynamo calls a function while it traces, and takes what it gives for a constant."""
+    marks = function.__dict__ if isinstance(function, types.FunctionType) else {}
+    return bool(marks.get("_dynamo_marked_constant", False))
 
 
 def traced_function(called: Any) -> tuple[types.FunctionType, Any]:

@@ -47,6 +47,7 @@ class _Lines:
         self._pinned = pinned
         self._count = 0
         self._sizes: dict[str, list[str]] = {}  # by the name of a size: where it can be read
+        self._derived: list[tuple[str, tuple[str, ...]]] = []  # strides that follow from sizes
         self._read: set[str] = set()  # of these, those that have a variable
         self._tensors: dict[int, str] = {}  # by identity: the variable that is it
 
@@ -131,6 +132,10 @@ class _Lines:
         for dim, step in enumerate(strides):
             if isinstance(step, int) and sizes[dim] != 1:
                 self.unless(f"{shape}[{dim}] > 1 and {steps}[{dim}] != {step}")
+            elif isinstance(step, str):
+                symbols = tuple(name for name in _SYMBOL.findall(step) if name != "math")
+                fits = f"{shape}[{dim}] <= 1 or {steps}[{dim}] == ({step})"
+                self._derived.append((fits, symbols))
 
     def _object(self, name: str, value: Any) -> None:
         """Something that a trace may have looked into: it must be the same object."""
@@ -162,6 +167,7 @@ class _Lines:
         for text, place in derived:
             symbols = tuple(name for name in _SYMBOL.findall(text) if name != "math")
             self.conditions([(f"{place} == ({text})", symbols)])
+        self.conditions(self._derived)
         if self._tensors and self.others:
             ids = self.bound("f", self.others)
             objects = " or ".join(f"id({name}) in {ids}" for name in self._tensors.values())

@@ -21,17 +21,25 @@ import torch
 from torch import fx
 
 from cgcompile import compat
-from cgcompile.errors import SavedGraphError, UnsavableGraphError
+from cgcompile.errors import UnsavableGraphError
 from cgcompile.passes.nodes import value
 from cgcompile.passes.saved import dump_graph, load_graph
 from cgcompile.piecewise.store import Store, key_of
 from cgcompile.tracing.dims import Found
-from cgcompile.tracing.facts import described, file_hash, files_of, first_difference, text_of
+from cgcompile.tracing.facts import (
+    Unsayable,
+    described,
+    file_hash,
+    files_of,
+    first_difference,
+    text_of,
+)
 from cgcompile.version import __version__
 
 log = logging.getLogger(__name__)
 
 KIND = "trace"
+_VARIANTS = 64  # traces of one call that depend on different things, such as layers of a model
 
 
 class CannotSave(Exception):
@@ -54,6 +62,7 @@ class SavedTrace:
     aliases: list[tuple[str, str]]
     global_tensors: list[torch.Tensor]
     known: Mapping[str, Mapping[str, list[int | str]]]  # sizes and strides when it was traced
+    conditions: list[tuple[str, tuple[str, ...]]]
 
     @property
     def sizes(self) -> dict[str, tuple[int | str, ...]]:
@@ -74,7 +83,8 @@ class SavedTrace:
 
     def size_conditions(self, least: int) -> list[tuple[str, tuple[str, ...]]]:
         env = compat.shape_env_of(self.inputs)
-        return [] if env is None else compat.size_conditions(env, least)
+        now = [] if env is None else compat.size_conditions(env, least)
+        return [*self.conditions, *(each for each in now if each not in self.conditions)]
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -87,13 +97,14 @@ class SavedTrace:
         return self.python.function(self.original, compiled)
 
 
-def saved(trace: compat.Trace, names: Mapping[str, Any], dims: list[Found]) -> bytes:
+def saved(trace: compat.Trace, names: Mapping[str, Any], dims: list[Found], least: int) -> bytes:
     """The bytes of a trace, before anybody has changed its graph.
 
     Args:
         trace: what Dynamo found.
         names: the locals of the call.
         dims: its dynamic dimensions.
+        least: the smallest dynamic size that a trace may be used for without a condition.
 
     Raises:
         CannotSave: another process could not use it; says why.
@@ -103,6 +114,15 @@ def saved(trace: compat.Trace, names: Mapping[str, Any], dims: list[Found]) -> b
     files = files_of(trace.code)
     if isinstance(files, str):
         raise CannotSave(files)
+    conditions = trace.size_conditions(least)
+    readable = {size for sizes in trace.sizes.values() for size in sizes}
+    for text, symbols in conditions:
+        if not readable.issuperset(symbols):
+            raise CannotSave(f"it depends on {text}, which no argument tells")
+    try:
+        facts = described(trace.sources, scope, _varies(dims), trace.compared)
+    except Unsayable as error:
+        raise CannotSave(str(error)) from None
     try:
         graph = b"" if trace.graph is None else dump_graph(trace.graph)
     except UnsavableGraphError as error:
@@ -116,7 +136,8 @@ def saved(trace: compat.Trace, names: Mapping[str, Any], dims: list[Found]) -> b
         "frozen": [each.where for each in trace.frozen],
         "aliases": trace.aliases,
         "known": {"sizes": trace.sizes, "strides": trace.strides},
-        "facts": described(trace.sources, scope, _varies(dims)),
+        "facts": facts,
+        "conditions": conditions,
         "files": files,
     }
     return _joined(json.dumps(head).encode(), marshal.dumps(python.code), graph)
@@ -157,7 +178,9 @@ def loaded(
             for number, where in enumerate(head["frozen"])
         )
         found = [eval(each, dict(scope)) for each in head["facts"] if each.startswith("G[")]
-    except (SavedGraphError, ValueError, LookupError, ImportError, AttributeError) as error:
+    except CannotUse:
+        raise
+    except Exception as error:  # whatever is wrong with a file, there is Dynamo
         raise CannotUse(str(error).splitlines()[0] if str(error) else repr(error)) from error
     return SavedTrace(
         original,
@@ -168,6 +191,7 @@ def loaded(
         [(one, other) for one, other in head["aliases"]],
         [each for each in found if isinstance(each, torch.Tensor)],
         head["known"],
+        [(text, tuple(symbols)) for text, symbols in head["conditions"]],
     )
 
 
@@ -196,23 +220,31 @@ class KeptTraces:
             names: the locals of the call.
             dims: its dynamic dimensions.
         """
-        data = self._store.get(KIND, key_of(_with_versions(facts)))
-        if data is None:
-            return None
-        try:
-            return loaded(data, original, names, dims)
-        except CannotUse as error:
-            log.info("the trace of %s on disk does not serve: %s", facts["function"], error)
-            return None
+        for variant in range(_VARIANTS):
+            data = self._store.get(KIND, key_of(_every(facts, variant)))
+            if data is None:
+                break
+            try:
+                return loaded(data, original, names, dims)
+            except CannotUse as error:
+                where = facts["function"]
+                log.info("a trace of %s on disk does not serve: %s", where, error)
+        return None
 
     def keep(self, facts: Mapping[str, str], data: bytes) -> None:
-        """Keep what :func:`saved` made, in place of what was there for such a call."""
-        every = _with_versions(facts)
-        self._store.put(KIND, key_of(every), data, every, {"what": facts["function"]})
+        """Keep what :func:`saved` made, beside what is there for such a call."""
+        taken = [variant for variant in range(_VARIANTS) if self._is_taken(facts, variant)]
+        every = _every(facts, (taken[-1] + 1) % _VARIANTS if taken else 0)
+        self._store.put(KIND, key_of(every), data, every, {"line": facts["function"]})
+
+    def _is_taken(self, facts: Mapping[str, str], variant: int) -> bool:
+        return self._store.get(KIND, key_of(_every(facts, variant))) is not None
 
 
-def _with_versions(facts: Mapping[str, str]) -> dict[str, str]:
-    return {**facts, "cgcompile": __version__, **compat.versions()}
+def _every(facts: Mapping[str, str], variant: int) -> dict[str, str]:
+    """All facts of one entry. Instances of a class share a function, and may differ otherwise."""
+    own = {"cgcompile": __version__, "variant": str(variant)}
+    return {**facts, **own, **compat.versions()}
 
 
 def facts_of_call(
@@ -239,16 +271,7 @@ def _varies(dims: list[Found]) -> dict[tuple[int, int], str]:
 
 
 def _state() -> str:
-    autocast = [
-        f"{kind} {torch.get_autocast_dtype(kind)}"
-        for kind in ("cuda", "cpu")
-        if torch.is_autocast_enabled(kind)
-    ]
-    return (
-        f"grad {torch.is_grad_enabled()}, inference {torch.is_inference_mode_enabled()}, "
-        f"autocast {autocast}, {torch.get_default_dtype()}, {torch.get_default_device()}, "
-        f"deterministic {torch.are_deterministic_algorithms_enabled()}"
-    )
+    return ", ".join(f"{name} {found}" for name, found in compat.ambient_state().items())
 
 
 def _recipe(name: str, found: Any) -> list[str]:

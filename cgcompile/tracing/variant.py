@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from cgcompile import compat
 from cgcompile.tracing.saved import SavedTrace
 
@@ -57,11 +59,13 @@ class Variant:
         fits: whether a call is like the traced one, by its arguments.
         rules: how calls are told apart.
         start: what its start took.
+        bound: whether tensors of modules are bound, where there are any.
 
     Attributes:
         compiled: the compiled graph.
         start: what its start took.
         fits: whether a call is like the traced one, by its arguments.
+        proven: whether a call has run to its end: only then is it known what it replaces.
         frozen: the tensors that are bound, not looked up.
     """
 
@@ -72,22 +76,31 @@ class Variant:
         fits: Callable[[tuple[Any, ...], dict[str, Any]], bool],
         rules: Rules,
         start: Start,
+        bound: bool,
     ) -> None:
         self.compiled = compiled
         self.fits = fits
         self.frozen = trace.frozen
         self.start = start
+        self.proven = False
         self.keep: Callable[[], None] | None = None  # for another process, once it has served
         self.guards = self.dropped = None
         if isinstance(trace, compat.Trace):  # one from disk serves where guards are dropped
-            if rules.guards != "none":
-                self.guards = trace.guards(sizes_only=rules.guards == "shape")
+            if rules.guards != "none" or not bound:
+                self.guards = trace.guards(sizes_only=rules.guards != "keep")
             if rules.check_guards and rules.guards != "keep":
                 self.dropped = trace.guards(sizes_only=False)
-        run = compiled
+        run: Callable[..., Any] | None = compiled
         if compiled is not None and trace.frozen:
             tensors = tuple(each.tensor for each in trace.frozen)
-            run = lambda *inputs: compiled(*inputs, *tensors)  # noqa: E731
+            # Other views of the same memory, so that ``weight.data = ...`` makes them stale, and
+            # never wrong in type or freed. Gradients need the parameters themselves.
+            held = tuple(_held(tensor) for tensor in tensors)
+            grad_is_on = torch.is_grad_enabled
+
+            def run(*inputs: Any) -> Any:
+                return compiled(*inputs, *(tensors if grad_is_on() else held))
+
         self.run = trace.function(run)
 
     @property
@@ -106,3 +119,8 @@ class Variant:
             if now is not each.tensor:
                 return each.where
         return None
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.detach() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else tensor

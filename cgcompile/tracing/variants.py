@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from cgcompile.tracing.saved import CannotSave, KeptTraces, SavedTrace, facts_of
 from cgcompile.tracing.variant import Rules, Start, Variant
 
 log = logging.getLogger(__name__)
+
+_RESTARTS = 4  # of one trace, as a compiler asks for them
 
 # Compiles a graph: (graph, its example inputs, whether the last ones are frozen) -> callable.
 Compile = Callable[[fx.GraphModule, list[Any], bool], Callable[..., Any]]
@@ -75,12 +78,11 @@ class Traces:
         if self._bound is not None:
             args = (self._bound, *args)
         variant = self._found(args, kwargs)
-        if variant is None:
-            with self._lock:
-                variant = self._found(args, kwargs)  # another thread may have traced it
-                if variant is None:
-                    return self._first(self._traced(args, kwargs), args, kwargs)
-        return variant.run(*args, **kwargs)
+        if variant is not None and variant.proven:
+            return variant.run(*args, **kwargs)
+        with self._lock:
+            variant = self._found(args, kwargs) or self._traced(args, kwargs)
+            return self._first(variant, args, kwargs)
 
     def _look(self) -> None:
         """What is to be traced: with hooks, what runs them as well."""
@@ -99,9 +101,10 @@ class Traces:
         return None
 
     def _first(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first call of a new trace."""
+        """The first call of a trace that ends well."""
         names = self._names(args, kwargs)
         result = variant.run(*args, **kwargs)
+        variant.proven = True
         if variant.frozen and variant.moved(names, self._function.__globals__):
             # The result is right: nothing had moved before. Later calls are traced again.
             log.info("%s replaces tensors of its own; they are looked up from now on", self.name)
@@ -191,8 +194,11 @@ class Traces:
         oblivious = self._rules.shapes == "backed_size_oblivious"
         with compat.size_oblivious(oblivious), compat.marked(marks, unbacked):
             variant = self._read(args, kwargs, dims)
-            if variant is None:
-                variant = self._new(args, kwargs, dims)
+            for _ in range(_RESTARTS):
+                if variant is None:  # a compiler may want another trace; Dynamo remembers how
+                    with suppress(*compat.restarts()):
+                        variant = self._new(args, kwargs, dims)
+            variant = variant or self._new(args, kwargs, dims)
         log.info("%s: %s", self.name, variant.start)
         self.made = (variant, *(each for each in self.made if each.is_alive))
         return variant
@@ -224,13 +230,18 @@ class Traces:
         if keeps is not None:
             facts = facts_of_call(self._function, args, kwargs, dims, self._rules.shapes)
             try:
-                data = saved(trace, self._names(args, kwargs), dims)
+                data = saved(trace, self._names(args, kwargs), dims, self._least)
                 keep = lambda: keeps.keep(facts, data)  # noqa: E731
             except CannotSave as error:
                 why = str(error)
         variant = self._variant(trace, args, kwargs, dims, start, why)
         variant.keep = keep
         return variant
+
+    @property
+    def _least(self) -> int:
+        """The smallest dynamic size that needs no condition."""
+        return 2 if self._rules.shapes == "backed" else 0
 
     @property
     def _keeps(self) -> KeptTraces | None:
@@ -258,7 +269,8 @@ class Traces:
         fits = self._fits(trace, args, kwargs, dims)
         seconds = traced - start, time.perf_counter() - traced
         took = Start(*seconds, from_disk=isinstance(trace, SavedTrace), why=why)
-        return Variant(trace, compiled, fits, self._rules, took)
+        bound = self._rules.guards == "none" and not self._unfrozen
+        return Variant(trace, compiled, fits, self._rules, took, bound)
 
     def _fits(
         self,
@@ -288,7 +300,7 @@ class Traces:
         pinned |= {place for place, leaf in places.items() if id(leaf) in others}
         collected = [name for name in kwargs if name not in self._signature.parameters]
         bound = frozenset(id(each.tensor) for each in trace.frozen)
-        conditions = trace.size_conditions(2 if self._rules.shapes == "backed" else 0)
+        conditions = trace.size_conditions(self._least)
         return fits_function(
             args, kwargs, paths, shapes, conditions, trace.strides, pinned, collected, bound
         )

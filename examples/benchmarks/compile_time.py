@@ -137,6 +137,7 @@ def compiled_in(way: str, model: nn.Module) -> Callable[..., Any]:
         compiler=compiler,
         guards=guards,
         splitting_ops="cgllm::attend",
+        keep_traces=True,
         cudagraph_mode="NONE",  # what is measured is compilation
         dynamic_dims={"tokens": {0: "tokens"}, "positions": {0: "tokens"}},
     )

@@ -179,7 +179,7 @@ class Model(nn.Module):  # of __main__
 folder, depth, size, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 torch.manual_seed(0)
 model = Model(depth, size).eval()
-settings = dict(compiler="eager", capture_device="host", cache_dir=folder)
+settings = dict(compiler="eager", capture_device="host", cache_dir=folder, keep_traces=True)
 one = cgcompile.compile(model, dynamic_dims={{"x": 0}}, guards="none", **settings)
 with torch.inference_mode():
     for n in (first, 5, 2, 1, 33, 5, 5):
@@ -254,7 +254,9 @@ class Small(nn.Module):
 
 def compiled(model: nn.Module, folder: Path, **given: Any) -> Any:
     given = {"guards": "none", "dynamic_dims": {"x": 0}, **given}
-    return cgcompile.compile(model, compiler="eager", cache_dir=str(folder), **given)
+    return cgcompile.compile(
+        model, compiler="eager", cache_dir=str(folder), keep_traces=True, **given
+    )
 
 
 def start(model: nn.Module, folder: Path, **given: Any) -> Any:
@@ -275,7 +277,8 @@ def test_what_is_read_and_what_is_traced_again(tmp_path: Path) -> None:
     assert start(Small(), tmp_path).from_disk  # other weights, of the same shape
     assert not start(Small(3.0), tmp_path).from_disk
     assert start(Small(3.0), tmp_path).from_disk
-    assert not start(Small().train(), tmp_path).from_disk
+    assert start(Small(), tmp_path).from_disk  # still: both are kept
+    assert not start(Small().eval(), tmp_path).from_disk
     assert not start(Small().double().float(), tmp_path, dynamic_dims={"x": {0: "n"}}).from_disk
     assert not start(Small(3.0), tmp_path, dynamic_shapes="unbacked").from_disk
 
@@ -291,9 +294,10 @@ def test_damage_is_a_trace_again(tmp_path: Path) -> None:
     start(Small(), tmp_path)
     (entry,) = kept(tmp_path)
     for payload in (b"", b"x" * 40, entry.payload[:-3], entry.payload[: len(entry.payload) // 2]):
-        Store(tmp_path).put(KIND, entry.key, payload, entry.facts)
+        for each in kept(tmp_path):
+            Store(tmp_path).put(KIND, each.key, payload, each.facts)
         assert not start(Small(), tmp_path).from_disk
-        assert start(Small(), tmp_path).from_disk  # and kept again
+        assert start(Small(), tmp_path).from_disk  # kept again, beside the damaged one
 
 
 def test_what_cannot_be_kept_says_why(tmp_path: Path) -> None:
