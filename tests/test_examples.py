@@ -24,7 +24,7 @@ needs_weights = pytest.mark.skipif(
 def run(script: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run an example on its own, offline, with no setting of this machine."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CGCOMPILE_")}
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CGCOMPILE_CACHE_DIR": "off"}
     command = [sys.executable, str(EXAMPLES / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
@@ -348,6 +348,21 @@ def test_capture_time_captures_and_compares() -> None:
         ["breakable", "3"],
     ]
     assert rows[-1] == "captured and right: yes"
+
+
+def test_compile_time_reads_what_it_left() -> None:
+    small = ["--device", "cpu", "--dtype", "float32", "--layers", "1", "--hidden", "16"]
+    small += ["--heads", "4", "--kv-heads", "2", "--intermediate", "24", "--vocabulary", "40"]
+    way = ["--ways", "cgcompile none eager", "--calls", "20"]
+    done = run("benchmarks/compile_time.py", *small, *way)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cold, warm, *costs, last = done.stdout.splitlines()
+    assert "cold" in cold
+    assert "traced in" in cold
+    assert "warm" in warm
+    assert "read in" in warm
+    assert [row.split()[0] for row in costs[1:4]] == ["keep", "shape", "none"]
+    assert last == "right, and warm starts compile nothing: yes"
 
 
 @pytest.mark.parametrize(("limit", "code"), [("100", 0), ("0", 1)])
