@@ -132,7 +132,10 @@ def size_conditions(shape_env: Any, least: int) -> list[tuple[str, tuple[str, ..
     from torch.utils._sympy.printers import PythonPrinter
 
     found = []
-    for guard, _ in Shapes(shape_env).guards():
+    shapes = Shapes(shape_env)
+    for guard, _ in shapes.guards():
+        # Sizes that are equal have one name by now, and are compared as such.
+        guard = guard.xreplace({each: shapes.replacement(each) for each in guard.free_symbols})
         symbols = tuple(sorted(map(str, guard.free_symbols)))
         if symbols:
             found.append((PythonPrinter().doprint(guard), symbols))

@@ -468,7 +468,7 @@ JUNK = st.sampled_from([None, -1, 0, 99999, 2.5, "x", [], ["tensor", 0], ["node"
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_file_of_another_program_never_crashes(data: bytes, draw: Any) -> None:
     content = content_of(data)
     at: Any = content

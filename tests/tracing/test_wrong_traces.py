@@ -206,6 +206,19 @@ def test_sizes_and_layouts_that_no_kernel_uses(tmp_path: Path) -> None:
     two_processes(tmp_path, by_layout, by_layout, *layouts, dynamic_dims={"x": 0})
 
 
+def test_sizes_of_one_name_are_kept(tmp_path: Path) -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.sum(1) + y
+
+    dims = {"x": {0: "n"}, "y": {0: "n"}}
+    for from_disk in (False, True):
+        one = compiled(step, dynamic_dims=dims, cache_dir=str(tmp_path), keep_traces=True)
+        for n in (3, 5):
+            x, y = torch.randn(n, 4), torch.randn(n)
+            assert torch.equal(one(x, y), step(x, y))
+        assert [each.start.from_disk for each in one.traces] == [from_disk]
+
+
 def test_layers_that_differ_keep_a_trace_each(tmp_path: Path) -> None:
     def starts() -> list[bool]:
         layers = [Attribute(number, plus) for number in range(3)]
