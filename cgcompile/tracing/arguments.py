@@ -1,9 +1,9 @@
-"""What of a call a trace depends on, as generated Python: :func:`fits_source`.
+"""What of a call a trace depends on, as generated Python: :func:`fits_function`.
 
 Guards of Dynamo look at the whole model and cost tens of microseconds. Where they are dropped, the
 arguments are still compared: their number and order, types, dtypes, devices, ranks, layouts,
-whether they require grad, the sizes that are not dynamic, which sizes are equal, and all values
-that are no tensors. It reads like this::
+whether they require grad, the sizes that are not dynamic, which sizes are equal, plain values and
+containers of them; other objects by identity. It reads like this::
 
     def fits(args, kwargs):
         if len(args) != 2 or kwargs:
