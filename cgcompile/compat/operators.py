@@ -59,6 +59,11 @@ def op_overloads(op: Any) -> tuple[torch._ops.OpOverload, ...]:
     return ()
 
 
+def returns_nothing(op: Any) -> bool:
+    """Whether the schema of ``op`` says so."""
+    return isinstance(op, torch._ops.OpOverload) and not op._schema.returns
+
+
 def written_arguments(op: torch._ops.OpOverload) -> Iterator[tuple[int, str]]:
     """Position and name of each argument that the schema of ``op`` says it writes."""
     for position, argument in enumerate(op._schema.arguments):

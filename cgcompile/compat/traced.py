@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 _INSTALLED = re.compile(r"__builtins__$|__(compiled_fn|import|builtins_dict)_|___|\w*_\d+_c\d+$")
 _NUMBERED = re.compile(r"G\['(\w*_\d+_c\d+)'\]")  # Dynamo names an object by its address
 
@@ -28,6 +30,31 @@ class _Globals(dict[str, Any]):
         if name.startswith("__builtins_dict__"):  # Dynamo's name for it
             return builtins.__dict__
         return self._live[name]
+
+
+class _Helpers(types.ModuleType):
+    """What Dynamo's code calls of ``torch._dynamo.utils``.
+
+    There each helper turns Dynamo off around itself, which costs more than all else in a call.
+    """
+
+    call_size = staticmethod(torch.Tensor.size)
+    call_stride = staticmethod(torch.Tensor.stride)
+    call_storage_offset = staticmethod(torch.Tensor.storage_offset)
+
+    @staticmethod
+    def record_pregraph_bytecode_enter() -> None:
+        """A range of the profiler around a few instructions: left out."""
+
+    @staticmethod
+    def record_pregraph_bytecode_exit(_: None) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _module(name: str) -> types.ModuleType:
+    return _Helpers(name) if name == "torch._dynamo.utils" else importlib.import_module(name)
 
 
 @dataclass(frozen=True)
@@ -69,7 +96,7 @@ class TracedPython:
         """The globals of the code, but for the graph: the user's as they are at each look."""
         found = _Globals(original.__globals__)
         found.update((n, v) for n, v in original.__globals__.items() if _INSTALLED.match(n))
-        found.update((alias, importlib.import_module(n)) for alias, n in self.modules.items())
+        found.update((alias, _module(n)) for alias, n in self.modules.items())
         found.update(self.extra)
         return found
 

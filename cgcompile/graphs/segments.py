@@ -226,7 +226,8 @@ class SegmentRecorder(Breaker):
         """See :class:`~cgcompile.graphs.breaks.Breaker`."""
         if not self.is_full:
             own = entry.impl_for(self.pool.device.tensor_type) if not kwargs else None
-            return self.run_eager(target_name(op), own or op, args, kwargs)
+            silent = compat.returns_nothing(op)
+            return self._between(target_name(op), own or op, (args, dict(kwargs)), silent)
         if not allows_full(entry.support, self._descriptor):
             raise CaptureError.inside_full(entry.name, entry.support.name, self._batch)
         return op(*args, **kwargs)
@@ -246,11 +247,16 @@ class SegmentRecorder(Breaker):
         Raises:
             BaseException: what the function raised, unchanged; the recording is lost then.
         """
-        given = (args, dict(kwargs or {}))
+        return self._between(name, function, (args, dict(kwargs or {})), False)
+
+    def _between(
+        self, name: str, function: Callable[..., Any], given: _Arguments, silent: bool
+    ) -> Any:
+        """As :meth:`run_eager`; what a ``silent`` function returns is nothing by its schema."""
         self._end()
         try:
             with self._on_stream_of_breaks():
-                result = self._break(name, function, given)
+                result = self._break(name, function, given, silent)
             self._begin()
         except BaseException as error:
             self.fail(name, error)
@@ -262,7 +268,9 @@ class SegmentRecorder(Breaker):
         stream = self._callers_stream if self._execute else self.pool.stream
         return self.pool.device.on_stream(stream)
 
-    def _break(self, name: str, function: Callable[..., Any], given: _Arguments) -> Any:
+    def _break(
+        self, name: str, function: Callable[..., Any], given: _Arguments, silent: bool
+    ) -> Any:
         """Run a function between two segments and record it; see :meth:`run_eager`."""
         self._refuse_stale_copies()
         self._bring_back_bridges()
@@ -273,7 +281,7 @@ class SegmentRecorder(Breaker):
         now = compat.tree_leaves(given)
         if compat.tree_spec(given) != spec or any(map(operator.is_not, now, leaves)):
             raise CaptureError.mutates_arguments(name)
-        return self._record(name, function, held, leaves, made)
+        return self._record(name, function, held, leaves, None if silent else made, silent)
 
     def _run(self, name: str, function: Callable[..., Any], given: _Arguments) -> Any:
         args, kwargs = given
@@ -294,9 +302,9 @@ class SegmentRecorder(Breaker):
         held: _Arguments,
         given: list[Any],
         made: Any,
+        silent: bool,
     ) -> Any:
-        nothing = made is None and compat.is_op(function)  # and so it is by its schema
-        leaves, structure = ([], None) if nothing else flatten(made)
+        leaves, structure = ([], None) if silent else flatten(made)
         check_leaves(leaves, name)
         lives = {
             item: compat.StorageLife(each)
@@ -331,7 +339,7 @@ class SegmentRecorder(Breaker):
                 crossings=tuple(across.crossings),
             )
         )
-        return None if nothing else rebuilt(made, leaves)
+        return None if silent else rebuilt(made, leaves)
 
     def _opened(
         self, name: str, made: Any, structure: Structure | None
@@ -339,7 +347,12 @@ class SegmentRecorder(Breaker):
         """What makes a list of a result, and refuses one that is built in another way."""
         if isinstance(made, torch.Tensor):
             return lambda again: [again]
-        return lambda again: _same_structure(again, structure, name, self._batch)
+        batch = self._batch  # not self: a recording outlives its recorder
+        if made is None:  # what writes into its arguments; worth a short way
+            return lambda again: (
+                [None] if again is None else _same_structure(again, structure, name, batch)
+            )
+        return lambda again: _same_structure(again, structure, name, batch)
 
     def _owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory that lives as long as the recording."""

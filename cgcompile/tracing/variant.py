@@ -67,6 +67,7 @@ class Variant:
         fits: whether a call is like the traced one, by its arguments.
         proven: whether a call has run to its end: only then is it known what it replaces.
         frozen: the tensors that are bound, not looked up.
+        is_free: whether nothing but the arguments is looked at.
     """
 
     def __init__(
@@ -97,11 +98,13 @@ class Variant:
             # never wrong in type or freed. Gradients need the parameters themselves.
             held = tuple(_held(tensor) for tensor in tensors)
             grad_is_on = torch.is_grad_enabled
+            step = getattr(compiled, "step", None) or (lambda inputs: compiled(*inputs))
 
             def run(*inputs: Any) -> Any:
-                return compiled(*inputs, *(tensors if grad_is_on() else held))
+                return step(inputs + (tensors if grad_is_on() else held))
 
         self.run = trace.function(run)
+        self.is_free = self.guards is None and self.dropped is None
 
     @property
     def is_alive(self) -> bool:

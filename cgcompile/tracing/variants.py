@@ -94,7 +94,9 @@ class Traces:
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
         """The trace that serves a call."""
         for variant in self.made:
-            if variant.fits(args, kwargs) and self._holds(variant, args, kwargs):
+            if variant.fits(args, kwargs) and (
+                variant.is_free or self._holds(variant, args, kwargs)
+            ):
                 if variant is not self.made[0]:
                     self._use_first(variant)
                 return variant
@@ -116,8 +118,6 @@ class Traces:
         return result
 
     def _holds(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if variant.guards is None and variant.dropped is None:
-            return True
         names = self._names(args, kwargs)
         if variant.guards is not None and not variant.guards.hold(names):
             return False

@@ -16,6 +16,7 @@ device, which is idle before each burst; medians of the time of a step are compa
   at the address of every weight; the context is made once and entered for each step;
 * ``with a new context``: the same, the forward context made for each step;
 * ``compiled model``: the whole call, with guards and parameter look-up of Dynamo;
+* ``without guards``: the whole call of ``cgcompile.compile(guards="none")``, with the context;
 * ``wrapper``: a call of the breakable wrapper around the uncompiled model.
 
 Exits with 1 where a sequence of pieces is above ``--limit`` times its floor.
@@ -213,7 +214,40 @@ def measure_compiled(
             calls |= {"with a new context": anew, "compiled model": whole}
         for name, call in calls.items():
             compare(args, name, floor, call, lambda: graph.counters.replays)
+    if not direct:
+        measure_unguarded(args, model, x, splitting_op, mode)
     return found
+
+
+def measure_unguarded(
+    args: argparse.Namespace,
+    model: nn.Module,
+    x: torch.Tensor,
+    splitting_op: cgcompile.SplittingOp,
+    mode: CUDAGraphMode,
+) -> None:
+    """Print the row of a model whose weights are bound."""
+    compiled = cgcompile.compile(
+        model,
+        guards="none",
+        splitting_ops=(splitting_op,),
+        compiler=args.compiler,
+        capture_device="host" if args.device == "cpu" else "auto",
+    )
+    descriptor = BatchDescriptor(args.batch)
+    context = set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=descriptor)
+    with torch.inference_mode():
+
+        def step() -> None:
+            with context:
+                compiled(x)
+
+        for _ in range(3):
+            step()
+        (graph,) = compiled.backend.graphs
+        (recording,) = graph.recordings
+        floor = floor_of(recording.sequence, torch.ops.cgbench.attend.default)
+        compare(args, "without guards", floor, step, lambda: graph.counters.replays)
 
 
 def measure_breakable(args: argparse.Namespace, layers: int, direct: bool) -> float:
