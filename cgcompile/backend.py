@@ -20,7 +20,7 @@ from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.entry import CompiledGraph
 from cgcompile.errors import ConfigError, DispatchError
 from cgcompile.graphs.bulk import BulkCapture, capture_all
-from cgcompile.graphs.capture import releasing
+from cgcompile.graphs.capture import releasing, without_garbage_collection
 from cgcompile.graphs.verify import Difference
 from cgcompile.passes import check_disabled, split_graph
 from cgcompile.passes.split import SplitGraph
@@ -223,7 +223,8 @@ class Backend:
             raise ConfigError.trace_once_needs_guards_dropped()
         if self.config.splitting == "breakable":
             raise ConfigError.breakable_needs_no_trace()
-        return self.compile_graph(gm, example_inputs)
+        with without_garbage_collection():
+            return self.compile_graph(gm, example_inputs)
 
     def compile_graph(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: bool = False
