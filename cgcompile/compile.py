@@ -55,8 +55,8 @@ def compile(
             the same. All other sizes are constants of a trace.
         guards: what is checked at each call. ``"keep"`` (the default, but for DYNAMO_TRACE_ONCE):
             all that Dynamo assumed. ``"shape"``: the arguments (number, types, dtypes, devices,
-            fixed sizes, which sizes are equal, layouts, values that are no tensors), and what it
-            assumed of sizes. ``"none"``: the same of the arguments alone; tensors of modules are
+            fixed sizes, which sizes are equal, layouts, values that are no tensors; objects must be
+            the same), autocast, and what it assumed of sizes. ``"none"``: the same of the arguments alone; tensors of modules are
             bound, not looked up: changes in place are seen, replaced ones need
             :meth:`CompiledModel.invalidate`, and what else the model reads, such as its
             attributes, is as it was when traced.

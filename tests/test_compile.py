@@ -364,13 +364,13 @@ def test_gradients(guards: str) -> None:
 def test_autocast(guards: str) -> None:
     model = nn.Linear(4, 4)
     one = compiled(model, guards=guards)
-    for enabled in (False, True, False, True):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+    for dtype in (None, torch.bfloat16, torch.float16, None, torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             x = rows(3)
             found = one(x)
-            assert found.dtype == (torch.bfloat16 if enabled else torch.float32)
+            assert found.dtype == (dtype or torch.float32)
             assert_same(found, model(x))
-    assert len(one.traces) == (1 if guards == "none" else 2)
+    assert len(one.traces) == 3
 
 
 # ------------------------------------------------------------------ failures while running

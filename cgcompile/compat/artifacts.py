@@ -296,6 +296,7 @@ def _state() -> dict[str, Any]:
             cuda.mem_efficient_sdp_enabled(),
             cuda.math_sdp_enabled(),
             cuda.cudnn_sdp_enabled(),
+            *torch._C._get_sdp_priority_order(),
         ],
         "autocast cache": torch.is_autocast_cache_enabled(),
         "cudnn": torch.backends.cudnn.enabled,

@@ -360,5 +360,17 @@ def reads_on_host(op: Any) -> bool:
     return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
 
 
+# Whether autocast is on for any device; 0.05 us.
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def autocast_state() -> dict[str, torch.dtype]:
+    """The type that autocast computes in, by the kind of device that it is on for."""
+    kinds = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+    return {
+        kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
+    }
+
+
 def autocast_off() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", enabled=False)

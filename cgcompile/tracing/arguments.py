@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from cgcompile import compat
+
 _PLAIN = (bool, int, str, bytes, range, type(None))
 _SEALED = (torch.dtype, torch.device, torch.layout, torch.memory_format, types.MethodType)
 _SYMBOL = re.compile(r"[A-Za-z_]\w*")
@@ -176,6 +178,15 @@ class _Lines:
             objects = ", ".join(f"id({name})" for name in self._tensors.values())
             self.unless(f"len({{{objects}}}) != {len(self._tensors)}")
 
+    def autocast(self) -> None:
+        """Ops compute in another type under autocast, and the trace says in which."""
+        state = compat.autocast_state()
+        if not state:
+            self.unless(f"{self.bound('a', compat.any_autocast)}()")
+        else:
+            now = self.bound("a", compat.autocast_state)
+            self.unless(f"{now}() != {self.bound('c', state)}")
+
 
 def fits_function(
     args: tuple[Any, ...],
@@ -224,6 +235,7 @@ def fits_function(
         made.unless(f"[name for name in kwargs if name in {order}] != {order}")
     made.relations()
     made.conditions(conditions)
+    made.autocast()
     source = "\n".join(["def fits(args, kwargs):", *made.lines, "    return True"]) + "\n"
     namespace = {"math": math, **made.names}
     exec(compile(source, "<cgcompile fits>", "exec"), namespace)

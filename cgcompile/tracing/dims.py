@@ -18,6 +18,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import ConfigError, TraceError
+from cgcompile.tracing.arguments import Shapes
 
 
 @dataclass(frozen=True)
@@ -210,3 +211,20 @@ def with_two_rows(
     larger = replaced(args), replaced(kwargs)
     kept = [each for each in dims if each.size > 1 or id(each.tensor) in reached]
     return *larger, [replace(each, tensor=replaced(each.tensor)) for each in kept]
+
+
+def free_sizes(dims: list[Found]) -> dict[str, tuple[int | str, ...]]:
+    """The sizes of tensors with dynamic dimensions, for those that a trace did not look at."""
+    found: dict[str, list[int | str]] = {}
+    for number, each in enumerate(dims):
+        sizes = found.setdefault(each.source, list(each.tensor.shape))
+        sizes[each.dim] = f"free_{each.name or number}"
+    return {source: tuple(sizes) for source, sizes in found.items()}
+
+
+def check_dims(name: str, dims: list[Found], shapes: Shapes) -> None:
+    """A dimension that was to vary and was taken for a constant would be wrong silently."""
+    for each in dims:
+        sizes = shapes.get(each.source)
+        if sizes is not None and isinstance(sizes[each.dim], int):
+            raise TraceError.fixed(name, each.text)

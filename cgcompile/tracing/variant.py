@@ -1,6 +1,7 @@
 """One trace of a function, compiled: :class:`Variant`. ``variants.py`` keeps those of one."""
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,13 +105,19 @@ class Variant:
                 return step(inputs + (tensors if grad_is_on() else held))
 
         self.run = trace.function(run)
+        self._references: Sequence[weakref.ref[Any]] = getattr(fits, "references", ())
+        self._watches: list[weakref.ref[Any]] = []
         self.is_free = self.guards is None and self.dropped is None
 
     @property
     def is_alive(self) -> bool:
         """Whether all objects that a call must pass are still there."""
-        references = getattr(self.fits, "references", ())
-        return all(reference() is not None for reference in references)
+        return all(reference() is not None for reference in self._references)
+
+    def watch(self, died: Callable[[Any], None]) -> None:
+        """Call ``died`` when one of these objects dies."""
+        living = (reference() for reference in self._references)
+        self._watches = [weakref.ref(each, died) for each in living if each is not None]
 
     def moved(self, names: Mapping[str, Any], globals_: Mapping[str, Any]) -> str | None:
         """The first frozen tensor that is another one now, as Python; None if all are there."""

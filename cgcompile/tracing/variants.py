@@ -8,6 +8,7 @@ import inspect
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,8 +19,14 @@ from torch import fx
 from cgcompile import compat
 from cgcompile.errors import RecompileError, TraceError
 from cgcompile.graphs.capture import without_garbage_collection
-from cgcompile.tracing.arguments import Shapes, fits_function
-from cgcompile.tracing.dims import DynamicDims, Found, with_two_rows
+from cgcompile.tracing.arguments import fits_function
+from cgcompile.tracing.dims import (
+    DynamicDims,
+    Found,
+    check_dims,
+    free_sizes,
+    with_two_rows,
+)
 from cgcompile.tracing.saved import CannotSave, KeptTraces, SavedTrace, facts_of_call, saved
 from cgcompile.tracing.variant import Rules, Start, Variant
 
@@ -28,6 +35,9 @@ log = logging.getLogger(__name__)
 _RESTARTS = 4  # of one trace, as a compiler asks for them
 
 # Compiles a graph: (graph, its example inputs, whether the last ones are frozen) -> callable.
+_MANY = 8  # traces of one function: worth a warning, as in torch.compile
+_MOST = 64  # that are kept; those used last
+
 Compile = Callable[[fx.GraphModule, list[Any], bool], Callable[..., Any]]
 
 
@@ -208,8 +218,26 @@ class Traces:
                         variant = self._new(args, kwargs, dims)
             variant = variant or self._new(args, kwargs, dims)
         log.info("%s: %s", self.name, variant.start)
-        self.made = (variant, *(each for each in self.made if each.is_alive))
+        self._add(variant)
         return variant
+
+    def _add(self, variant: Variant) -> None:
+        self.made = (variant, *(each for each in self.made if each.is_alive))[:_MOST]
+        if len(self.made) == _MANY:
+            log.warning(
+                "%s: %d traces by now, each compiled; what differs is told by freeze(), and an "
+                "object as an argument must be the same object at each call",
+                self.name,
+                _MANY,
+            )
+        myself = weakref.ref(self)
+
+        def died(_: Any) -> None:
+            traces = myself()
+            if traces is not None:  # whatever the trace holds goes with its object
+                traces.made = tuple(each for each in traces.made if each.is_alive)
+
+        variant.watch(died)
 
     def _read(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]
@@ -235,7 +263,7 @@ class Traces:
         if self._ahead is not None:
             self._ahead()
         trace = self._trace(args, kwargs, freeze)
-        _check_dims(self.name, dims, trace.sizes)
+        check_dims(self.name, dims, trace.sizes)
         keep, keeps = None, self._keeps
         if keeps is not None:
             facts = facts_of_call(self._function, args, kwargs, dims, self._rules.shapes)
@@ -275,7 +303,7 @@ class Traces:
         if trace.graph is not None:
             with trace.compiling():
                 compiled = self._compile(trace.graph, trace.inputs, bool(trace.frozen))
-        _check_dims(self.name, dims, trace.sizes)  # a compiler may fix a size as well
+        check_dims(self.name, dims, trace.sizes)  # a compiler may fix a size as well
         fits = self._fits(trace, args, kwargs, dims)
         seconds = traced - start, time.perf_counter() - traced
         took = Start(*seconds, from_disk=isinstance(trace, SavedTrace), why=why)
@@ -290,7 +318,7 @@ class Traces:
         dims: list[Found],
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
         """Whether another call is like this one."""
-        shapes = _free(dims) | trace.sizes
+        shapes = free_sizes(dims) | trace.sizes
         paths = self._paths(args, kwargs)
         named = {paths[position]: value for position, value in enumerate(args)}
         named |= {paths[name]: value for name, value in kwargs.items()}
@@ -374,20 +402,3 @@ def _kinds(signature: inspect.Signature) -> tuple[list[str], str, str]:
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
     anything = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
     return positional, rest, anything
-
-
-def _free(dims: list[Found]) -> dict[str, tuple[int | str, ...]]:
-    """The sizes of tensors with dynamic dimensions, for those that a trace did not look at."""
-    found: dict[str, list[int | str]] = {}
-    for number, each in enumerate(dims):
-        sizes = found.setdefault(each.source, list(each.tensor.shape))
-        sizes[each.dim] = f"free_{each.name or number}"
-    return {source: tuple(sizes) for source, sizes in found.items()}
-
-
-def _check_dims(name: str, dims: list[Found], shapes: Shapes) -> None:
-    """A dimension that was to vary and was taken for a constant would be wrong silently."""
-    for each in dims:
-        sizes = shapes.get(each.source)
-        if sizes is not None and isinstance(sizes[each.dim], int):
-            raise TraceError.fixed(name, each.text)

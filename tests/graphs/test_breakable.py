@@ -1567,6 +1567,46 @@ def test_op_that_may_be_captured_is_inline_in_full(device, wrap) -> None:
     assert_counters(wrapper, captures=1, replays=2)
 
 
+def test_break_that_returns_nothing_and_later_something(device, wrap) -> None:
+    found: list[Any] = [None]
+
+    @eager_break_during_capture
+    def cut(x):
+        x.add_(1)
+        return found[0]
+
+    def model(x):
+        y = x * 2
+        cut(y)
+        return y * 3
+
+    wrapper, x = wrap(model), rand(device=device)
+    assert_calls(wrapper, model, x)
+    found[0] = 5
+    with step(4), pytest.raises(HostValueChangedError, match="is 5, was None when"):
+        wrapper(x)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_an_op_runs_that_returns_nothing(device, wrap, direct) -> None:
+    """Nothing is around it at a replay: neither the dispatcher nor a look at a result."""
+    calls: list[int] = []
+
+    def own(*given):
+        calls.append(len(given))
+        torch.ops.cgtest.attend(*given)
+        return "ignored, as an op's would be"
+
+    entry = SplittingOp(ATTEND[0], impl=own if direct else None)
+    wrapper, x = wrap(attended, splitting_ops=(entry,)), rand(device=device)
+    assert_calls(wrapper, attended, x)
+    (recorded,) = wrapper.concrete_cudagraph_entries.values()
+    bare = recorded.sequence.steps[1]
+    assert bare.func is (own if direct else torch.ops.cgtest.attend.default)
+    assert_counters(wrapper, captures=1, replays=2)
+    assert calls == [4] * 3 * direct
+
+
 def test_builtin_attention_is_inline_in_full(device, wrap) -> None:
     def model(x):
         return F.scaled_dot_product_attention(x.sin(), x.cos(), x * 2) + x
