@@ -56,10 +56,10 @@ def compile(
         guards: what is checked at each call. ``"keep"`` (the default, but for DYNAMO_TRACE_ONCE):
             all that Dynamo assumed. ``"shape"``: the arguments (number, types, dtypes, devices,
             fixed sizes, which sizes are equal, layouts, values that are no tensors; objects must be
-            the same), autocast, and what it assumed of sizes. ``"none"``: the same of the arguments alone; tensors of modules are
-            bound, not looked up: changes in place are seen, replaced ones need
-            :meth:`CompiledModel.invalidate`, and what else the model reads, such as its
-            attributes, is as it was when traced.
+            the same), autocast, and what it assumed of sizes. ``"none"``: the same of the
+            arguments and autocast alone; tensors of modules are bound, not looked up: changes in
+            place are seen, replaced ones need :meth:`CompiledModel.invalidate`, and what else the
+            model reads, such as its attributes, is as it was when traced.
         check_guards: for debugging: check what was dropped as well, and raise where it fails.
         dynamic_shapes: what a trace may assume of a dynamic size. ``"backed"``: that it is at
             least 2, as in ``torch.compile``; smaller ones are traces of their own, or, without
