@@ -228,3 +228,14 @@ def check_dims(name: str, dims: list[Found], shapes: Shapes) -> None:
         sizes = shapes.get(each.source)
         if sizes is not None and isinstance(sizes[each.dim], int):
             raise TraceError.fixed(name, each.text)
+
+
+def parameter_kinds(signature: inspect.Signature) -> tuple[list[str], str, str]:
+    """The names of parameters by position, of ``*args`` and of ``**kwargs``."""
+    parameters = signature.parameters.values()
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
+    anything = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
+    return positional, rest, anything

@@ -25,6 +25,7 @@ from cgcompile.tracing.dims import (
     Found,
     check_dims,
     free_sizes,
+    parameter_kinds,
     with_two_rows,
 )
 from cgcompile.tracing.saved import CannotSave, KeptTraces, SavedTrace, facts_of_call, saved
@@ -353,7 +354,7 @@ class Traces:
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, Any]]:
         """(name of the parameter, where Dynamo finds it, value) of each argument."""
         paths = self._paths(args, kwargs)
-        positional, rest, anything = _kinds(self._spoken)
+        positional, rest, anything = parameter_kinds(self._spoken)
         found = [
             (positional[place] if place < len(positional) else rest, paths[place], value)
             for place, value in enumerate(args)
@@ -365,7 +366,7 @@ class Traces:
 
     def _paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, str]:
         """How Dynamo calls each argument, by its position or keyword."""
-        positional, rest, anything = _kinds(self._signature)
+        positional, rest, anything = parameter_kinds(self._signature)
         paths: dict[Any, str] = {}
         for position in range(len(args)):
             beyond = position - len(positional)
@@ -391,14 +392,3 @@ def _described(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
     text = repr(value)
     return text if len(text) <= 40 else type(value).__name__
-
-
-def _kinds(signature: inspect.Signature) -> tuple[list[str], str, str]:
-    """The names of parameters by position, of ``*args`` and of ``**kwargs``."""
-    parameters = signature.parameters.values()
-    positional = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
-    anything = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
-    return positional, rest, anything
