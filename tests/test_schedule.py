@@ -34,7 +34,7 @@ ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_BATCH
 DECODE, NEVER = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.NEVER
 
 SLOTS = 3  # batches of a menu
-EXAMPLES, STEPS = 1, 600  # of each scenario
+EXAMPLES, STEPS = 1, 400  # of each scenario
 
 SCENARIOS = {
     "compiled-uniform": Scenario("compiled", "attend", UNIFORM),
