@@ -22,6 +22,7 @@ from cgcompile.compat.artifacts import (
 from cgcompile.compat.capture import (
     Addresses,
     DispatchMode,
+    OnStream,
     SameObjects,
     StorageLife,
     alias,
@@ -35,6 +36,7 @@ from cgcompile.compat.capture import (
     identities,
     is_plain_tensor,
     memory_at,
+    outside_inference_mode,
     physical,
     pool_segments,
     python_kernel,
@@ -69,7 +71,6 @@ from cgcompile.compat.dynamo import (
     fake_context,
     fake_mode_of,
     graph_break,
-    is_container,
     is_static_input,
     is_unbacked,
     keep_graph_break,
@@ -81,12 +82,6 @@ from cgcompile.compat.dynamo import (
     size_conditions,
     source_name,
     storage_key,
-    tree_leaves,
-    tree_map,
-    tree_paths,
-    tree_spec,
-    tree_tensors,
-    tree_unflatten,
 )
 from cgcompile.compat.operators import (
     add_note,
@@ -142,4 +137,13 @@ from cgcompile.compat.tracing import (
     spoken_function,
     trace_call,
     traced_function,
+)
+from cgcompile.compat.trees import (
+    is_container,
+    tree_leaves,
+    tree_map,
+    tree_paths,
+    tree_spec,
+    tree_tensors,
+    tree_unflatten,
 )

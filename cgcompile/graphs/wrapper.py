@@ -269,10 +269,12 @@ class CUDAGraphWrapper(Transparent):
         assert self._pool is not None
         if gradients_due(False, (result,), {}):
             return None
+        with compat.outside_inference_mode():  # once for all that is kept weakly
+            output = compat.tree_map(self._kept, result)
         entry = CUDAGraphEntry(
             descriptor,
             sequence,
-            compat.tree_map(self._kept, result),
+            output,
             ArgumentGuard(args, kwargs, self._pool.device.tensor_type) if self._guarded else None,
             WeightsGuard(self.unwrap()) if self._guarded else None,
             holds_parameters_with_grad(self.runnable),
