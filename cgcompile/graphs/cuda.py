@@ -6,6 +6,7 @@ failure, and hides the first error behind the one of ``capture_end``.
 """
 
 import contextlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -76,7 +77,8 @@ class CudaPool:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.id = torch.cuda.graph_pool_handle()
         self._device = device
-        self._segments: list[tuple[int, int]] = []
+        self._segments: list[tuple[int, int]] = []  # (address, bytes), in order
+        self._starts: list[int] = []
         self._up_to_date = False
         self._captures = 0  # that are open, and may add memory
         self._anchor = CudaGraph(device)
@@ -116,11 +118,13 @@ class CudaPool:
             compat.memory_at(start, size, self._device).fill_(0xFF)
 
     def _look_again(self) -> None:
-        self._segments = compat.pool_segments(self.id)
+        self._segments = sorted(compat.pool_segments(self.id))
+        self._starts = [start for start, _ in self._segments]
         self._up_to_date = self._captures == 0
 
     def _in_known_segment(self, address: int) -> bool:
-        return any(start <= address < start + size for start, size in self._segments)
+        place = bisect_right(self._starts, address) - 1
+        return place >= 0 and address < sum(self._segments[place])
 
 
 class CudaGraph:

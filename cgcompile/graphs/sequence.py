@@ -121,10 +121,15 @@ class GraphSequence:
         kept: Collection[Slot] = (),
     ) -> None:
         self.segments = tuple(segments)
+        self.steps: tuple[Callable[[], Any], ...]
         self.slots: list[Any] = [None] * slots
         self._empty = [None] * slots
         self._inputs = tuple((slot.at, position) for slot, position in inputs)
         self._real = [0]  # how many rows are real in the present step
+        replays = [each.graph.replay for each in self.segments if isinstance(each, GraphSegment)]
+        if len(replays) == len(self.segments):  # as that of every piece
+            self.steps = self._padded_steps = tuple(replays)
+            return
         done = self._done_after({slot.at for slot in kept})
         self.steps = self._all_steps(done, False)
         self._padded_steps = self.steps

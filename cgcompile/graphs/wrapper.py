@@ -290,9 +290,7 @@ class CUDAGraphWrapper(Transparent):
     def _kept(self, leaf: Any) -> Any:
         """How an entry keeps an output: weakly where the pool owns the memory, if so asked."""
         assert self._pool is not None
-        if not isinstance(leaf, torch.Tensor) or not address(leaf):
-            return leaf
-        if not self._pool.holds(leaf):
+        if not (isinstance(leaf, torch.Tensor) and address(leaf) and self._pool.holds(leaf)):
             return leaf
         return compat.weak_tensor(leaf) if self.options.weak_ref_output else compat.alias(leaf)
 
