@@ -1,11 +1,17 @@
 """Fixtures of all tests: a fresh Dynamo for each, and the skip of GPU tests where there is none."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+
+# pytest 9.2 and later give their handlers to every logger that does not propagate. torch takes any
+# handler of this one for the wish to trace: each graph, guard and fake tensor would be written down
+# as JSON, which doubles the time of a compilation.
+logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

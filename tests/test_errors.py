@@ -23,6 +23,7 @@ from cgcompile.errors import (
     PieceCompileError,
     RecompileError,
     SavedGraphError,
+    SizesError,
     SymbolError,
     TraceError,
     UnsavableGraphError,
@@ -136,6 +137,18 @@ EXAMPLES: dict[str, CGCompileError] = {
     "RecompileError.dropped_guard": RecompileError.dropped_guard(
         "Decoder.forward", "L['self'].scale == 2.0"
     ),
+    "SizesError.number": SizesError.number("max_num_reqs", 0, 1),
+    "SizesError.not_a_size": SizesError.not_a_size(True),
+    "SizesError.empty": SizesError.empty(),
+    "SizesError.above": SizesError.above(range(16, 176, 16), 8),
+    "SizesError.no_multiple": SizesError.no_multiple(6, 4),
+    "SizesError.bad_entry": SizesError.bad_entry(0, 12),
+    "SizesError.no_steps": SizesError.no_steps(),
+    "SizesError.no_budget": SizesError.no_budget(),
+    "SizesError.bytes_unknown": SizesError.bytes_unknown(4096),
+    "SizesError.bad_measure": SizesError.bad_measure("cost_of", 8, None, "a finite number"),
+    "SizesError.too_few_bytes": SizesError.too_few_bytes(4096, 512, 8192),
+    "SizesError.not_covered": SizesError.not_covered(500, 496),
     "PieceCompileError.not_callable": PieceCompileError.not_callable("piece_0", "mine", None),
 }
 
@@ -347,4 +360,32 @@ PieceCompileError.not_traced: piece_0, size 8: running it on fake values of this
 PieceCompileError.bad_outputs: piece_0: what compiler 'mine' made must return a tuple or list of 2 outputs; found no list.
   Return all outputs of the graph, in order.
 PieceCompileError.not_callable: piece_0: compiler 'mine' returned None; expected a callable that takes the inputs of the piece and returns the list of its outputs.""",
+        )
+
+    def test_sizes(self) -> None:
+        self.check(
+            "SizesError",
+            """\
+SizesError.number: max_num_reqs = 0; expected a whole number of at least 1.
+SizesError.not_a_size: capture sizes: True is none; expected whole numbers of at least 1.
+  A step without rows needs no graph.
+SizesError.empty: no capture sizes were given; expected at least one.
+  For steps without graphs take CUDAGraphMode.NONE.
+SizesError.above: capture sizes 16, 32, 48, 64, 80, 96, 112, 128 and 2 more: above the maximum of 8, so that no batch needs them and no buffer holds them.
+  Leave them out, or raise the maximum.
+SizesError.no_multiple: no capture size is possible: the maximum is 4, and sizes must be multiples of 6.
+  Raise the maximum, or take a smaller query length or parallel size.
+SizesError.bad_entry: histogram: {0: 12}; expected batch size: number of steps, whole numbers of at least 1 and 0.
+  Leave idle steps out: they run nothing.
+SizesError.no_steps: fit_sizes(): the histogram holds no steps, so there is nothing to fit.
+  Count the batch sizes of real steps, or take capture_sizes().
+SizesError.no_budget: fit_sizes(): no budget was given; without one every observed batch size would get a graph.
+  Give count=, or nbytes= and bytes_of=, or all three.
+SizesError.bytes_unknown: fit_sizes(nbytes=4096): nothing says what a graph takes.
+  Give bytes_of=, a function from a size to the bytes of its graph.
+SizesError.bad_measure: fit_sizes(): cost_of(8) returned None; expected a finite number.
+SizesError.too_few_bytes: fit_sizes(nbytes=4096): the graph of size 512, which alone would cover all batches, takes 8192 bytes.
+  Raise nbytes, lower maximum, or give cost_without_graph=, so that large batches may run without a graph.
+SizesError.not_covered: fit_sizes(): the largest candidate is 496, and batches of 500 were observed.
+  Add a candidate, or give maximum=496: larger batches then run without a graph.""",
         )

@@ -91,9 +91,24 @@ def test_quickstart_needs_lines(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert f"not {tmp_path / name}" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a small encoder with random weights and the tokenizer of the real one."""
+    from transformers import AutoModel, AutoTokenizer, BertConfig
+
+    folder = str(tmp_path_factory.mktemp("encoder"))
+    real = load("quickstart.py").find_model(None)
+    tokenizer = AutoTokenizer.from_pretrained(real)
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = BertConfig(vocab_size=len(tokenizer), intermediate_size=64, **sizes)
+    AutoModel.from_config(config).save_pretrained(folder)
+    return folder
+
+
 @needs_weights
 def test_quickstart_fails_when_an_embedding_differs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    encoder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The compiled model runs first: turn one of its embeddings a little."""
     quickstart = load("quickstart.py")
@@ -108,7 +123,7 @@ def test_quickstart_fails_when_an_embedding_differs(
         return result
 
     monkeypatch.setattr(quickstart, "embed", wrong_once)
-    assert quickstart.main(["--device", "cpu", "--compiler", "eager"]) == 1
+    assert quickstart.main(["--device", "cpu", "--compiler", "eager", "--model", encoder]) == 1
     printed = capsys.readouterr().out
     assert "BROKEN: embeddings differ from eager by 2.00e-04, above 1e-04" in printed
     assert "promises kept: no" in printed
@@ -116,11 +131,12 @@ def test_quickstart_fails_when_an_embedding_differs(
 
 @needs_weights
 def test_quickstart_fails_when_calls_are_not_replayed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    encoder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CGCOMPILE_NUM_WARMUPS", "1000")
     quickstart = load("quickstart.py")
-    assert quickstart.main(["--device", "cpu", "--compiler", "eager", "--rounds", "4"]) == 1
+    given = ["--device", "cpu", "--compiler", "eager", "--rounds", "4", "--model", encoder]
+    assert quickstart.main(given) == 1
     printed = capsys.readouterr().out
     assert "captures: 0, replays: 0, plain steps: {'warming': 20}" in printed
     assert "BROKEN: only 0 of 10 calls that could be replays were" in printed

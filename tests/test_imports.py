@@ -28,6 +28,9 @@ STANDARD_LIBRARY_ONLY = {
     "settings": {"errors"},
     "errors": {"errors"},
     "reasons": set(),
+    "serving/fit": {"errors", "serving"},
+    "serving/optimum": {"errors"},
+    "serving/sizes": {"errors", "modes"},
     "version": set(),
 }
 

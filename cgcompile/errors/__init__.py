@@ -28,6 +28,7 @@ from cgcompile.errors.running import (
     WeightsError,
     missing_attribute,
 )
+from cgcompile.errors.serving import SizesError
 from cgcompile.errors.tracing import (
     RecompileError,
     SavedGraphError,

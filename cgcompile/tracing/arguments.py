@@ -23,6 +23,7 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from cgcompile import compat
 
 _PLAIN = (bool, int, str, bytes, range, type(None))
 _SEALED = (torch.dtype, torch.device, torch.layout, torch.memory_format, types.MethodType)
+_FEW = 4  # tensors that are compared pair by pair
 _SYMBOL = re.compile(r"[A-Za-z_]\w*")
 
 # By path, such as ``L['x'][0]``: for each dimension its size, or the name of a size that varies.
@@ -174,9 +176,13 @@ class _Lines:
             ids = self.bound("f", self.others)
             objects = " or ".join(f"id({name}) in {ids}" for name in self._tensors.values())
             self.unless(objects)
-        if len(self._tensors) > 1:
-            objects = ", ".join(f"id({name})" for name in self._tensors.values())
-            self.unless(f"len({{{objects}}}) != {len(self._tensors)}")
+        names = list(self._tensors.values())
+        if 1 < len(names) <= _FEW:
+            pairs = combinations(names, 2)
+            self.unless(" or ".join(f"{one} is {other}" for one, other in pairs))
+        elif len(names) > _FEW:
+            objects = ", ".join(f"id({name})" for name in names)
+            self.unless(f"len({{{objects}}}) != {len(names)}")
 
     def autocast(self) -> None:
         """Ops compute in another type under autocast, and the trace says in which."""

@@ -30,7 +30,7 @@ import cgcompile
 from torch._dynamo.utils import counters
 
 torch.set_num_threads(1)
-folder, settings, first = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+folder = sys.argv[1]
 
 def step(x):
     for _ in range(3):  # the pieces in the middle are equal
@@ -38,46 +38,51 @@ def step(x):
         x = x * 2 + 1
     return x.sin()
 
-backend = cgcompile.Backend(cache_dir=folder, capture_device="host", **settings)
-torch.manual_seed(0)
-x = torch.randn(first, 4, 8)
-torch._dynamo.mark_dynamic(x, 0)
-with torch.no_grad():
-    compiled = torch.compile(step, backend=backend)
-    inputs = [x, torch.cat([x, x]), x, x]  # the third is captured, the fourth replayed
-    results = [compiled(each) for each in inputs]
-    for found, given in zip(results, inputs):
-        torch.testing.assert_close(found, step(given))
-made = backend.graphs[-1].compilation
-libraries = {str(p): p.stat().st_mtime_ns for p in pathlib.Path(folder).rglob("*.so")}
-print(json.dumps({
-    "how": [each.how for each in made.pieces],
-    "uncached": made.uncached,
-    "text": str(made),
-    "seconds": made.seconds,
-    "graphs": len(backend.graphs),
-    "replays": backend.counters.replays,
-    "results": [hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in results],
-    "torch": {k: v for name in ("inductor", "aot_autograd") for k, v in counters[name].items()},
-    "libraries": libraries,
-}))
+def run(first=6, **settings):
+    torch._dynamo.reset()
+    counters.clear()
+    backend = cgcompile.Backend(cache_dir=folder, capture_device="host", **settings)
+    torch.manual_seed(0)
+    x = torch.randn(first, 4, 8)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        compiled = torch.compile(step, backend=backend)
+        inputs = [x, torch.cat([x, x]), x, x]  # the third is captured, the fourth replayed
+        results = [compiled(each) for each in inputs]
+        for found, given in zip(results, inputs):
+            torch.testing.assert_close(found, step(given))
+    made = backend.graphs[-1].compilation
+    libraries = {str(p): p.stat().st_mtime_ns for p in pathlib.Path(folder).rglob("*.so")}
+    return {
+        "how": [each.how for each in made.pieces],
+        "uncached": made.uncached,
+        "text": str(made),
+        "seconds": made.seconds,
+        "graphs": len(backend.graphs),
+        "replays": backend.counters.replays,
+        "results": [hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in results],
+        "torch": {k: v for n in ("inductor", "aot_autograd") for k, v in counters[n].items()},
+        "libraries": libraries,
+    }
+
+print(json.dumps([run(**each) for each in json.loads(sys.argv[2])]))
 """
 
 
-def process(
-    folder: Path, first: int = 6, inductor: Path | None = None, **settings: Any
-) -> dict[str, Any]:
-    """What one run says, in a process whose Inductor and Triton caches are empty.
+def processed(
+    folder: Path, *runs: dict[str, Any], inductor: Path | None = None
+) -> tuple[list[dict[str, Any]], str]:
+    """What runs say, and their log: all in one process whose Inductor and Triton caches are empty.
 
     Args:
         folder: the cache.
-        first: the size of the first batch.
+        *runs: of each, ``first``, the size of the first batch, and settings of its backend. The
+            later ones have backends of their own, and the folder alone to take pieces from.
         inductor: Inductor's cache, where it is not to be empty.
-        **settings: of the backend.
     """
     with tempfile.TemporaryDirectory() as empty:
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(folder), json.dumps(settings), str(first)],
+            [sys.executable, "-c", PROGRAM, str(folder), json.dumps(runs)],
             env={
                 **os.environ,
                 "TORCHINDUCTOR_CACHE_DIR": str(inductor or os.path.join(empty, "inductor")),
@@ -89,14 +94,15 @@ def process(
             check=False,
         )
     assert done.returncode == 0, done.stderr
-    return {**json.loads(done.stdout.splitlines()[-1]), "log": done.stderr}
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A folder that one process has filled, and what that process said. Do not change it."""
     folder = tmp_path_factory.mktemp("cache") / "cgcompile"
-    return folder, process(folder)
+    ((said,), _) = processed(folder, {})
+    return folder, said
 
 
 def copied(cold: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
@@ -117,7 +123,7 @@ def test_the_first_process_compiles(cold) -> None:
 
 def test_a_warm_start_compiles_nothing(cold) -> None:
     folder, before = cold
-    said = process(folder)
+    (said, other_size), _ = processed(folder, {}, {"first": 9})
     assert said["how"] == ["loaded", "loaded"]
     missed = [name for name in said["torch"] if "miss" in name or "bypass" in name]
     assert missed == []
@@ -126,32 +132,25 @@ def test_a_warm_start_compiles_nothing(cold) -> None:
     assert said["results"] == before["results"]  # bitwise
     assert said["graphs"] == before["graphs"] == 1
     assert said["replays"] == before["replays"] == 1  # a loaded piece can be captured
+    assert other_size["how"] == ["loaded", "loaded"]
 
 
-def test_another_first_size_loads_the_same(cold) -> None:
-    said = process(cold[0], first=9)
-    assert said["how"] == ["loaded", "loaded"]
-
-
-def test_damaged_and_foreign_entries_are_compiled_again(cold, tmp_path: Path) -> None:
-    """One file is cut, the payload of the other is whole but not torch's."""
+def test_damaged_foreign_and_other_entries_are_compiled(cold, tmp_path: Path) -> None:
+    """One file is cut, the payload of the other is whole but not torch's; other settings are other
+    keys."""
     folder = copied(cold, tmp_path)
     one, other = Store(folder).entries()
     path = folder / f"piece.{one.key}.cgc"
     path.write_bytes(path.read_bytes()[:1000])
     Store(folder).put("piece", other.key, b"not a pickle", other.facts, other.notes)
-    said = process(folder)
+    other = {"inductor_options": {"max_fusion_size": 7}}
+    (said, again, changed), log = processed(folder, {}, {}, other)
     assert said["how"] == ["compiled", "compiled"]
     assert said["results"] == cold[1]["results"]
-    assert "its checksum is wrong" in said["log"]
-    assert "torch cannot load it" in said["log"]
-    assert process(folder)["how"] == ["loaded", "loaded"]
-
-
-def test_other_settings_are_other_keys(cold, tmp_path: Path) -> None:
-    folder = copied(cold, tmp_path)
-    said = process(folder, inductor_options={"max_fusion_size": 7})
-    assert said["how"] == ["compiled", "compiled"]
+    assert "its checksum is wrong" in log
+    assert "torch cannot load it" in log
+    assert again["how"] == ["loaded", "loaded"]
+    assert changed["how"] == ["compiled", "compiled"]
     assert len(list(Store(folder).entries())) == 4
 
 
@@ -159,10 +158,10 @@ def test_a_folder_that_cannot_be_written(cold, tmp_path: Path) -> None:
     """The pieces run all the same. (A file stands where the folder should be.)"""
     (tmp_path / "file").write_text("")
     (headers,) = copied(cold, tmp_path).glob("inductor-*")  # they take long to compile
-    said = process(tmp_path / "file" / "cgcompile", inductor=headers)
+    ((said,), log) = processed(tmp_path / "file" / "cgcompile", {}, inductor=headers)
     assert said["how"] == ["compiled", "compiled"]
     assert set(said["uncached"].values()) == {"the cache folder cannot be written"}
-    assert said["log"].count("cannot be written") == 1
+    assert log.count("cannot be written") == 1
     assert said["results"] == cold[1]["results"]
 
 

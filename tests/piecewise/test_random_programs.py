@@ -5,6 +5,9 @@ are too many to write down. Every program runs with uncompiled pieces, where res
 bitwise those of eager, and through functorch, which rebuilds aliases by rules of its own.
 """
 
+from collections import Counter
+
+import pytest
 import torch
 import torch.nn.functional as F
 from cases import D, library
@@ -117,7 +120,7 @@ def contiguous_enough(program: Program, *inputs: torch.Tensor) -> bool:
     return True
 
 
-def run(program: Program, compiler: str) -> tuple[int, int]:
+def run(program: Program, compiler: str, first: int) -> tuple[int, int]:
     """Compare with eager at two sizes; return how many pieces were captured and eager."""
     torch._dynamo.reset()
     splitting = ("cgtest::scale_",)
@@ -125,7 +128,7 @@ def run(program: Program, compiler: str) -> tuple[int, int]:
     with torch.no_grad():
         # Not marked: on some writes to an input torch itself fixes the size, and compiles again.
         compiled = torch.compile(program, backend=backend, fullgraph=True, dynamic=True)
-        for size in (4, 3):
+        for size in (first, 3):
             inputs = (torch.randn(size, 4, D), torch.randn(size, 4, D))
             given_inputs = clone(inputs)
             expected, found = program(*inputs), compiled(*given_inputs)
@@ -136,31 +139,32 @@ def run(program: Program, compiler: str) -> tuple[int, int]:
     return captured, len(pieces) - captured
 
 
-TOTALS = {"programs": 0, "captured": 0, "eager": 0}
+# A first size of 4 is that of another dimension as well: torch takes the two for one symbol, and
+# compiles again for the next size. After 6 the graph of the first size serves the second one too.
+FIRST = (6, 6, 4)
 
 
-@given(steps=steps)
-@settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-def random_programs(steps: list[Step]) -> None:
+@pytest.mark.parametrize("compiler", ["eager", "aot"])
+def test_random_programs_equal_eager(compiler: str) -> None:
+    totals: Counter[str] = Counter()
+
+    @given(steps=steps, first=st.sampled_from(FIRST))
+    @settings(
+        max_examples=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    def random_programs(steps: list[Step], first: int) -> None:
+        program = Program(steps)
+        if not contiguous_enough(program, torch.randn(4, 4, D), torch.randn(4, 4, D)):
+            return
+        captured, eager = run(program, compiler, first)
+        note(f"{captured} captured, {eager} eager")
+        totals.update(programs=1, captured=captured, eager=eager)
+
     library()
-    program = Program(steps)
-    if not contiguous_enough(program, torch.randn(4, 4, D), torch.randn(4, 4, D)):
-        return
-    for compiler in ("eager", "aot"):
-        captured, eager = run(program, compiler)
-        note(f"{compiler}: {captured} captured, {eager} eager")
-        TOTALS["programs"] += 1
-        TOTALS["captured"] += captured
-        TOTALS["eager"] += eager
-
-
-def test_random_programs_equal_eager() -> None:
     random_programs()
     # The suite may throw programs away; it must not throw all of them away.
-    assert TOTALS["programs"] >= 30
-    assert TOTALS["captured"] >= 30
-    assert TOTALS["eager"] >= 20
+    assert totals["programs"] >= 15, totals
+    assert totals["captured"] >= 15, totals
+    assert totals["eager"] >= 10, totals

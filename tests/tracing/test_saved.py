@@ -176,27 +176,30 @@ class Model(nn.Module):  # of __main__
         found = dict(x=x + shift, n=x.shape[0], weight=self.tied)
         return found if parts is None else [found["x"] * each for each in parts]
 
-folder, depth, size, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-torch.manual_seed(0)
-model = Model(depth, size).eval()
-settings = dict(compiler="eager", capture_device="host", cache_dir=folder, keep_traces=True)
-one = cgcompile.compile(model, dynamic_dims={{"x": 0}}, guards="none", **settings)
-with torch.inference_mode():
-    for n in (first, 5, 2, 1, 33, 5, 5):
-        x = torch.randn(n, 8)
-        before = [layer.calls.item() for layer in model.layers]
-        found = one(x, shift=0.25)
-        assert [layer.calls.item() for layer in model.layers] == [n + 1 for n in before]
-        expected = model(x, shift=0.25)
-        assert torch.equal(found["x"], expected["x"]) and found["n"] == n
-        assert found["weight"] is model.tied
-        three = one(x, parts=(1.0, 2.0))
-        assert all(map(torch.equal, three, model(x, parts=(1.0, 2.0))))
-    model.layers[0].up.weight.data.mul_(2)  # in place: seen
-    assert torch.equal(one(x)["x"], model(x)["x"])
-starts = [each.start.from_disk for each in one.traces]
-print(json.dumps(dict(read=sum(starts), traced=len(starts) - sum(starts),
-                      replays=one.backend.counters.replays)))
+def run(folder, depth=2, size=16, first=3):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(depth, size).eval()
+    settings = dict(compiler="eager", capture_device="host", cache_dir=folder, keep_traces=True)
+    one = cgcompile.compile(model, dynamic_dims={{"x": 0}}, guards="none", **settings)
+    with torch.inference_mode():
+        for n in (first, 5, 2, 1, 33, 5, 5):
+            x = torch.randn(n, 8)
+            before = [layer.calls.item() for layer in model.layers]
+            found = one(x, shift=0.25)
+            assert [layer.calls.item() for layer in model.layers] == [n + 1 for n in before]
+            expected = model(x, shift=0.25)
+            assert torch.equal(found["x"], expected["x"]) and found["n"] == n
+            assert found["weight"] is model.tied
+            three = one(x, parts=(1.0, 2.0))
+            assert all(map(torch.equal, three, model(x, parts=(1.0, 2.0))))
+        model.layers[0].up.weight.data.mul_(2)  # in place: seen
+        assert torch.equal(one(x)["x"], model(x)["x"])
+    starts = [each.start.from_disk for each in one.traces]
+    return dict(read=sum(starts), traced=len(starts) - sum(starts),
+                replays=one.backend.counters.replays)
+
+print(json.dumps([run(sys.argv[1], **each) for each in json.loads(sys.argv[2])]))
 """
 
 
@@ -210,8 +213,9 @@ class Program:
     def write(self, scale: float) -> None:
         self.script.write_text(PROGRAM.format(scale=scale))
 
-    def run(self, depth: int = 2, size: int = 16, first: int = 3) -> dict[str, int]:
-        given = [str(each) for each in (self.script, self.cache, depth, size, first)]
+    def run(self, *models: dict[str, int]) -> list[dict[str, int]]:
+        """What each of some models does, one after the other, in one fresh process."""
+        given = [str(self.script), str(self.cache), json.dumps(models)]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path}
         environment.pop("CGCOMPILE_CACHE_DIR", None)
@@ -219,25 +223,26 @@ class Program:
             [sys.executable, *given], capture_output=True, text=True, check=False, env=environment
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+        found: list[dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
         return found
 
 
 def test_another_process_reads_what_was_traced_and_only_that(tmp_path: Path) -> None:
     program = Program(tmp_path)
-    cold = program.run()
+    (cold,) = program.run({})
     assert cold["read"] == 0
     assert cold["traced"] >= 2
     assert cold["replays"] >= 2
     # the model is of __main__, and the first call has another size
-    assert program.run(first=7) == {**cold, "read": cold["traced"], "traced": 0}
+    warm, wider, shorter = program.run({"first": 7}, {"size": 24}, {"depth": 1})
+    assert warm == {**cold, "read": cold["traced"], "traced": 0}
     # what the trace has looked at: a number of a module, the depth, a global, the code
-    assert program.run(size=24)["read"] == 0
-    assert program.run(depth=1)["read"] == 0
+    assert wider["read"] == 0
+    assert shorter["read"] == 0
     program.write(3.0)
-    changed = program.run()
+    changed, again = program.run({}, {})
     assert changed["read"] == 0
-    assert program.run()["traced"] == 0
+    assert again["traced"] == 0
 
 
 # ---------------------------------------------------------------- in one process
