@@ -8,6 +8,7 @@ from expecttest import TestCase
 from cgcompile import errors
 from cgcompile.errors import (
     AddressChangedError,
+    BatchError,
     BoundaryError,
     CacheError,
     CaptureBusyError,
@@ -59,6 +60,12 @@ EXAMPLES: dict[str, CGCompileError] = {
     "BoundaryError.bad_impl": BoundaryError.bad_impl("ns::attend", 3),
     "BoundaryError.predicate_raised": BoundaryError.predicate_raised("mine", "add", KeyError("x")),
     "BoundaryError.declared_twice": BoundaryError.declared_twice("ns::attend"),
+    "BatchError.field": BatchError.field("num_tokens", -1, "at least 0"),
+    "BatchError.not_uniform": BatchError.not_uniform(7, 3, None),
+    "BatchError.which_query_len": BatchError.which_query_len(12, (1, 3)),
+    "BatchError.axes": BatchError.axes((3,), ["max_seqlen", "kernel"]),
+    "BatchError.not_planned": BatchError.not_planned("FULL", "num_tokens=7"),
+    "BatchError.lengths_differ": BatchError.lengths_differ(3, 2),
     "CacheError.unknown_entry": CacheError.unknown_entry("77", "/home/me/.cache/cgcompile"),
     "CacheError.ambiguous_entry": CacheError.ambiguous_entry("7", ["7a00", "7b00"]),
     "CacheError.caching_is_off": CacheError.caching_is_off(),
@@ -301,6 +308,21 @@ BoundaryError.bad_impl: splitting op 'ns::attend': impl = 3; expected a function
 BoundaryError.predicate_raised: splitting op 'mine': its predicate raised KeyError: 'x'
   It was asked about node 'add'; it must answer True or False for every node.
 BoundaryError.declared_twice: splitting op 'ns::attend' is declared twice with different settings. Declare it once.""",
+        )
+
+    def test_batch(self) -> None:
+        self.check(
+            "BatchError",
+            """\
+BatchError.field: dispatch: num_tokens = -1; expected at least 0.
+BatchError.not_uniform: dispatch(num_tokens=7, num_reqs=3, max_query_len=None, uniform_decode=True): requests of one length need num_tokens == num_reqs * max_query_len.
+  Give the numbers before padding, or uniform_decode=False.
+BatchError.which_query_len: dispatch(num_tokens=12, uniform_decode=True): there are graphs for several query lengths (1, 3), and nothing says which one this is.
+  Give num_reqs or max_query_len.
+BatchError.axes: dispatch: extra = (3,); expected a tuple with one hashable value per axis, each comparable with the listed ones: max_seqlen, kernel.
+BatchError.not_planned: no graph is planned for mode FULL and num_tokens=7.
+  Take modes and descriptors from plan().
+BatchError.lengths_differ: is_uniform_decode: 3 query lengths and 2 flags of prefill; expected one of each per request.""",
         )
 
     def test_cache(self) -> None:
