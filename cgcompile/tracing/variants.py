@@ -89,7 +89,7 @@ class Traces:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the trace that serves this call; trace it if there is none."""
         # Counting is slower than seeing that there are none.
-        if self._hooked != (any(self._hooks) and sum(map(len, self._hooks))):
+        if any(self._hooks) if not self._hooked else sum(map(len, self._hooks)) != self._hooked:
             self._look()
         if self._bound is not None:
             args = (self._bound, *args)
