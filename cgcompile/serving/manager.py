@@ -32,7 +32,7 @@ from cgcompile.reasons import Counters
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.outputs import OutputBuffers, Outputs
-from cgcompile.serving.statistics import Statistics
+from cgcompile.serving.statistics import DispatchStatistics
 from cgcompile.serving.steps import Batch, GraphHooks, Metadata
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class CudaGraphManager:
         dispatcher.only_captured = not lazily
         limits = dispatcher.limits
         self.inputs = StaticInputs(inputs, limits.max_num_tokens, limits.max_num_reqs, device)
-        self.statistics = Statistics(dispatcher)
+        self.statistics = DispatchStatistics(dispatcher.plan())
         self.bulk: dict[str, BulkCapture] = {}
         self._prepare = prepare or self.dummy_batch
         self._metadata = metadata or (lambda batch, descriptor, buffers: Metadata())
