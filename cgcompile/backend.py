@@ -71,6 +71,11 @@ class Backend:
         self._wrappers.add(wrapper)
 
     @property
+    def num_compilations(self) -> int:
+        """How many graphs were compiled so far; those that are gone count as well."""
+        return self._compiled
+
+    @property
     def kept_traces(self) -> KeptTraces | None:
         """Where traces are kept for other processes; None if they are not."""
         store = self._pieces.store if self.config.keep_traces else None
@@ -118,7 +123,7 @@ class Backend:
             batches,
             self,
             size=size,
-            settled=lambda: self._compiled,
+            settled=lambda: self.num_compilations,
             warmups=self.config.num_warmups,
             strict=self.config.strict,
         )
@@ -357,6 +362,17 @@ class NamedBackend:
 
 
 backend = NamedBackend()
+
+
+def handle_of(model: Any) -> Backend | None:
+    """The handle of a model that was compiled here, through whatever door; None of any other."""
+    own = getattr(model, "backend", None)
+    if isinstance(own, Backend):
+        return own
+    try:
+        return runtime(model)
+    except ConfigError:
+        return None
 
 
 def runtime(compiled: Any) -> Backend:

@@ -20,6 +20,8 @@ from cgcompile.errors import (
     ForwardContextError,
     GradientError,
     HostValueChangedError,
+    InputBufferError,
+    ManagerError,
     PassError,
     PieceCompileError,
     RecompileError,
@@ -157,6 +159,25 @@ EXAMPLES: dict[str, CGCompileError] = {
     "SizesError.too_few_bytes": SizesError.too_few_bytes(4096, 512, 8192),
     "SizesError.not_covered": SizesError.not_covered(500, 496),
     "PieceCompileError.not_callable": PieceCompileError.not_callable("piece_0", "mine", None),
+    "InputBufferError.shape": InputBufferError.shape("slots", (3, 4)),
+    "InputBufferError.tail": InputBufferError.tail("slots", 0.5, "torch.int64"),
+    "InputBufferError.twice": InputBufferError.twice("slots"),
+    "InputBufferError.unknown": InputBufferError.unknown("slot", ["positions", "slots"]),
+    "InputBufferError.missing": InputBufferError.missing("positions"),
+    "InputBufferError.value": InputBufferError.value(
+        "slots", "torch.int64 [3]", "torch.int64 [4]", "tokens"
+    ),
+    "InputBufferError.too_large": InputBufferError.too_large(9, 1, 8, 4),
+    "ManagerError.no_graph": ManagerError.no_graph(5, [1, 2, 4, 8]),
+    "ManagerError.capture_mode": ManagerError.capture_mode("NONE"),
+    "ManagerError.twice": ManagerError.twice("FULL", "num_tokens=4, num_reqs=4"),
+    "ManagerError.no_metadata": ManagerError.no_metadata("num_tokens=4, num_reqs=4"),
+    "ManagerError.no_axis": ManagerError.no_axis("inputs_embeds"),
+    "ManagerError.presence": ManagerError.presence("inputs_embeds", True),
+    "ManagerError.rows": ManagerError.rows("rows"),
+    "ManagerError.count": ManagerError.count(1, 2),
+    "ManagerError.output": ManagerError.output("[8, 16]", "tokens", 16),
+    "ManagerError.other_outputs": ManagerError.other_outputs(),
 }
 
 

@@ -18,7 +18,7 @@ class InputBufferError(CGCompileError, ValueError):
     @classmethod
     def tail(cls, name: str, tail: object, dtype: str) -> "InputBufferError":
         return cls(
-            f"InputBuffer {name!r}: tail={tail!r}; expected a number that {dtype} has, or 'last'."
+            f"InputBuffer {name!r}: tail={tail!r}; expected a number that {dtype} has, or None."
             "\n  It is what padded rows hold: token 0, slot -1, sequence length 0."
         )
 
@@ -48,7 +48,9 @@ class InputBufferError(CGCompileError, ValueError):
         )
 
     @classmethod
-    def too_large(cls, tokens: int, reqs: int, most_tokens: int, most_reqs: int) -> "InputBufferError":
+    def too_large(
+        cls, tokens: int, reqs: int, most_tokens: int, most_reqs: int
+    ) -> "InputBufferError":
         return cls(
             f"a batch of {tokens} tokens and {reqs} requests; the buffers have room for "
             f"{most_tokens} and {most_reqs}.\n  Split the batch, or make the manager with a larger "

@@ -8,7 +8,6 @@ for each buffer what its tail holds (:attr:`InputBuffer.tail`), and stage before
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,7 +15,6 @@ from cgcompile.errors import InputBufferError
 from cgcompile.graphs.staging import HostStaging
 
 TOKENS, REQS, BOUNDARIES = "tokens", "reqs", "reqs+1"
-LAST = "last"  # a tail that repeats the last real value
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class InputBuffer:
             locations), which is allocated for the largest batch.
         dtype: of the buffer; data of another one is refused.
         tail: what rows hold that are not real: a number that the dtype has (token 0, slot -1,
-            sequence length 0 or 1), or ``"last"`` to repeat the last real value, as offsets do.
+            sequence length 0 or 1), or None to repeat the last real value, as offsets do.
         argument: the model takes it as a keyword argument; else metadata alone reads it.
         optional: a step may leave it out (``inputs_embeds``); the model gets None then. Whether it
             is there is part of the key of the graphs.
@@ -43,7 +41,7 @@ class InputBuffer:
     name: str
     shape: tuple[int | str, ...]
     dtype: torch.dtype
-    tail: float | int | bool | str = 0
+    tail: float | None = 0
     argument: bool = True
     optional: bool = False
     host_slots: int = 1
@@ -52,9 +50,7 @@ class InputBuffer:
         named = [size for size in self.shape if not isinstance(size, int)]
         if len(named) != 1 or named[0] not in (TOKENS, REQS, BOUNDARIES):
             raise InputBufferError.shape(self.name, self.shape)
-        if isinstance(self.tail, str) and self.tail != LAST:
-            raise InputBufferError.tail(self.name, self.tail, str(self.dtype))
-        if not isinstance(self.tail, str):
+        if self.tail is not None:
             try:
                 found = torch.empty((), dtype=self.dtype).fill_(self.tail).item()
             except (RuntimeError, TypeError, OverflowError):
@@ -80,7 +76,7 @@ class InputBuffer:
         rows = self.rows(num_tokens, num_reqs)
         sizes = tuple(size if isinstance(size, int) else rows for size in self.shape)
         found = torch.zeros(sizes, dtype=self.dtype)
-        if self.tail != LAST:
+        if self.tail is not None:
             return found.fill_(self.tail)
         if self.counts == BOUNDARIES:
             offsets = torch.arange(rows) * (num_tokens // num_reqs)
@@ -101,7 +97,7 @@ class _Held:
         self.spec = spec
         with torch.inference_mode(False), torch.no_grad():  # written in whatever mode
             self.whole = torch.empty(sizes, dtype=spec.dtype, device=device)
-            self.whole.fill_(0 if spec.tail == LAST else spec.tail)
+            self.whole.fill_(0 if spec.tail is None else spec.tail)
         self._staging: HostStaging | None = None
         self._clean = 0  # from this row on all hold the tail
 
@@ -117,7 +113,7 @@ class _Held:
                 self._stage(value)
             else:
                 self.front(real).copy_(value, non_blocking=True)
-        end = padded if self.spec.tail == LAST else min(padded, self._clean)
+        end = padded if self.spec.tail is None else min(padded, self._clean)
         if end > real:
             self._fill(real, end)
         self._clean = real if padded >= self._clean else self._clean
@@ -133,7 +129,7 @@ class _Held:
 
     def _fill(self, real: int, end: int) -> None:
         tail = self.whole.narrow(self.spec.dim, real, end - real)
-        if self.spec.tail == LAST:
+        if self.spec.tail is None:
             tail.copy_(self.whole.narrow(self.spec.dim, max(real - 1, 0), 1).expand_as(tail))
         else:
             tail.fill_(self.spec.tail)
@@ -201,8 +197,8 @@ class StaticInputs:
             sizes; None where a value is left out.
 
         Raises:
-            InputBufferError: an unknown name, a wrong shape or dtype, or a None that may not be; nothing
-                has been written then.
+            InputBufferError: an unknown name, a wrong shape or dtype, or a None that may not be;
+                nothing has been written then.
         """
         for name, value in values.items():
             self._check(name, value, real)

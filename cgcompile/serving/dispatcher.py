@@ -75,6 +75,8 @@ class CudagraphDispatcher:
         asked: the mode that was wanted.
         degraded: what was lost on the way, as :class:`~cgcompile.reasons.Why`; empty if nothing.
         limits: ``max_num_reqs`` and ``max_num_tokens``.
+        query_lens: the lengths of uniform decode that have graphs, or would have if attention let
+            them.
         axes: the axes, in the order of ``extra``.
 
     Raises:
@@ -123,7 +125,7 @@ class CudagraphDispatcher:
         self.degraded = found.whys
         self.limits = ladders.limits
         self._resolution = found
-        self._query_lens = tuple(ladders.decode)
+        self.query_lens = tuple(ladders.decode)
         self._max_num_reqs = max_num_reqs
         too_many = f"more than max_num_reqs = {max_num_reqs} requests"
         self._too_many_reqs = Why(Reason.OVERSIZE, too_many)
@@ -292,7 +294,7 @@ class CudagraphDispatcher:
         found = None
         if uniform_decode and (tables.decode or tables.bounded):
             max_query_len, reqs = uniform_numbers(
-                num_tokens, num_reqs, max_query_len, self._query_lens
+                num_tokens, num_reqs, max_query_len, self.query_lens
             )
             row = tables.decode.get(max_query_len)
             found = row.find(reqs) if row is not None else None
@@ -329,9 +331,9 @@ class CudagraphDispatcher:
             return self._mixed_why
         if not (tables.decode or tables.bounded):
             return decode_why if self.mode is not NONE else _MODE_NONE
-        query_len, _ = uniform_numbers(num_tokens, num_reqs, max_query_len, self._query_lens)
+        query_len, _ = uniform_numbers(num_tokens, num_reqs, max_query_len, self.query_lens)
         row = tables.decode.get(query_len)
-        if row is None and query_len in self._query_lens:
+        if row is None and query_len in self.query_lens:
             return decode_why  # attention refused this length
         row = row or tables.bounded.get(query_len)
         if row is not None:

@@ -9,7 +9,7 @@ rule: what a step returned is valid until the next one.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cgcompile.backend import Backend, backend_of
+from cgcompile.backend import Backend, handle_of
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import ManagerError
@@ -123,7 +123,7 @@ class CudaGraphManager:
         self._outputs = Outputs(outputs)
         self._kept = OutputBuffers(self._outputs, self._largest_full())
         self._config = CompilationConfig.resolve(config)
-        self._backend = backend_of(model) if backend is None else backend
+        self._backend = handle_of(model) if backend is None else backend
         self._warmed: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._sizes = (0, 0)  # of the step that runs, padded
         found = capture_device(torch.device(device), self._config.capture_device)
@@ -237,11 +237,22 @@ class CudaGraphManager:
         quiet = torch.distributed.is_initialized() and torch.distributed.get_rank() != 0
         bar = tqdm(total=len(descriptors), desc=title, disable=quiet or None, leave=False)
 
+        refused: dict[BatchDescriptor, str] = {}
+
         def step(descriptor: BatchDescriptor) -> None:
-            phase = "warmup" if capture_postponed() else "capture"
-            self._step(self._prepare(descriptor, phase), mode, descriptor)
-            if phase == "capture":
-                bar.update()
+            if capture_postponed():
+                self._step(self._prepare(descriptor, "warmup"), mode, descriptor)
+                return
+            batch = self._prepare(descriptor, "capture")
+            try:
+                self._step(batch, mode, descriptor)
+            except ManagerError:
+                raise
+            except Exception as error:  # it ran before: what is refused is the capture
+                if self._config.strict:
+                    raise
+                refused[descriptor] = f"{type(error).__name__}: {error}".splitlines()[0]
+            bar.update()
 
         with bar, self._mode(), self._graph_capture():
             found = self.bulk[title] = capture_all(
@@ -255,6 +266,8 @@ class CudaGraphManager:
         for descriptor in found.captured:
             self.dispatcher.captured(mode, descriptor)
         for descriptor, why in found.missing:
+            why = refused.get(descriptor, why)
+            log.warning("%s, %s: not captured: %s", mode.name, descriptor, why)
             self.dispatcher.refused(mode, descriptor, why)
 
     def dummy_batch(self, descriptor: BatchDescriptor, phase: str) -> Batch:

@@ -50,7 +50,9 @@ class Outputs:
             if not isinstance(leaf, torch.Tensor):
                 raise ManagerError.output(type(leaf).__name__, rows[0], sizes[place])
             if not leaf.dim() or leaf.shape[0] != sizes[place]:
-                raise ManagerError.output(str(list(leaf.shape)), (TOKENS, REQS)[place], sizes[place])
+                raise ManagerError.output(
+                    str(list(leaf.shape)), (TOKENS, REQS)[place], sizes[place]
+                )
         return found
 
     def real(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
