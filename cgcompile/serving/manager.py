@@ -8,14 +8,11 @@ around the whole step FULL ones, and a model that was never compiled gets breaka
 rule: what a step returned is valid until the next one.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from cgcompile.backend import Backend, handle_of
 from cgcompile.config import CompilationConfig, CUDAGraphMode
@@ -23,19 +20,18 @@ from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import ManagerError
 from cgcompile.forward_context import set_forward_context
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.bulk import BulkCapture, capture_all
-from cgcompile.graphs.capture import capture_postponed, postponed_capture
+from cgcompile.graphs.bulk import BulkCapture
+from cgcompile.graphs.capture import postponed_capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Counters
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
+from cgcompile.serving.capturing import capture_set, sets_of
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.outputs import OutputBuffers, Outputs
 from cgcompile.serving.statistics import DispatchStatistics
-from cgcompile.serving.steps import Batch, GraphHooks, Metadata
-
-log = logging.getLogger(__name__)
+from cgcompile.serving.steps import Batch, GraphHooks, Metadata, dummy_batch
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -205,9 +201,8 @@ class CudaGraphManager:
         """
         for mode, descriptor in self.dispatcher.plan():
             self._refuse_twice(mode, descriptor)
-        for (mode, kind), group in groupby(self.dispatcher.plan(), _kind):
-            title = f"Capturing CUDA graphs ({kind}, {mode.name})"
-            self._capture_set(title, mode, [descriptor for _, descriptor in group])
+        for title, mode, descriptors in sets_of(self.dispatcher.plan()):
+            self._capture_set(title, mode, descriptors)
         return dict(self.bulk)
 
     def capture_graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
@@ -234,65 +229,24 @@ class CudaGraphManager:
         if self._pool is not None:
             for hook in self._hooks:
                 hook.before_capture(self._pool)
-        quiet = torch.distributed.is_initialized() and torch.distributed.get_rank() != 0
-        bar = tqdm(total=len(descriptors), desc=title, disable=quiet or None, leave=False)
 
-        refused: dict[BatchDescriptor, str] = {}
+        def step(descriptor: BatchDescriptor, phase: str) -> None:
+            self._step(self._prepare(descriptor, phase), mode, descriptor)
 
-        def step(descriptor: BatchDescriptor) -> None:
-            if capture_postponed():
-                self._step(self._prepare(descriptor, "warmup"), mode, descriptor)
-                return
-            batch = self._prepare(descriptor, "capture")
-            try:
-                self._step(batch, mode, descriptor)
-            except ManagerError:
-                raise
-            except Exception as error:  # it ran before: what is refused is the capture
-                if self._config.strict:
-                    raise
-                refused[descriptor] = f"{type(error).__name__}: {error}".splitlines()[0]
-            bar.update()
-
-        with bar, self._mode(), self._graph_capture():
-            found = self.bulk[title] = capture_all(
-                step,
-                descriptors,
-                self,
-                settled=lambda: 0 if self._backend is None else self._backend.num_compilations,
-                warmups=self._config.num_warmups,
-                strict=self._config.strict,
-            )
+        compiled = lambda: 0 if self._backend is None else self._backend.num_compilations  # noqa: E731
+        with self._mode(), self._graph_capture():
+            found = capture_set(title, descriptors, step, self, compiled, self._config)
+        self.bulk[title] = found
         for descriptor in found.captured:
             self.dispatcher.captured(mode, descriptor)
         for descriptor, why in found.missing:
-            why = refused.get(descriptor, why)
-            log.warning("%s, %s: not captured: %s", mode.name, descriptor, why)
             self.dispatcher.refused(mode, descriptor, why)
 
     def dummy_batch(self, descriptor: BatchDescriptor, phase: str) -> Batch:
-        """A batch of a padded size that any model can run; see :meth:`InputBuffer.dummy`.
-
-        A graph for mixed batches is captured with one query of all tokens as the longest, so that
-        kernels of prefill are what it records.
-        """
-        num_tokens = descriptor.num_tokens
-        num_reqs = descriptor.num_reqs or min(num_tokens, self.dispatcher.limits.max_num_reqs)
+        """A batch of a padded size; see :func:`~cgcompile.serving.steps.dummy_batch`."""
         absent = {name for name, at in self._optional.items() if not descriptor.extra[at]}
-        values = {
-            spec.name: None if spec.name in absent else spec.dummy(num_tokens, num_reqs)
-            for spec in self.inputs.specs
-        }
-        longest = descriptor.max_query_len or num_tokens
-        return Batch(
-            num_tokens,
-            num_reqs,
-            values,
-            num_tokens // num_reqs if descriptor.uniform else longest,
-            descriptor.uniform,
-            descriptor.has_lora,
-            descriptor.num_active_loras,
-            descriptor.extra,
+        return dummy_batch(
+            descriptor, self.inputs.specs, self.dispatcher.limits.max_num_reqs, absent
         )
 
     def release(self) -> None:
@@ -451,10 +405,3 @@ class CudaGraphManager:
 
     def _mode(self) -> AbstractContextManager[Any]:
         return torch.inference_mode() if self._inference_mode else nullcontext()
-
-
-def _kind(planned: tuple[CUDAGraphMode, BatchDescriptor]) -> tuple[CUDAGraphMode, str]:
-    """By what graphs are captured together: the mode, and for which batches."""
-    mode, descriptor = planned
-    decode = descriptor.uniform or descriptor.max_query_len is not None
-    return mode, "decode" if decode and mode is FULL else "mixed"

@@ -1,12 +1,14 @@
 """What an engine tells the manager about one step: :class:`Batch`, :class:`Metadata`, hooks."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from cgcompile.descriptors import BatchDescriptor
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.serving.buffers import InputBuffer
 
 
 @dataclass(frozen=True)
@@ -71,3 +73,39 @@ class GraphHooks:
 
     def after_replay(self) -> None:
         """After it."""
+
+
+def dummy_batch(
+    descriptor: BatchDescriptor,
+    inputs: Iterable[InputBuffer],
+    max_num_reqs: int,
+    absent: Collection[str] = (),
+) -> Batch:
+    """A batch of a padded size that any model can run: see :meth:`InputBuffer.dummy`.
+
+    A graph for mixed batches is captured with one query of all tokens as the longest, so that the
+    kernels of prefill are what it records.
+
+    Args:
+        descriptor: the padded sizes.
+        inputs: the buffers.
+        max_num_reqs: the most requests, for a descriptor that does not say.
+        absent: optional inputs that are left out.
+    """
+    num_tokens = descriptor.num_tokens
+    num_reqs = descriptor.num_reqs or min(num_tokens, max_num_reqs)
+    values = {
+        spec.name: None if spec.name in absent else spec.dummy(num_tokens, num_reqs)
+        for spec in inputs
+    }
+    longest = descriptor.max_query_len or num_tokens
+    return Batch(
+        num_tokens,
+        num_reqs,
+        values,
+        num_tokens // num_reqs if descriptor.uniform else longest,
+        descriptor.uniform,
+        descriptor.has_lora,
+        descriptor.num_active_loras,
+        descriptor.extra,
+    )
