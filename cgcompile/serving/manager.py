@@ -144,9 +144,10 @@ class CudaGraphManager:
 
     def _largest_full(self) -> tuple[int, int]:
         """(tokens, requests) of the largest FULL graph that is planned."""
-        full = [descriptor for mode, descriptor in self.dispatcher.plan() if mode is FULL]
-        reqs = [each.num_reqs or 1 for each in full]
-        return max((each.num_tokens for each in full), default=0), max(reqs, default=0)
+        full = [(d.num_tokens, d.num_reqs or 1) for m, d in self.dispatcher.plan() if m is FULL]
+        return max((each for each, _ in full), default=0), max(
+            (each for _, each in full), default=0
+        )
 
     # -------------------------------------------------------------- what a user may ask
 
@@ -175,9 +176,8 @@ class CudaGraphManager:
     ) -> tuple[CUDAGraphMode, int | None]:
         """(runtime mode, padded size) of a batch; (NONE, None) where no graph serves it.
 
-        The batch is uniform decode if each request has ``max_query_len`` tokens and the dispatcher
-        has such a length. Prompts of equal length look the same: an engine that knows better calls
-        the dispatcher.
+        It is uniform decode if each request has ``max_query_len`` tokens, a length that the
+        dispatcher has. Prompts of equal length look the same: who knows better asks the dispatcher.
         """
         uniform = num_tokens == max_query_len * num_reqs
         uniform &= max_query_len in self.dispatcher.query_lens
@@ -233,9 +233,11 @@ class CudaGraphManager:
         def step(descriptor: BatchDescriptor, phase: str) -> None:
             self._step(self._prepare(descriptor, phase), mode, descriptor)
 
-        compiled = lambda: 0 if self._backend is None else self._backend.num_compilations  # noqa: E731
+        def settled() -> int:
+            return 0 if self._backend is None else self._backend.num_compilations
+
         with self._mode(), self._graph_capture():
-            found = capture_set(title, descriptors, step, self, compiled, self._config)
+            found = capture_set(title, descriptors, step, self, settled, self._config)
         self.bulk[title] = found
         for descriptor in found.captured:
             self.dispatcher.captured(mode, descriptor)
@@ -245,9 +247,8 @@ class CudaGraphManager:
     def dummy_batch(self, descriptor: BatchDescriptor, phase: str) -> Batch:
         """A batch of a padded size; see :func:`~cgcompile.serving.steps.dummy_batch`."""
         absent = {name for name, at in self._optional.items() if not descriptor.extra[at]}
-        return dummy_batch(
-            descriptor, self.inputs.specs, self.dispatcher.limits.max_num_reqs, absent
-        )
+        most = self.dispatcher.limits.max_num_reqs
+        return dummy_batch(descriptor, self.inputs.specs, most, absent)
 
     def release(self) -> None:
         """Drop all graphs and their memory, and the output buffers; :meth:`capture` works again.
