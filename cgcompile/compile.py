@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile import compat
 from cgcompile.backend import Backend
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.errors import ConfigError
@@ -142,10 +141,7 @@ class CompiledModel(Transparent):
         self._traces: Traces | None = None
         self._call = _untraced(runnable, backend.config)
         if self._call is None:
-            ahead = compat.inductor_ahead if backend.config.compiler == "inductor" else None
-            self._traces = Traces(
-                runnable, self._compile, dynamic_dims, rules, backend.kept_traces, ahead
-            )
+            self._traces = Traces(runnable, self._compile, dynamic_dims, rules, backend.kept_traces)
             self._call = self._traces
             backend.remember(self._traces)
         elif dynamic_dims or rules != Rules():

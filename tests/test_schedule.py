@@ -36,7 +36,7 @@ DECODE, NEVER = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSuppo
 SLOTS = 3  # batches of a menu
 EXAMPLES = 1  # of each scenario
 # What is done once (warming, captures) must be few of the steps; wrappers do little of it.
-STEPS = {"compiled": 480, "auto": 480, "breakable": 300}
+STEPS = {"compiled": 600, "auto": 600, "breakable": 300}
 
 SCENARIOS = {
     "compiled-uniform": Scenario("compiled", "attend", UNIFORM),

@@ -3,7 +3,7 @@
 Guards of Dynamo look at the whole model and cost tens of microseconds. Where they are dropped, the
 arguments are still compared: their number and order, types, dtypes, devices, ranks, layouts,
 whether they require grad, the sizes that are not dynamic, which sizes are equal, plain values and
-containers of them; other objects by identity. It reads like this::
+containers of them; other objects by identity; and autocast. It reads like this::
 
     def fits(args, kwargs):
         if len(args) != 2 or kwargs:
@@ -15,6 +15,8 @@ containers of them; other objects by identity. It reads like this::
         if len(s0) != 2 or s0[1] != 16:
             return False
         ...
+        if autocast():
+            return False
         return True
 """
 
@@ -186,12 +188,12 @@ class _Lines:
 
     def autocast(self) -> None:
         """Ops compute in another type under autocast, and the trace says in which."""
-        state = compat.autocast_state()
-        if not state:
-            self.unless(f"{self.bound('a', compat.any_autocast)}()")
-        else:
-            now = self.bound("a", compat.autocast_state)
-            self.unless(f"{now}() != {self.bound('c', state)}")
+        on = self.bound("a", compat.any_autocast)
+        if not compat.any_autocast():
+            self.unless(f"{on}()")
+            return
+        now, was = self.bound("a", compat.autocast_state), compat.autocast_state()
+        self.unless(f"not {on}() or {now}() != {self.bound('c', was)}")
 
 
 def fits_function(
