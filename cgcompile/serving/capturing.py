@@ -26,6 +26,13 @@ def sets_of(plan: Iterable[Planned]) -> Iterator[tuple[str, CUDAGraphMode, list[
         yield title, mode, [descriptor for _, descriptor in group]
 
 
+def largest(plan: Iterable[Planned], mode: CUDAGraphMode) -> tuple[int, int]:
+    """(tokens, requests) of the largest graph of a mode; zeros if there is none."""
+    found = [descriptor for planned, descriptor in plan if planned is mode]
+    tokens = max((each.num_tokens for each in found), default=0)
+    return tokens, max((each.num_reqs or 1 for each in found), default=0)
+
+
 def _kind(planned: Planned) -> tuple[CUDAGraphMode, str]:
     mode, descriptor = planned
     decode = descriptor.uniform or descriptor.max_query_len is not None

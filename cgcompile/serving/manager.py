@@ -27,7 +27,7 @@ from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Counters
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
-from cgcompile.serving.capturing import capture_set, sets_of
+from cgcompile.serving.capturing import capture_set, largest, sets_of
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.outputs import OutputBuffers, Outputs
 from cgcompile.serving.statistics import DispatchStatistics
@@ -117,21 +117,22 @@ class CudaGraphManager:
         self._arguments = [spec.name for spec in self.inputs.specs if spec.argument]
         self._optional = self._axes_of_optional()
         self._outputs = Outputs(outputs)
-        self._kept = OutputBuffers(self._outputs, self._largest_full())
+        self._kept = OutputBuffers(self._outputs, largest(dispatcher.plan(), FULL))
         self._config = CompilationConfig.resolve(config)
         self._backend = handle_of(model) if backend is None else backend
         self._warmed: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._sizes = (0, 0)  # of the step that runs, padded
         found = capture_device(torch.device(device), self._config.capture_device)
         self._pool = None if found is None else GraphPool(found)
-        self._full = BreakableCUDAGraphWrapper(
-            self._whole, self._config, FULL, pool=self._pool, name="step"
-        )
-        self._pieces: Any = self.model
+        self._full = self._wrapper(self._whole, FULL, "step")
+        self._pieces: Any = model
         if self._backend is None:
-            self._pieces = BreakableCUDAGraphWrapper(
-                self.model, self._config, PIECEWISE, pool=self._pool, name="model"
-            )
+            self._pieces = self._wrapper(model, PIECEWISE, "model")
+
+    def _wrapper(
+        self, runnable: Callable[..., Any], mode: CUDAGraphMode, name: str
+    ) -> BreakableCUDAGraphWrapper:
+        return BreakableCUDAGraphWrapper(runnable, self._config, mode, pool=self._pool, name=name)
 
     def _axes_of_optional(self) -> dict[str, int]:
         """The place in ``extra`` that says whether an optional input is there."""
@@ -142,20 +143,13 @@ class CudaGraphManager:
                 raise ManagerError.no_axis(name)
         return {name: names.index(name) for name in found}
 
-    def _largest_full(self) -> tuple[int, int]:
-        """(tokens, requests) of the largest FULL graph that is planned."""
-        full = [(d.num_tokens, d.num_reqs or 1) for m, d in self.dispatcher.plan() if m is FULL]
-        return max((each for each, _ in full), default=0), max(
-            (each for _, each in full), default=0
-        )
-
     # -------------------------------------------------------------- what a user may ask
 
     @property
     def counters(self) -> Counters:
         """What steps with graphs did: FULL steps, and those of the model or of its pieces."""
-        pieces: Counters = (self._backend or self._pieces).counters
-        return self._full.counters + pieces
+        found: Counters = (self._backend or self._pieces).counters
+        return self._full.counters + found
 
     @property
     def pool(self) -> GraphPool | None:
@@ -199,8 +193,7 @@ class CudaGraphManager:
             DispatchError: ``strict``, and a graph could not be captured.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
-        for mode, descriptor in self.dispatcher.plan():
-            self._refuse_twice(mode, descriptor)
+        self._refuse_twice(self.dispatcher.plan())
         for title, mode, descriptors in sets_of(self.dispatcher.plan()):
             self._capture_set(title, mode, descriptors)
         return dict(self.bulk)
@@ -216,19 +209,19 @@ class CudaGraphManager:
         """
         if mode not in (PIECEWISE, FULL):
             raise ManagerError.capture_mode(getattr(mode, "name", str(mode)))
-        self._refuse_twice(mode, descriptor)
+        self._refuse_twice([(mode, descriptor)])
         self._capture_set(f"Capturing {mode.name}, {descriptor}", mode, [descriptor])
 
-    def _refuse_twice(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        if self.dispatcher.is_captured(mode, descriptor):
-            raise ManagerError.twice(mode.name, str(descriptor))
+    def _refuse_twice(self, planned: Iterable[tuple[CUDAGraphMode, BatchDescriptor]]) -> None:
+        for mode, descriptor in planned:
+            if self.dispatcher.is_captured(mode, descriptor):
+                raise ManagerError.twice(mode.name, str(descriptor))
 
     def _capture_set(
         self, title: str, mode: CUDAGraphMode, descriptors: list[BatchDescriptor]
     ) -> None:
-        if self._pool is not None:
-            for hook in self._hooks:
-                hook.before_capture(self._pool)
+        for hook in self._hooks:
+            hook.before_capture(self._pool)
 
         def step(descriptor: BatchDescriptor, phase: str) -> None:
             self._step(self._prepare(descriptor, phase), mode, descriptor)
@@ -259,10 +252,7 @@ class CudaGraphManager:
             CaptureError: called inside of a step or of a capture.
         """
         self._full.clear_all_graphs()
-        if self._backend is not None:
-            self._backend.release()
-        else:
-            self._pieces.clear_all_graphs()
+        self._pieces.clear_all_graphs() if self._backend is None else self._backend.release()
         self._kept.release()
         self._weights = None
         self._warmed.clear()

@@ -62,8 +62,8 @@ class GraphHooks:
     Each method does nothing here; override what you need.
     """
 
-    def before_capture(self, pool: GraphPool) -> None:
-        """Once before graphs are captured; ``pool`` is where their memory comes from."""
+    def before_capture(self, pool: GraphPool | None) -> None:
+        """Before each set of captures; ``pool`` is where memory comes from, None without graphs."""
 
     def end_of_capture(self) -> None:
         """Inside the capture of a whole step, after the model: join other streams here."""
