@@ -32,6 +32,7 @@ from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters, Reason
+from cgcompile.serving import CudagraphDispatcher, CudaGraphManager, get_cudagraph_sizes
 from cgcompile.tracing.dims import DynamicDim
 from cgcompile.version import __version__
 
@@ -52,6 +53,8 @@ __all__ = [
     "CompilationMode",
     "CompiledModel",
     "Counters",
+    "CudaGraphManager",
+    "CudagraphDispatcher",
     "Difference",
     "DynamicDim",
     "EagerSegment",
@@ -67,6 +70,7 @@ __all__ = [
     "compile",
     "eager_break_during_capture",
     "eager_region",
+    "get_cudagraph_sizes",
     "get_forward_context",
     "is_forward_context_available",
     "override_forward_context",

@@ -1,5 +1,46 @@
 """What stands between a scheduler and the graphs: sizes, dispatch, buffers, the manager.
 
 Reaches capture through ``cgcompile.graphs`` alone, so that all of it works on a model that was
-never compiled. ``sizes.py``, ``fit.py`` and ``dispatcher.py`` are plain Python: they need no torch.
+never compiled. Sizes, dispatcher and statistics are plain Python: they need no torch.
 """
+
+from cgcompile.serving.batches import is_uniform_decode
+from cgcompile.serving.buffers import InputBuffer, StaticInputs
+from cgcompile.serving.dispatcher import CudagraphDispatcher
+from cgcompile.serving.fit import FittedSizes, fit_sizes
+from cgcompile.serving.manager import CudaGraphManager
+from cgcompile.serving.sizes import (
+    capture_sizes,
+    checked_sizes,
+    decode_sizes,
+    get_cudagraph_sizes,
+    padding_share,
+    round_sizes,
+)
+from cgcompile.serving.statistics import DispatchStatistics
+from cgcompile.serving.steps import Batch, GraphHooks, Metadata
+from cgcompile.serving.tables import Dispatched
+from cgcompile.serving.variants import Axis, LoraCases
+
+__all__ = [
+    "Axis",
+    "Batch",
+    "CudaGraphManager",
+    "CudagraphDispatcher",
+    "DispatchStatistics",
+    "Dispatched",
+    "FittedSizes",
+    "GraphHooks",
+    "InputBuffer",
+    "LoraCases",
+    "Metadata",
+    "StaticInputs",
+    "capture_sizes",
+    "checked_sizes",
+    "decode_sizes",
+    "fit_sizes",
+    "get_cudagraph_sizes",
+    "is_uniform_decode",
+    "padding_share",
+    "round_sizes",
+]
