@@ -8,6 +8,7 @@ from expecttest import TestCase
 from cgcompile import errors
 from cgcompile.errors import (
     AddressChangedError,
+    AgreementError,
     BatchError,
     BoundaryError,
     CacheError,
@@ -168,6 +169,8 @@ EXAMPLES: dict[str, CGCompileError] = {
         "slots", "torch.int64 [3]", "torch.int64 [4]", "tokens"
     ),
     "InputBufferError.too_large": InputBufferError.too_large(9, 1, 8, 4),
+    "AgreementError.tables": AgreementError.tables([1, 3]),
+    "AgreementError.differs": AgreementError.differs(1, "NONE, 0 tokens", "FULL, 8 tokens"),
     "ManagerError.no_graph": ManagerError.no_graph(5, [1, 2, 4, 8]),
     "ManagerError.capture_mode": ManagerError.capture_mode("NONE"),
     "ManagerError.twice": ManagerError.twice("FULL", "num_tokens=4, num_reqs=4"),

@@ -133,3 +133,22 @@ class ManagerError(CGCompileError, RuntimeError):
             "the first batch.\n  All sizes share one set of output buffers; return the same kinds "
             "of tensors from each step."
         )
+
+
+class AgreementError(CGCompileError, RuntimeError):
+    """Ranks that must run the same graph would not."""
+
+    @classmethod
+    def tables(cls, ranks: Sequence[int]) -> "AgreementError":
+        named = ", ".join(map(str, ranks))
+        return cls(
+            f"the dispatchers of ranks {named} plan other graphs than that of rank 0.\n"
+            "  Make them with equal arguments: mode, sizes, limits, query lengths, LoRA and axes."
+        )
+
+    @classmethod
+    def differs(cls, rank: int, found: str, first: str) -> "AgreementError":
+        return cls(
+            f"rank {rank} is about to run {found}; rank 0 {first}.\n"
+            "  Let every rank call Agreement.dispatch() at each step, and run what it returns."
+        )

@@ -1,0 +1,106 @@
+"""Ranks agree: three processes with gloo, each step one small collective."""
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from cgcompile.config import CUDAGraphMode
+from cgcompile.errors import AgreementError
+from cgcompile.modes import AttentionCGSupport
+from cgcompile.serving.agreement import Agreement
+from cgcompile.serving.dispatcher import CudagraphDispatcher
+
+RANKS = 3
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+
+DECODE, MIXED = True, False
+# Of each rank (tokens, requests, uniform decode), then what all take: mode, padded tokens, uniform.
+STEPS: tuple[tuple[Any, Any], ...] = (
+    ([(1, 1, DECODE), (3, 3, DECODE), (2, 2, DECODE)], ("FULL", 4, True)),
+    ([(1, 1, DECODE), (3, 1, MIXED), (2, 2, DECODE)], ("PIECEWISE", 4, False)),
+    ([(7, 2, MIXED), (1, 1, MIXED), (8, 8, MIXED)], ("PIECEWISE", 8, False)),
+    ([(40, 2, MIXED), (1, 1, DECODE), (8, 8, DECODE)], ("NONE", None, False)),
+    ([(0, 0, MIXED), (3, 3, DECODE), (0, 0, MIXED)], ("FULL", 4, True)),
+    ([(0, 0, MIXED), (0, 0, MIXED), (0, 0, MIXED)], ("NONE", None, False)),
+    ([(4, 2, DECODE), (2, 1, DECODE), (6, 3, DECODE)], ("FULL", 8, True)),
+    ([(4, 2, DECODE), (2, 2, DECODE), (1, 1, DECODE)], ("PIECEWISE", 4, False)),
+)
+
+
+def dispatcher(sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> CudagraphDispatcher:
+    return CudagraphDispatcher(
+        CUDAGraphMode.FULL_AND_PIECEWISE,
+        sizes,
+        max_num_reqs=8,
+        max_num_tokens=64,
+        query_lens=(1, 2),
+        support=AttentionCGSupport.UNIFORM_BATCH,
+    )
+
+
+def work(rank: int, folder: str) -> None:
+    store = dist.FileStore(os.path.join(folder, "store"), RANKS)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    said: list[Any] = []
+    agreement = Agreement(dispatcher(), check=True)
+    for batches, _ in STEPS:
+        tokens, reqs, uniform = batches[rank]
+        length = tokens // reqs if reqs else None
+        found = agreement.dispatch(tokens, reqs, length, uniform)
+        mode, descriptor, _ = found.dispatched
+        across = found.num_tokens_across_dp.tolist()
+        said.append((mode.name, descriptor.num_tokens, descriptor.uniform, across, found.has_work))
+    # One rank forbids FULL: none takes it.
+    modes = (NONE, PIECEWISE) if rank == 1 else None
+    said.append(agreement.dispatch(2, 2, 1, True, valid_modes=modes).dispatched.mode.name)
+    # One rank goes its own way: all are told which, and nobody waits.
+    if rank == 2:
+        agreement._again = lambda *_: dispatcher().dispatch(5)  # type: ignore[method-assign]
+    try:
+        agreement.dispatch(2, 2, 1, True)
+    except AgreementError as error:
+        said.append(str(error).splitlines()[0])
+    try:
+        Agreement(dispatcher((1, 2, 4) if rank == 2 else (1, 2, 8)))
+    except AgreementError as error:
+        said.append(str(error).splitlines()[0])
+    torch.save(said, os.path.join(folder, f"said.{rank}"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    mp.spawn(work, (str(folder),), nprocs=RANKS)
+    return [torch.load(folder / f"said.{rank}") for rank in range(RANKS)]
+
+
+def test_ranks_take_the_same_graph(said: list[list[Any]]) -> None:
+    for number, (batches, (mode, padded, uniform)) in enumerate(STEPS):
+        for rank, (tokens, _, _) in enumerate(batches):
+            across = [padded] * RANKS if padded else [each[0] for each in batches]
+            work = any(each[0] for each in batches)
+            expected = (mode, padded or tokens, uniform, across, work)
+            assert said[rank][number] == expected, (number, rank)
+
+
+def test_what_one_rank_forbids(said: list[list[Any]]) -> None:
+    assert [each[len(STEPS)] for each in said] == ["PIECEWISE"] * RANKS
+
+
+def test_the_rank_that_differs_is_named(said: list[list[Any]]) -> None:
+    text = "rank 2 is about to run PIECEWISE, 8 tokens; rank 0 FULL, 2 tokens, uniform."
+    assert [each[len(STEPS) + 1] for each in said] == [text] * RANKS
+
+
+def test_other_tables_are_named(said: list[list[Any]]) -> None:
+    text = "the dispatchers of ranks 2 plan other graphs than that of rank 0."
+    assert [each[len(STEPS) + 2] for each in said] == [text] * RANKS
