@@ -122,7 +122,8 @@ class Agreement:
         if mode is not CUDAGraphMode.NONE:
             agreed = self._again(working, mode, more)
         if CUDAGraphMode.NONE in (mode, agreed.mode):  # each rank its own tokens, unpadded
-            agreed = self._dispatcher.dispatch(num_tokens, num_reqs, valid_modes=(), **more)
+            plain = self._dispatcher.dispatch(num_tokens, num_reqs, valid_modes=(), **more)
+            agreed = own if own.mode is CUDAGraphMode.NONE else plain  # that knows the reason
         padded = agreed.descriptor.num_tokens
         graph = agreed.mode is not CUDAGraphMode.NONE
         across = [padded if graph else row.num_tokens for row in rows]

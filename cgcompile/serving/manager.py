@@ -32,6 +32,7 @@ from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.outputs import OutputBuffers, Outputs
 from cgcompile.serving.statistics import DispatchStatistics
 from cgcompile.serving.steps import Batch, GraphHooks, Metadata, dummy_batch
+from cgcompile.serving.tables import Dispatched
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -108,7 +109,7 @@ class CudaGraphManager:
         self.statistics = DispatchStatistics(dispatcher.plan())
         self.bulk: dict[str, BulkCapture] = {}
         self._prepare = prepare or self.dummy_batch
-        self._metadata = metadata or (lambda batch, descriptor, buffers: Metadata())
+        self._metadata = metadata
         self._hooks = tuple(hooks)
         self._graph_capture = graph_capture
         self._inference_mode = inference_mode
@@ -148,8 +149,7 @@ class CudaGraphManager:
     @property
     def counters(self) -> Counters:
         """What steps with graphs did: FULL steps, and those of the model or of its pieces."""
-        found: Counters = (self._backend or self._pieces).counters
-        return self._full.counters + found
+        return self._full.counters + (self._backend or self._pieces).counters
 
     @property
     def pool(self) -> GraphPool | None:
@@ -162,16 +162,16 @@ class CudaGraphManager:
 
     def get_cudagraph_size(self, num_tokens: int, uniform_decode: bool = False) -> int | None:
         """The padded size of the graph that serves so many tokens; None if none does."""
-        found = self.dispatcher.dispatch(num_tokens, uniform_decode=uniform_decode)
-        return None if found.mode is NONE else found.descriptor.num_tokens
+        mode, descriptor, _ = self.dispatcher.dispatch(num_tokens, uniform_decode=uniform_decode)
+        return None if mode is NONE else descriptor.num_tokens
 
     def get_cudagraph_runtime_mode(
         self, num_reqs: int, num_tokens: int, max_query_len: int
     ) -> tuple[CUDAGraphMode, int | None]:
         """(runtime mode, padded size) of a batch; (NONE, None) where no graph serves it.
 
-        It is uniform decode if each request has ``max_query_len`` tokens, a length that the
-        dispatcher has. Prompts of equal length look the same: who knows better asks the dispatcher.
+        Uniform decode is what has ``max_query_len`` tokens a request, a length that the dispatcher
+        has. Prompts of equal length look the same: who knows better asks :meth:`dispatched`.
         """
         uniform = num_tokens == max_query_len * num_reqs
         uniform &= max_query_len in self.dispatcher.query_lens
@@ -233,7 +233,7 @@ class CudaGraphManager:
             found = capture_set(title, descriptors, step, self, settled, self._config)
         self.bulk[title] = found
         for descriptor in found.captured:
-            self.dispatcher.captured(mode, descriptor)
+            self._captured(mode, descriptor)
         for descriptor, why in found.missing:
             self.dispatcher.refused(mode, descriptor, why)
 
@@ -261,24 +261,9 @@ class CudaGraphManager:
 
     # -------------------------------------------------------------- a step
 
-    def run(self, batch: Batch, **restrictions: Any) -> Any:
-        """Run one batch on the graph that serves it, or without one.
-
-        Args:
-            batch: real rows.
-            **restrictions: ``valid_modes`` or ``invalid_modes`` of the dispatcher.
-
-        Returns:
-            What the model returns, real rows only. Of a step with graphs these are views of
-            buffers, valid until the next step. Nothing synchronises.
-
-        Raises:
-            InputBufferError: inputs that do not fit the declarations; nothing ran.
-            BatchError: numbers of the batch that contradict each other.
-            AddressChangedError: a weight moved since the capture.
-            BaseException: what the model or ``metadata`` raised.
-        """
-        chosen = self.dispatcher.dispatch(
+    def dispatched(self, batch: Batch, **restrictions: Any) -> Dispatched:
+        """What a batch would run as; see :meth:`run`."""
+        return self.dispatcher.dispatch(
             batch.num_tokens,
             batch.num_reqs,
             max_query_len=batch.max_query_len,
@@ -288,6 +273,25 @@ class CudaGraphManager:
             extra=batch.extra,
             **restrictions,
         )
+
+    def run(self, batch: Batch, **restrictions: Any) -> Any:
+        """Run one batch on the graph that serves it, or without one.
+
+        Args:
+            batch: real rows.
+            **restrictions: ``valid_modes`` or ``invalid_modes`` of the dispatcher.
+
+        Returns:
+            What the model returns, real rows only; views, valid until the next step, where graphs
+            ran. Nothing synchronises.
+
+        Raises:
+            InputBufferError: inputs that do not fit the declarations; nothing ran.
+            BatchError: numbers of the batch that contradict each other.
+            AddressChangedError: a weight moved since the capture.
+            BaseException: what the model or ``metadata`` raised.
+        """
+        chosen = self.dispatched(batch, **restrictions)
         for name, place in self._optional.items():
             if batch.extra[place] is not (batch.inputs.get(name) is not None):
                 raise ManagerError.presence(name, batch.extra[place])
@@ -311,8 +315,7 @@ class CudaGraphManager:
                 uniform decode first.
 
         Returns:
-            What the model returns, all padded rows: views of the output buffers, valid until the
-            next step.
+            What the model returns, all padded rows; views, valid until the next step.
 
         Raises:
             ManagerError: there is no such graph.
@@ -325,12 +328,14 @@ class CudaGraphManager:
             raise ManagerError.no_graph(num_tokens, sorted({d.num_tokens for d in full}))
         descriptor = max(found, key=lambda each: each.uniform)
         buffers = self.inputs.views(num_tokens, descriptor.num_reqs or num_tokens)
+        given = {name: buffers[name] for name in self._arguments}
         context = set_forward_context(
             cudagraph_runtime_mode=FULL, batch_descriptor=descriptor, num_tokens=num_tokens
         )
-        self._guard_weights(descriptor)
+        if self._weights is not None:
+            self._weights.check("the captured step", descriptor)
         with self._mode(), context:
-            return self._between_hooks(lambda: self._full(**self._given(buffers)))
+            return self._between_hooks(lambda: self._full(**given))
 
     def _between_hooks(self, step: Callable[[], Any]) -> Any:
         for hook in self._hooks:
@@ -342,8 +347,8 @@ class CudaGraphManager:
 
     def _with_graph(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
         if self.dispatcher.is_captured(mode, descriptor):
-            if mode is FULL:  # those of pieces are looked at by whoever captured them
-                self._guard_weights(descriptor)
+            if self._weights is not None and mode is FULL:  # pieces look at their own
+                self._weights.check("the captured step", descriptor)
             return self._step(batch, mode, descriptor)
         if (mode, descriptor) not in self._warmed:
             with postponed_capture():
@@ -351,17 +356,25 @@ class CudaGraphManager:
         before = self.counters.captures
         result = self._step(batch, mode, descriptor)
         if self.counters.captures > before:
-            self.dispatcher.captured(mode, descriptor)
+            self._captured(mode, descriptor)
         return result
+
+    def _captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        self.dispatcher.captured(mode, descriptor)
+        if mode is FULL and self._weights is None:
+            unwrap = getattr(self.model, "unwrap", lambda: self.model)
+            self._weights = WeightsGuard(unwrap() if self._check_weights else None)
 
     def _step(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
         """Pad, stage, build metadata, call."""
         real = (batch.num_tokens, batch.num_reqs)
         padded = (descriptor.num_tokens, descriptor.num_reqs or batch.num_reqs)
         buffers = self.inputs.stage(batch.inputs, real, padded)
-        metadata = self._metadata(batch, descriptor, buffers)
-        if mode is FULL and self._full.boundaries and metadata.attn_metadata is None:
-            raise ManagerError.no_metadata(str(descriptor))
+        metadata = Metadata()
+        if self._metadata is not None:
+            metadata = self._metadata(batch, descriptor, buffers)
+            if mode is FULL and metadata.attn_metadata is None:
+                raise ManagerError.no_metadata(str(descriptor))
         run = {FULL: self._full, PIECEWISE: self._pieces, NONE: self.model}[mode]
         with set_forward_context(
             metadata.attn_metadata,
@@ -374,25 +387,16 @@ class CudaGraphManager:
             **metadata.additional,
         ):
             self._sizes = padded
-            result = run(**self._given(buffers))
+            result = run(**{name: buffers[name] for name in self._arguments})
         self._warmed.add((mode, descriptor))
         return self._outputs.real(result, padded, real)
 
-    def _given(self, buffers: dict[str, Any]) -> dict[str, Any]:
-        return {name: buffers[name] for name in self._arguments}
-
-    def _whole(self, **arguments: Any) -> Any:
+    def _whole(self, **given: Any) -> Any:
         """What a FULL graph records: the model, the joins of others, the copy of the results."""
-        result = self.model(**arguments)
+        result = self.model(**given)
         for hook in self._hooks:
             hook.end_of_capture()
         return self._kept.keep(result, self._sizes)
-
-    def _guard_weights(self, descriptor: BatchDescriptor) -> None:
-        if self._weights is None:
-            unwrap = getattr(self.model, "unwrap", lambda: self.model)
-            self._weights = WeightsGuard(unwrap() if self._check_weights else None)
-        self._weights.check("the captured step", descriptor)
 
     def _mode(self) -> AbstractContextManager[Any]:
         return torch.inference_mode() if self._inference_mode else nullcontext()
