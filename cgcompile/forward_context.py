@@ -92,9 +92,9 @@ class BatchDescriptor(_Fields):
 
     def __str__(self) -> str:
         """What is set, such as ``num_tokens=64, num_reqs=8``."""
-        defaults = self._field_defaults
-        said = [(k, v) for k, v in self._asdict().items() if k not in defaults or v != defaults[k]]
-        return ", ".join(f"{name}={value!r}" for name, value in said)
+        defaults, named = self._field_defaults, zip(self._fields, self, strict=True)
+        said = [(k, v) for k, v in named if k not in defaults or v != defaults[k]]
+        return ", ".join([f"{name}={value!r}" for name, value in said])
 
     @property
     def query_len(self) -> int | None:

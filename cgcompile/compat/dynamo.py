@@ -1,7 +1,7 @@
 """Dynamo's graphs and their symbols. See ``cgcompile/compat/__init__.py``."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -42,52 +42,6 @@ def graph_break(gm: fx.GraphModule) -> str | None:
     text = str(reason.reason).strip().splitlines()[0]
     stack = [frame for frame in reason.user_stack or () if frame.filename]
     return f"{text} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})" if stack else text
-
-
-def tree_leaves(value: Any) -> list[Any]:
-    from torch.utils import _pytree
-
-    return _pytree.tree_leaves(value)
-
-
-def tree_tensors(value: Any) -> list[Any]:
-    """The tensors among the leaves of a tree."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def tree_paths(tree: Any) -> list[tuple[str, Any]]:
-    """(path such as ``[0]['k']``, leaf) of each leaf, in the order of ``tree_leaves``."""
-    from torch.utils import _pytree
-
-    found, _ = _pytree.tree_flatten_with_path(tree)
-    return [(_pytree.keystr(path), leaf) for path, leaf in found]
-
-
-def tree_spec(tree: Any) -> Any:
-    """The structure of a tree; equal for trees of equal structure."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_structure(tree)
-
-
-def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
-    from torch.utils import _pytree
-
-    return _pytree.tree_unflatten(leaves, spec)
-
-
-def is_container(value: Any) -> bool:
-    """Whether the leaves of a value are inside of it: list, tuple, dict or a registered type."""
-    from torch.utils import _pytree
-
-    return not _pytree.tree_is_leaf(value)
-
-
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` with ``function`` applied to each leaf, in the order of ``tree_leaves``."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_map(function, tree)
 
 
 def shape_env_of(values: Iterable[Any]) -> Any:

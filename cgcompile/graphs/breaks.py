@@ -14,7 +14,8 @@ from cgcompile import compat
 from cgcompile.boundaries import Boundaries, SplittingOp
 from cgcompile.errors import CaptureError
 
-aten = torch.ops.aten
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+_SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default  # what the math kernel of it calls
 
 
 class Breaker:
@@ -64,8 +65,7 @@ class BreakMode(compat.DispatchMode):
         self._tensor_type = tensor_type
         self._sees_composites = sees_composites
         self._known: dict[Any, SplittingOp | None] = {}
-        sdpa = aten.scaled_dot_product_attention.default
-        self._sdpa_breaks = boundaries.match_call(sdpa) is not None
+        self._sdpa_breaks = boundaries.match_call(_SDPA) is not None
         self._on = False  # whether it is on torch's stack of modes
         self._kept_by_torch = False  # whether torch puts it there again by itself
 
@@ -105,7 +105,7 @@ class BreakMode(compat.DispatchMode):
         entry = self._match(func, args)
         if entry is not None:
             return self._breaker.meet(entry, func, args, kwargs)
-        if func is aten._safe_softmax.default and self._sdpa_breaks and not self._sees_composites:
+        if func is _SAFE_SOFTMAX and self._sdpa_breaks and not self._sees_composites:
             raise CaptureError.math_attention()
         self._breaker.pass_by(func, args, kwargs)
         kernel = compat.python_kernel(func, self._tensor_type)
@@ -115,9 +115,11 @@ class BreakMode(compat.DispatchMode):
 
     def _match(self, func: Any, args: tuple[Any, ...]) -> SplittingOp | None:
         op = compat.functionalized_op(func, args) or func
-        if op not in self._known:
-            self._known[op] = self._boundaries.match_call(op)
-        return self._known[op]
+        try:
+            return self._known[op]
+        except KeyError:
+            found = self._known[op] = self._boundaries.match_call(op)
+            return found
 
 
 class Makers(compat.DispatchMode):

@@ -69,19 +69,20 @@ class _Turn:
         self._lock = threading.Lock()
         self._now: tuple[int, str, object] | None = None  # thread, what, holder
 
-    @contextmanager
-    def taken(self, what: str, holder: object = None, wait: bool = False) -> Iterator[None]:
+    def taken(self, what: str, holder: object = None, wait: bool = False) -> "_Taken":
+        return _Taken(self, what, holder, wait)
+
+    def take(self, what: str, holder: object, wait: bool) -> None:
         now = self._now
         wait = (wait or (now is not None and now[1] == _RELEASE)) and not self.is_here()
         if not self._lock.acquire(timeout=_PATIENCE if wait else 0):
             thread, running, _ = self._now or (0, "something", None)
             raise CaptureBusyError.busy(what, running, thread == threading.get_ident())
-        try:
-            self._now = (threading.get_ident(), what, holder)
-            yield
-        finally:
-            self._now = None
-            self._lock.release()
+        self._now = (threading.get_ident(), what, holder)
+
+    def give_back(self) -> None:
+        self._now = None
+        self._lock.release()
 
     def is_elsewhere(self) -> bool:
         now = self._now
@@ -94,6 +95,22 @@ class _Turn:
     def holder(self, here: bool) -> object:
         now = self._now
         return now[2] if now is not None and (now[0] == threading.get_ident()) is here else None
+
+
+class _Taken:
+    """Context manager: the turn is taken inside."""
+
+    __slots__ = ("_asks", "_turn")
+
+    def __init__(self, turn: _Turn, what: str, holder: object, wait: bool) -> None:
+        self._turn = turn
+        self._asks = (what, holder, wait)
+
+    def __enter__(self) -> None:
+        self._turn.take(*self._asks)
+
+    def __exit__(self, *error: object) -> None:
+        self._turn.give_back()
 
 
 _turn = _Turn()
@@ -132,15 +149,17 @@ def capture_turn(what: str, holder: object) -> AbstractContextManager[None]:
     return _turn.taken(what, holder)
 
 
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
+class without_garbage_collection:
     """A collection could free a graph or a module of kernels, which ends a running capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
+
+    __slots__ = ("_enabled",)
+
+    def __enter__(self) -> None:
+        self._enabled = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        if self._enabled:
             gc.enable()
 
 

@@ -6,6 +6,7 @@ failure, and hides the first error behind the one of ``capture_end``.
 """
 
 import contextlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -56,6 +57,8 @@ _broken: list[torch.cuda.CUDAGraph] = []
 
 def bury_graphs() -> None:
     """Destroy graphs that nobody uses; for whoever has the turn to capture, and does not yet."""
+    if not _dead:
+        return
     found = [_dead.popleft() for _ in range(len(_dead))]
     for device in {device for device, _ in found}:
         torch.cuda.synchronize(device)  # a replay may still run, on whatever stream
@@ -74,7 +77,8 @@ class CudaPool:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.id = torch.cuda.graph_pool_handle()
         self._device = device
-        self._segments: list[tuple[int, int]] = []
+        self._segments: list[tuple[int, int]] = []  # (address, bytes), in order
+        self._starts: list[int] = []
         self._up_to_date = False
         self._captures = 0  # that are open, and may add memory
         self._anchor = CudaGraph(device)
@@ -114,11 +118,13 @@ class CudaPool:
             compat.memory_at(start, size, self._device).fill_(0xFF)
 
     def _look_again(self) -> None:
-        self._segments = compat.pool_segments(self.id)
+        self._segments = sorted(compat.pool_segments(self.id))
+        self._starts = [start for start, _ in self._segments]
         self._up_to_date = self._captures == 0
 
     def _in_known_segment(self, address: int) -> bool:
-        return any(start <= address < start + size for start, size in self._segments)
+        place = bisect_right(self._starts, address) - 1
+        return place >= 0 and address < sum(self._segments[place])
 
 
 class CudaGraph:
@@ -136,7 +142,7 @@ class CudaGraph:
             raise CaptureError.twice("CudaGraph")
         self._pool = pool
         pool.grows()
-        self._stream = torch.cuda.current_stream(self._device)
+        self._stream = torch.cuda.current_stream(self._device.index)
         # "global" mode would let unsafe calls of other threads fail this capture.
         self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         self._begun = True
@@ -186,6 +192,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
+        self._index = index  # torch takes ten times as long to find the index of a device
         # On the way of every replay, so torch's C functions as they are.
         self.is_capturing: Callable[[], bool] = compat.cuda_stream_is_capturing
         self.stream_key: Callable[[], int] = compat.raw_stream_of(index)
@@ -202,13 +209,13 @@ class CudaDevice:
         return torch.cuda.Stream(self.device)
 
     def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+        return compat.OnStream(stream)
 
     def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+        return torch.cuda.current_stream(self._index)
 
     def wait_for(self, stream: torch.cuda.Stream) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.current_stream(self._index).wait_stream(stream)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -5,6 +5,7 @@ given: of each tensor the address and the layout, of everything else the value. 
 error that names the argument; nothing is replayed then.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -70,6 +71,10 @@ def _autocast(tensor_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(tensor_type) if on else None
 
 
+# Most attributes of a module; Python tells their type sooner than torch tells a tensor.
+_NO_TENSORS = frozenset((bool, int, float, str, type(None), dict, OrderedDict, set, list, tuple))
+
+
 class WeightsGuard:
     """The parameters, buffers and other tensors of one captured module: the same, where they were.
 
@@ -85,12 +90,15 @@ class WeightsGuard:
         modules = list(module.named_modules()) if isinstance(module, torch.nn.Module) else []
         self._places: list[tuple[dict[str, Any], str, str]] = []
         for prefix, each in modules:
-            own = {name: v for name, v in each.__dict__.items() if isinstance(v, torch.Tensor)}
-            tables = (each._parameters, each._buffers, each._modules)
-            found = [(table, name) for table in tables for name in table]
-            found += [(each.__dict__, name) for name in own]
             start = f"{prefix}." if prefix else ""
-            self._places += [(table, name, start + name) for table, name in found]
+            for table in (each._parameters, each._buffers, each._modules):
+                self._places += [(table, name, start + name) for name in table]
+            own = each.__dict__
+            self._places += [
+                (own, name, start + name)
+                for name, v in own.items()
+                if type(v) not in _NO_TENSORS and isinstance(v, torch.Tensor)
+            ]
         self._objects = self._now()
         places = [p for p, each in enumerate(self._objects) if isinstance(each, torch.Tensor)]
         self._held = {p: self._objects[p].untyped_storage() for p in places}

@@ -64,8 +64,9 @@ class GraphPool:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor is this pool's."""
-        own = self._retired if self._memory is None else (self._memory, *self._retired)
-        return any(self.device.owns(memory, tensor) for memory in own)
+        if self._memory is not None and self.device.owns(self._memory, tensor):
+            return True
+        return any([self.device.owns(memory, tensor) for memory in self._retired])
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor is this pool's or its arena's."""

@@ -7,7 +7,6 @@ first exception. ``breakable.py`` has what users call.
 """
 
 import logging
-import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
@@ -24,15 +23,19 @@ from cgcompile.graphs.bridges import Place, crossings
 from cgcompile.graphs.capture import capture_turn, without_garbage_collection
 from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.graphs.device import DeviceGraph
+from cgcompile.graphs.given import Arguments, Containers
 from cgcompile.graphs.originals import Original
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import Structure, check_leaves, flatten, rebuilt
-from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence, Segment
+from cgcompile.graphs.sequence import (
+    Crossing,
+    EagerSegment,
+    GraphSegment,
+    GraphSequence,
+    Segment,
+)
 
 log = logging.getLogger(__name__)
-
-
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # by position, by name
 
 
 class SegmentRecorder(Breaker):
@@ -74,6 +77,7 @@ class SegmentRecorder(Breaker):
         self._frame = pool.arena.frame()
         self._segments: list[Segment] = []
         self._graph: DeviceGraph | None = None
+        self._graphs = 0  # that have ended
         self._failed: tuple[str, BaseException] | None = None
         self._bridges: list[Block] = []
         self._copied: dict[int, tuple[list[compat.StorageLife], str]] = {}  # by bridge
@@ -200,8 +204,8 @@ class SegmentRecorder(Breaker):
         self._mode.switch_off()
         self._graph.end()  # where it raises, the graph is still there to be abandoned
         graph, self._graph = self._graph, None
-        number = sum(isinstance(each, GraphSegment) for each in self._segments)
-        self._segments.append(GraphSegment(f"{self.name}[{number}]", graph))
+        self._segments.append(GraphSegment(f"{self.name}[{self._graphs}]", graph))
+        self._graphs += 1
         if self._execute:
             with self._on_stream_of_breaks():
                 self.pool.follow_stream()
@@ -250,7 +254,7 @@ class SegmentRecorder(Breaker):
         return self._between(name, function, (args, dict(kwargs or {})), False)
 
     def _between(
-        self, name: str, function: Callable[..., Any], given: _Arguments, silent: bool
+        self, name: str, function: Callable[..., Any], given: Arguments, silent: bool
     ) -> Any:
         """As :meth:`run_eager`; what a ``silent`` function returns is nothing by its schema."""
         self._end()
@@ -269,21 +273,21 @@ class SegmentRecorder(Breaker):
         return self.pool.device.on_stream(stream)
 
     def _break(
-        self, name: str, function: Callable[..., Any], given: _Arguments, silent: bool
+        self, name: str, function: Callable[..., Any], given: Arguments, silent: bool
     ) -> Any:
         """Run a function between two segments and record it; see :meth:`run_eager`."""
         self._refuse_stale_copies()
         self._bring_back_bridges()
-        held = compat.tree_map(self._held, given)
-        leaves, spec = compat.tree_leaves(given), compat.tree_spec(given)
+        with compat.outside_inference_mode():  # once for all that is held weakly
+            held = compat.tree_map(self._held, given)
+        before = Containers(given)
         made = self._run(name, function, given)
         self._refuse_stale_copies()
-        now = compat.tree_leaves(given)
-        if compat.tree_spec(given) != spec or any(map(operator.is_not, now, leaves)):
+        if before.changed:
             raise CaptureError.mutates_arguments(name)
-        return self._record(name, function, held, leaves, None if silent else made, silent)
+        return self._record(name, function, held, before.leaves, None if silent else made, silent)
 
-    def _run(self, name: str, function: Callable[..., Any], given: _Arguments) -> Any:
+    def _run(self, name: str, function: Callable[..., Any], given: Arguments) -> Any:
         args, kwargs = given
         if not self._debug:
             return function(*args, **kwargs)
@@ -299,13 +303,20 @@ class SegmentRecorder(Breaker):
         self,
         name: str,
         function: Callable[..., Any],
-        held: _Arguments,
+        held: Arguments,
         given: list[Any],
         made: Any,
         silent: bool,
     ) -> Any:
         leaves, structure = ([], None) if silent else flatten(made)
         check_leaves(leaves, name)
+        found = self._across(name, leaves, given) if leaves else ()
+        opened = self._opened(name, made, structure)
+        self._segments.append(EagerSegment(name, function, *held, leaves=opened, crossings=found))
+        return None if silent else rebuilt(made, leaves)
+
+    def _across(self, name: str, leaves: list[Any], given: list[Any]) -> tuple[Crossing, ...]:
+        """Bring results to where graphs read them; ``leaves`` are what the program gets then."""
         lives = {
             item: compat.StorageLife(each)
             for item, each in enumerate(leaves)
@@ -330,16 +341,7 @@ class SegmentRecorder(Breaker):
             for place in places:
                 if place.name in crossed:
                     leaves[place.item] = block.lend(leaves[place.item])
-        self._segments.append(
-            EagerSegment(
-                name,
-                function,
-                *held,
-                leaves=self._opened(name, made, structure),
-                crossings=tuple(across.crossings),
-            )
-        )
-        return None if silent else rebuilt(made, leaves)
+        return tuple(across.crossings)
 
     def _opened(
         self, name: str, made: Any, structure: Structure | None

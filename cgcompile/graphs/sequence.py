@@ -121,18 +121,20 @@ class GraphSequence:
         kept: Collection[Slot] = (),
     ) -> None:
         self.segments = tuple(segments)
+        self.steps: tuple[Callable[[], Any], ...]
         self.slots: list[Any] = [None] * slots
         self._empty = [None] * slots
         self._inputs = tuple((slot.at, position) for slot, position in inputs)
         self._real = [0]  # how many rows are real in the present step
+        replays = [each.graph.replay for each in self.segments if isinstance(each, GraphSegment)]
+        if len(replays) == len(self.segments):  # as that of every piece
+            self.steps = self._padded_steps = tuple(replays)
+            return
         done = self._done_after({slot.at for slot in kept})
-        self.steps = tuple(
-            self._step(each, ends, False) for each, ends in zip(self.segments, done, strict=True)
-        )
+        self.steps = self._all_steps(done, False)
         self._padded_steps = self.steps
-        if any(isinstance(each, EagerSegment) and each.tails for each in self.segments):
-            pairs = zip(self.segments, done, strict=True)
-            self._padded_steps = tuple(self._step(each, ends, True) for each, ends in pairs)
+        if any([isinstance(each, EagerSegment) and each.tails for each in self.segments]):
+            self._padded_steps = self._all_steps(done, True)
 
     # -------------------------------------------------------------- what a user may ask
 
@@ -212,6 +214,10 @@ class GraphSequence:
             if slot not in kept and slot not in given:
                 done[place].append(slot)
         return done
+
+    def _all_steps(self, done: list[list[int]], padded: bool) -> tuple[Callable[[], Any], ...]:
+        pairs = zip(self.segments, done, strict=True)
+        return tuple([self._step(each, ends, padded) for each, ends in pairs])
 
     def _step(self, segment: Segment, done: list[int], padded: bool) -> Callable[[], Any]:
         if isinstance(segment, GraphSegment):

@@ -269,10 +269,12 @@ class CUDAGraphWrapper(Transparent):
         assert self._pool is not None
         if gradients_due(False, (result,), {}):
             return None
+        with compat.outside_inference_mode():  # once for all that is kept weakly
+            output = compat.tree_map(self._kept, result)
         entry = CUDAGraphEntry(
             descriptor,
             sequence,
-            compat.tree_map(self._kept, result),
+            output,
             ArgumentGuard(args, kwargs, self._pool.device.tensor_type) if self._guarded else None,
             WeightsGuard(self.unwrap()) if self._guarded else None,
             holds_parameters_with_grad(self.runnable),
@@ -288,9 +290,7 @@ class CUDAGraphWrapper(Transparent):
     def _kept(self, leaf: Any) -> Any:
         """How an entry keeps an output: weakly where the pool owns the memory, if so asked."""
         assert self._pool is not None
-        if not isinstance(leaf, torch.Tensor) or not address(leaf):
-            return leaf
-        if not self._pool.holds(leaf):
+        if not (isinstance(leaf, torch.Tensor) and address(leaf) and self._pool.holds(leaf)):
             return leaf
         return compat.weak_tensor(leaf) if self.options.weak_ref_output else compat.alias(leaf)
 

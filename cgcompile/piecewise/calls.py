@@ -130,4 +130,4 @@ def written_inputs(piece: Piece) -> list[str]:
 
 def arguments(call: Call, source: Callable[[str], Any]) -> Sequence[Any]:
     """The arguments of a call, names replaced by what they stand for."""
-    return tuple(source(arg.name) if isinstance(arg, Named) else arg for arg in call.args)
+    return tuple([source(arg.name) if isinstance(arg, Named) else arg for arg in call.args])

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import sympy
 import torch
 
 from cgcompile import compat
@@ -100,7 +99,7 @@ def _record_full(
         return Outcome(None, Why(Reason.GRADIENTS, "a result requires grad"), False, None)
     result = captured.run()
     full.keep(captured.entry)
-    fixed = {address(leaf) for leaf in tensors((result, recording.given))} - {0}
+    fixed = {*recording.starts, *map(address, tensors(result))} - {0}
     returns = recording.returns(result, compat.tree_leaves(captured.entry.output), fixed)
     recording.finish(captured.entry.sequence, returns, {})
     return Outcome(recording, None, True, returns.make((), inputs))
@@ -120,39 +119,6 @@ def _why(program: Program, error: Exception, what: str, where: str) -> Why:
     return why
 
 
-class _Uses:
-    """Who uses each value of a PIECEWISE step, apart from the piece that makes it.
-
-    Attributes:
-        read: names that graphs read at a fixed address, or that must be there for the caller.
-        returned: names that the caller gets.
-        originals: names of results that the caller gets as the eager piece made them, even where
-            graphs read a copy: nothing writes them.
-        live: names that eager pieces read, or the caller.
-        last: for each name, the index of the last piece that uses it; past the end if the caller
-            gets what lies at its address.
-    """
-
-    def __init__(self, program: Program, recording: Recording) -> None:
-        split, own = program.split, recording.batch.own_context
-        self.returned = set(returned_names(split)) - {""}
-        values = split.values
-        eager = {name for piece in split.pieces if not piece.capture for name in piece.outputs}
-        unwritten = {name for name in self.returned & eager if not values[name].written}
-        self.originals = unwritten if own else set()
-        self.read = {name for piece in split.pieces if piece.capture for name in piece.inputs}
-        if not own:
-            self.read |= self.returned  # the next graph may read it where it lies
-        self.live = {name for piece in split.pieces if not piece.capture for name in piece.inputs}
-        self.live |= self.returned
-        self.last = {name: piece.index for piece in split.pieces for name in piece.inputs}
-        end = len(split.pieces)
-        if split.numbers is not None:
-            self.live |= set(split.numbers.inputs)
-            self.last.update(dict.fromkeys(split.numbers.inputs, end))
-        self.last.update(dict.fromkeys(self.returned - self.originals, end))
-
-
 class _Recorder:
     """Runs a PIECEWISE step once: captured pieces by their wrappers, eager pieces over bridges.
 
@@ -167,7 +133,7 @@ class _Recorder:
         self._program = program
         self._wrappers = wrappers
         self._recording = recording
-        self._uses = _Uses(program, recording)
+        self._uses = program.uses[recording.batch.own_context]
         self._segments: list[Segment] = []
         self._kept: list[tuple[int, CUDAGraphEntry]] = []
         self._slots: list[Any] = []  # the values of this step
@@ -176,12 +142,12 @@ class _Recorder:
         self._positions = {each.name: p for p, each in enumerate(program.split.inputs)}
         self._bridges: list[tuple[Block, list[str]]] = []  # that something still reads
         self._lying: dict[str, int] = {}  # names whose memory begins at a fixed address
-        self._rows = _rows(program)
+        self._batch = str(recording.batch.descriptor)
         self._pool_memory: set[int] = set()
-        roles = recording.roles
-        lasting = [recording.given[p] for p in (*roles.static, *roles.read, *roles.written)]
-        constants = list(program.split.constants.values())
-        self._fixed = {address(tensor) for tensor in tensors((lasting, constants))} - {0}
+        roles, starts = recording.roles, recording.starts
+        lasting = {starts[p] for p in (*roles.static, *roles.read, *roles.written)}
+        constants = tensors(list(program.split.constants.values()))
+        self._fixed = lasting.union(map(address, constants)) - {0}
 
     def run(self) -> Any:
         pieces = self._program.split.pieces
@@ -298,7 +264,7 @@ class _Recorder:
         program = self._program
         plain = program.runnables[piece.index]
         call = program.calls[piece.index]
-        where = f"{piece.name} ({piece.where})", str(self._recording.batch.descriptor)
+        where = f"{piece.name} ({piece.where})", self._batch
         places = [Place(*where, k, name) for k, name in enumerate(piece.outputs)]
 
         def run(*given: Any) -> Sequence[Any]:
@@ -356,7 +322,8 @@ class _Recorder:
 
     def _tails(self, piece: Piece) -> tuple[torch.Tensor, ...]:
         """What an eager piece leaves for graphs to read, with a row for each row of the batch."""
-        if self._rows is None or self._recording.batch.own_context:
+        with_rows = self._program.with_rows
+        if not with_rows or self._recording.batch.own_context:
             return ()
         sources = self._sources
         found = [name for name in piece.outputs if isinstance(sources.get(name), torch.Tensor)]
@@ -364,19 +331,4 @@ class _Recorder:
             where = self._lying.get(name, 0)
             if where in self._pool_memory or self._program.pool.arena.owns(where):
                 found.append(name)
-        split = self._program.split
-        return tuple(
-            self._sources[name]
-            for name in found
-            if any(self._rows == split.symbols.number(n) for n in split.values[name].meta.shape[:1])
-        )
-
-
-def _rows(program: Program) -> sympy.Expr | None:
-    """The symbol of the rows of a batch, where it is plain which dimension that is."""
-    split, wanted = program.split, program.config.capture_dim
-    dims = [name for name, dim in split.symbols.dims.items() if wanted in (None, dim)]
-    if len(dims) != 1:
-        return None
-    found = [each.meta for each in split.inputs if each.name in dims]
-    return split.symbols.number(found[0]) if found else None
+        return tuple([self._sources[name] for name in found if name in with_rows])

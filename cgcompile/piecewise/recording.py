@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import sympy
 import torch
 
 from cgcompile.boundaries import Boundaries
@@ -27,9 +28,10 @@ from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.calls import Call, call_of, written_inputs
 from cgcompile.piecewise.compilers import Runnable
-from cgcompile.piecewise.returns import Returns
+from cgcompile.piecewise.returns import Given, Returns
 from cgcompile.piecewise.roles import Roles
 from cgcompile.piecewise.stitch import Step, restoring_grad_mode
+from cgcompile.piecewise.uses import Uses
 from cgcompile.reasons import Reason, Why
 
 
@@ -70,6 +72,29 @@ class Program:
         pieces = self.split.pieces
         return {each.index: written_inputs(each) for each in pieces if not each.capture}
 
+    @cached_property
+    def written_positions(self) -> tuple[int, ...]:
+        """Of the inputs that some piece writes."""
+        return tuple(p for p, each in enumerate(self.split.inputs) if each.written)
+
+    @cached_property
+    def uses(self) -> tuple[Uses, Uses]:
+        """Who uses each value: with a context of the caller's, with one of our own."""
+        return Uses(self.split, False), Uses(self.split, True)
+
+    @cached_property
+    def with_rows(self) -> frozenset[str]:
+        """The values that eager pieces leave which have a row for each row of the batch."""
+        rows = _rows(self.split, self.config.capture_dim)
+        eager = [each for each in self.split.pieces if not each.capture]
+        names = {n for each in eager for n in (*each.outputs, *self.written[each.index])}
+        return frozenset(name for name in names if rows in self._first_dim(name))
+
+    def _first_dim(self, name: str) -> list[sympy.Expr]:
+        meta = self.split.values[name].meta
+        sizes = meta.shape[:1] if isinstance(meta, torch.Tensor) else ()
+        return [self.split.symbols.number(size) for size in sizes]
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -103,6 +128,7 @@ class Recording:
         roles: of the inputs.
         frame: where its bridges and copies of inputs take memory.
         given: until it is finished, ``inputs`` with buffers in place of what is copied.
+        starts: until then, where the memory of each of these begins; 0 for what has none.
         sequence: once it is finished, what a replay runs.
         sources: where a replay leaves the values that pieces make, by name, as far as it is known.
     """
@@ -120,7 +146,7 @@ class Recording:
         self._copied: list[tuple[int, OwnedCopy]] = []
         self._addresses: list[tuple[int, int]] = []
         self._values: list[tuple[int, Any]] = []
-        self._written_memory = frozenset(_memory(program.split, inputs))
+        self._written_memory = {*_starts([inputs[p] for p in program.written_positions])} - {0}
         if batch.copies:
             self._copied = [(p, OwnedCopy(inputs[p], self.frame)) for p in roles.read]
         if not batch.own_context:  # else these are part of the key
@@ -129,6 +155,7 @@ class Recording:
             self._held = [inputs[p].untyped_storage() for p in addressed]
             self._values = [(p, number(inputs[p])) for p in (*roles.numbers, *roles.scalars)]
         self.given = self._filled(inputs)
+        self.starts = _starts(self.given)
         self._returns: Returns
         self._generation = program.pool.generation
 
@@ -269,11 +296,12 @@ class Recording:
         self._run = restoring_grad_mode(run) if self._program.split.sets_grad_mode else run
         self._returns = returns
         self._generation = self._program.pool.generation
-        self.given = []  # what dies must be able to die
+        self.given, self.starts = [], []  # what dies must be able to die
 
     def returns(self, made: Any, sources: Sequence[Any], fixed: Set[int]) -> Returns:
         """How results are made, from what the recorded step returned; see :class:`Returns`."""
-        return Returns(made, sources, self.given, fixed, self.batch.own_context)
+        given = Given(self.given, self.starts)
+        return Returns(made, sources, given, fixed, self.batch.own_context)
 
 
 def number(value: Any) -> Any:
@@ -281,7 +309,14 @@ def number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _memory(split: SplitGraph, inputs: Sequence[Any]) -> Set[int]:
-    """Where the memory of the written inputs begins."""
-    written = (given for given, each in zip(inputs, split.inputs, strict=True) if each.written)
-    return {address(given) for given in written if isinstance(given, torch.Tensor)} - {0}
+def _starts(values: Sequence[Any]) -> list[int]:
+    return [address(each) if isinstance(each, torch.Tensor) else 0 for each in values]
+
+
+def _rows(split: SplitGraph, wanted: str | None) -> sympy.Expr | None:
+    """The symbol of the rows of a batch, where it is plain which dimension that is."""
+    dims = [name for name, dim in split.symbols.dims.items() if wanted in (None, dim)]
+    if len(dims) != 1:
+        return None
+    found = [each.meta for each in split.inputs if each.name in dims]
+    return split.symbols.number(found[0]) if found else None

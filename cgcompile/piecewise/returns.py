@@ -30,13 +30,29 @@ class _View(NamedTuple):
     negative: bool
 
 
+class Given(NamedTuple):
+    """What a recorded step was given.
+
+    Attributes:
+        inputs: buffers in place of copied inputs.
+        starts: where the memory of each begins; 0 for what has none.
+    """
+
+    inputs: Sequence[Any]
+    starts: Sequence[int]
+
+    def position(self, start: int) -> int | None:
+        """The first input whose memory begins there."""
+        return self.starts.index(start) if start in self.starts else None
+
+
 class Returns:
     """Makes the result of each replay of one recording.
 
     Args:
         made: what the recorded step returned.
         sources: for each of its leaves, what later steps find in its place: a slot, or an object.
-        inputs: what the recorded step was given, buffers in place of copied inputs.
+        given: what the recorded step was given.
         fixed: where the memory begins that graphs, bridges and copied inputs lie in.
         copied: whether what lies at fixed addresses is copied for the caller.
 
@@ -48,23 +64,23 @@ class Returns:
         self,
         made: Any,
         sources: Sequence[Any],
-        inputs: Sequence[Any],
+        given: Given,
         fixed: Set[int],
         copied: bool,
     ) -> None:
         self._spec = compat.tree_spec(made)
         self._is_flat = isinstance(made, tuple) and not any(map(compat.is_container, made))
-        places = _places(inputs)
         self._leaves: list[Any] = []
         self._views: list[_View] = []
         self._live: list[tuple[int, int]] = []
         lying: list[tuple[int, torch.Tensor]] = []
         for item, (leaf, source) in enumerate(zip(compat.tree_leaves(made), sources, strict=True)):
-            lies = isinstance(leaf, torch.Tensor) and address(leaf) in fixed
-            found = places.get(address(leaf)) if lies else None
+            start = address(leaf) if isinstance(leaf, torch.Tensor) else 0
+            lies = isinstance(leaf, torch.Tensor) and start in fixed
+            found = given.position(start) if lies else None
             self._leaves.append(None if isinstance(source, Slot) else source)
             if found is not None:
-                self._views.append(_view(item, leaf, found, inputs[found]))
+                self._views.append(_view(item, leaf, found, given.inputs[found]))
             elif isinstance(source, Slot):
                 self._live.append((item, source.at))
             elif lies:
@@ -97,15 +113,6 @@ class Returns:
 
     def _tree(self, leaves: list[Any]) -> Any:
         return tuple(leaves) if self._is_flat else compat.tree_unflatten(leaves, self._spec)
-
-
-def _places(inputs: Sequence[Any]) -> dict[int, int]:
-    """The first position of the input whose memory begins at an address."""
-    places: dict[int, int] = {}
-    for position, each in enumerate(inputs):
-        if isinstance(each, torch.Tensor) and address(each):
-            places.setdefault(address(each), position)
-    return places
 
 
 def returned_names(split: SplitGraph) -> list[str]:

@@ -1,0 +1,40 @@
+"""Who uses each value of a PIECEWISE step, apart from the piece that makes it: :class:`Uses`."""
+
+from cgcompile.passes.split import SplitGraph
+from cgcompile.piecewise.returns import returned_names
+
+
+class Uses:
+    """The uses of the values of a split graph; the same for all its recordings.
+
+    Args:
+        split: the split graph.
+        own: results are copied for the caller.
+
+    Attributes:
+        read: names that graphs read at a fixed address, or that must be there for the caller.
+        returned: names that the caller gets.
+        originals: names of results that the caller gets as the eager piece made them, even where
+            graphs read a copy: nothing writes them.
+        live: names that eager pieces read, or the caller.
+        last: for each name, the index of the last piece that uses it; past the end if the caller
+            gets what lies at its address.
+    """
+
+    def __init__(self, split: SplitGraph, own: bool) -> None:
+        self.returned = set(returned_names(split)) - {""}
+        values = split.values
+        eager = {name for piece in split.pieces if not piece.capture for name in piece.outputs}
+        unwritten = {name for name in self.returned & eager if not values[name].written}
+        self.originals = unwritten if own else set()
+        self.read = {name for piece in split.pieces if piece.capture for name in piece.inputs}
+        if not own:
+            self.read |= self.returned  # the next graph may read it where it lies
+        self.live = {name for piece in split.pieces if not piece.capture for name in piece.inputs}
+        self.live |= self.returned
+        self.last = {name: piece.index for piece in split.pieces for name in piece.inputs}
+        end = len(split.pieces)
+        if split.numbers is not None:
+            self.live |= set(split.numbers.inputs)
+            self.last.update(dict.fromkeys(split.numbers.inputs, end))
+        self.last.update(dict.fromkeys(self.returned - self.originals, end))
