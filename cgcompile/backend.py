@@ -21,7 +21,8 @@ from cgcompile.entry import CompiledGraph
 from cgcompile.errors import ConfigError, DispatchError
 from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import releasing, without_garbage_collection
-from cgcompile.graphs.verify import Difference
+from cgcompile.graphs.verify import Difference, verify_wrapper
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes import check_disabled, split_graph
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.cache import PieceCache
@@ -55,10 +56,24 @@ class Backend:
         self._compiled = 0  # how often torch.compile called
         self._forget: weakref.WeakSet[Any] = weakref.WeakSet()  # traces of compile()
         self._pieces = PieceCache(self.config)
+        self._wrappers: weakref.WeakSet[CUDAGraphWrapper] = weakref.WeakSet()
 
     def remember(self, traces: Any) -> None:
         """Let :meth:`invalidate` clear the traces of a compiled model as well."""
         self._forget.add(traces)
+
+    def adopt(self, wrapper: CUDAGraphWrapper) -> None:
+        """Count, capture, release and verify with this handle what a wrapper captures as well.
+
+        That of a model of :func:`cgcompile.compile` that is not traced. Held weakly.
+        """
+        wrapper.closed = self._capture_closed
+        self._wrappers.add(wrapper)
+
+    @property
+    def num_compilations(self) -> int:
+        """How many graphs were compiled so far; those that are gone count as well."""
+        return self._compiled
 
     @property
     def kept_traces(self) -> KeptTraces | None:
@@ -77,8 +92,9 @@ class Backend:
 
     @property
     def counters(self) -> Counters:
-        """What all calls of these graphs did, in one sum."""
-        return sum((graph.counters for graph in self.graphs), Counters())
+        """What all calls of these graphs did, and of wrappers, in one sum."""
+        found = [each.counters for each in self.graphs]
+        return sum(found + [each.counters for each in self._wrappers], Counters())
 
     def capture(
         self,
@@ -107,7 +123,7 @@ class Backend:
             batches,
             self,
             size=size,
-            settled=lambda: self._compiled,
+            settled=lambda: self.num_compilations,
             warmups=self.config.num_warmups,
             strict=self.config.strict,
         )
@@ -127,7 +143,7 @@ class Backend:
         ``poison=True`` to find stale reads as well.
 
         Args:
-            model: what ``torch.compile`` returned for this backend.
+            model: what ``torch.compile`` or ``cgcompile.compile`` returned for this backend.
             *args: of the call, in the forward context that it needs.
             rtol: relative tolerance; 0 for bitwise.
             atol: absolute tolerance.
@@ -140,6 +156,10 @@ class Backend:
             DispatchError: nothing was replayed.
             BaseException: what the model raised.
         """
+        wrapper = getattr(model, "wrapper", None)
+        if isinstance(wrapper, CUDAGraphWrapper) and wrapper in self._wrappers:
+            difference = verify_wrapper(wrapper, *args, rtol=rtol, atol=atol, **kwargs)
+            return [] if difference is None else [difference]
         found: list[Difference | None] = []
         graphs = self.graphs
         before = self.counters
@@ -167,6 +187,8 @@ class Backend:
         """
         for graph in self.graphs:
             graph.invalidate(reason)
+        for wrapper in tuple(self._wrappers):
+            wrapper.clear_graphs()
         for forget in tuple(self._forget):
             forget.clear()
 
@@ -178,6 +200,8 @@ class Backend:
         self._capture_closed = True
         for graph in self.graphs:
             graph.close_capture()
+        for wrapper in tuple(self._wrappers):
+            wrapper.closed = True
 
     def release(self) -> None:
         """Free all CUDA graphs and their memory; capture is open again.
@@ -193,6 +217,9 @@ class Backend:
         self._capture_closed = False
         for graph in self.graphs:
             graph.release()
+        for wrapper in tuple(self._wrappers):
+            wrapper.clear_all_graphs()
+            wrapper.closed = False
         with releasing():  # graphs of models that are gone as well
             pass
 
@@ -335,6 +362,17 @@ class NamedBackend:
 
 
 backend = NamedBackend()
+
+
+def handle_of(model: Any) -> Backend | None:
+    """The handle of a model that was compiled here, through whatever door; None of any other."""
+    own = getattr(model, "backend", None)
+    if isinstance(own, Backend):
+        return own
+    try:
+        return runtime(model)
+    except ConfigError:
+        return None
 
 
 def runtime(compiled: Any) -> Backend:

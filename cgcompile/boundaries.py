@@ -6,7 +6,6 @@ built-in list and the user's ``splitting_ops``; it answers :meth:`~Boundaries.ma
 an FX graph and :meth:`~Boundaries.match_call` for a function or op that runs.
 """
 
-import enum
 import fnmatch
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,31 +18,11 @@ import torch.nn.functional as F
 from torch import fx
 
 from cgcompile import compat
+from cgcompile.descriptors import allows_full as allows_full
 from cgcompile.errors import BoundaryError
-from cgcompile.forward_context import BatchDescriptor
+from cgcompile.modes import AttentionCGSupport
 
 REGION_MARK = {"cgcompile": "eager"}
-
-
-class AttentionCGSupport(enum.IntEnum):
-    """How far an attention op can go into a FULL graph. More is better; undeclared is NEVER."""
-
-    NEVER = 0  # must run outside of graphs
-    UNIFORM_SINGLE_TOKEN_DECODE = 1  # batches in which each request has one token
-    UNIFORM_BATCH = 2  # batches in which all requests have the same number of tokens
-    ALWAYS = 3  # any batch
-
-
-def allows_full(support: AttentionCGSupport, descriptor: BatchDescriptor | None) -> bool:
-    """Whether ops of this support may be in the FULL graph of a batch; None means any batch."""
-    if support is AttentionCGSupport.ALWAYS:
-        return True
-    if descriptor is None or not descriptor.uniform:
-        return False
-    if support is AttentionCGSupport.UNIFORM_BATCH:
-        return True
-    single = descriptor.query_len == 1
-    return support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE and single
 
 
 def target_name(target: Any) -> str:

@@ -6,7 +6,6 @@ marks the dimensions that vary; and what is checked at each call can be chosen.
 """
 
 import functools
-import logging
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile import compat
 from cgcompile.backend import Backend
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.errors import ConfigError
@@ -23,8 +21,6 @@ from cgcompile.graphs.transparent import Transparent
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.tracing.variant import GUARDS, SHAPES, Rules, Variant
 from cgcompile.tracing.variants import Traces
-
-log = logging.getLogger(__name__)
 
 
 def compile(
@@ -145,10 +141,7 @@ class CompiledModel(Transparent):
         self._traces: Traces | None = None
         self._call = _untraced(runnable, backend.config)
         if self._call is None:
-            ahead = compat.inductor_ahead if backend.config.compiler == "inductor" else None
-            self._traces = Traces(
-                runnable, self._compile, dynamic_dims, rules, backend.kept_traces, ahead
-            )
+            self._traces = Traces(runnable, self._compile, dynamic_dims, rules, backend.kept_traces)
             self._call = self._traces
             backend.remember(self._traces)
         elif dynamic_dims or rules != Rules():
@@ -157,6 +150,8 @@ class CompiledModel(Transparent):
                 "mode NONE and splitting='breakable' trace nothing",
                 "Leave them out, or use mode PIECEWISE with splitting='fx'.",
             )
+        if self.wrapper is not None:
+            backend.adopt(self.wrapper)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model.
@@ -192,6 +187,11 @@ class CompiledModel(Transparent):
         return self.runnable
 
     @property
+    def wrapper(self) -> CUDAGraphWrapper | None:
+        """What captures where nothing is traced: mode NONE, or breakable; else None."""
+        return self._call if isinstance(self._call, CUDAGraphWrapper) else None
+
+    @property
     def traces(self) -> tuple[Variant, ...]:
         """What was traced, the one used last first."""
         return () if self._traces is None else self._traces.made
@@ -210,9 +210,6 @@ class CompiledModel(Transparent):
         self.backend.invalidate(reason)
         if self._traces is not None:
             self._traces.clear()
-        elif isinstance(self._call, CUDAGraphWrapper):
-            log.info("%s: graphs are dropped: %s", self._call.name, reason)
-            self._call.clear_graphs()
 
     def _compile(
         self, graph: fx.GraphModule, inputs: list[Any], frozen: bool

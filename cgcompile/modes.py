@@ -1,4 +1,4 @@
-"""How much is compiled, and which CUDA graphs serve a step: two enumerations."""
+"""How much is compiled, which CUDA graphs serve a step, and how far attention may go into one."""
 
 import enum
 from collections.abc import Mapping
@@ -55,6 +55,15 @@ class CUDAGraphMode(enum.Enum):
     def valid_runtime_modes(cls) -> frozenset["CUDAGraphMode"]:
         """The modes in which one step can run."""
         return frozenset({cls.NONE, cls.PIECEWISE, cls.FULL})
+
+
+class AttentionCGSupport(enum.IntEnum):
+    """How far an attention op can go into a FULL graph. More is better; undeclared is NEVER."""
+
+    NEVER = 0  # must run outside of graphs
+    UNIFORM_SINGLE_TOKEN_DECODE = 1  # batches in which each request has one token
+    UNIFORM_BATCH = 2  # batches in which all requests have the same number of tokens
+    ALWAYS = 3  # any batch
 
 
 # What torch.compile(mode=...) means here. Inductor's own part of a mode is looked up in torch.

@@ -49,6 +49,16 @@ class Reason(enum.Enum):
     INPUT_CHANGED = "input_changed"  # a guard refused a replay, and on_input_change is "eager"
     GROWING_STATE = "growing_state"  # a result comes back as an input, larger: a new shape a step
 
+    # Of a batch: decided by the dispatcher, before the step runs.
+    EMPTY_BATCH = "empty_batch"  # no tokens: there is nothing to run
+    OVERSIZE = "oversize"  # more tokens or requests than any graph of the kind takes
+    MIXED_BATCH = "mixed_batch"  # only uniform decode has graphs, and this batch is none
+    QUERY_LENGTH = "query_length"  # uniform decode of a length that has no graphs
+    UNLISTED_VARIANT = "unlisted_variant"  # a LoRA count or a value of an axis without graphs
+    MODE_EXCLUDED = "mode_excluded"  # the caller forbids the mode for this batch
+    NOT_CAPTURED = "not_captured"  # a planned graph that was not captured yet, or was refused
+    NOT_PIECEWISE = "not_piecewise"  # the model has no pieces: neither compiled nor breakable
+
 
 class Why(NamedTuple):
     """A reason and what it was about, in words that a user can act on."""
@@ -69,6 +79,8 @@ EXPECTED = frozenset(
         Reason.OTHER_MODE,
         Reason.INSIDE_CAPTURE,
         Reason.NO_KERNEL,
+        Reason.EMPTY_BATCH,
+        Reason.MODE_EXCLUDED,
     }
 )
 

@@ -17,7 +17,8 @@ from cgcompile.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
-WHOLE = {"cudagraph_mode": "FULL", "capture_device": "host"}
+HOST = {"capture_device": "host"}
+WHOLE = {"cudagraph_mode": "FULL", **HOST}
 
 
 def step(model: Any, x: torch.Tensor) -> Any:
@@ -48,10 +49,10 @@ def test_a_full_graph_of_a_whole_model(mode: str) -> None:
     dims = {} if mode == "NONE" else {"dynamic_dims": {"x": 0}}
     one = cgcompile.compile(model, mode=mode, **WHOLE, **dims)
     if mode == "NONE":  # a wrapper: it captures the first call
-        check_steps(one, model, lambda: one._call, warm=0, exact=True)
-        assert len(one._call.concrete_cudagraph_entries) == 2
+        check_steps(one, model, lambda: one.wrapper, warm=0, exact=True)
+        assert len(one.wrapper.concrete_cudagraph_entries) == 2
         one.invalidate("test")
-        assert len(one._call.concrete_cudagraph_entries) == 0
+        assert len(one.wrapper.concrete_cudagraph_entries) == 0
     else:
         check_steps(one, model, lambda: one.backend, warm=1, exact=False)
         assert len(one.traces) == 1
@@ -195,3 +196,38 @@ def test_a_compiled_model_inside_of_torch_compile() -> None:
         x = rows(size)
         assert_same(found(x), inner(x) * 2)
     assert one.traces == ()
+
+
+@pytest.mark.parametrize("kind", ["breakable", "whole"])
+def test_the_handle_of_what_is_not_traced(kind: str) -> None:
+    """One that captures with a wrapper is counted, captured, verified and released as any other."""
+    case = CASES["op_packet"] if kind == "breakable" else CASES["sdpa"]
+    own = {"splitting": "breakable", **case.settings} if kind == "breakable" else {"mode": "NONE"}
+    mode = CUDAGraphMode.PIECEWISE if kind == "breakable" else CUDAGraphMode.FULL
+    model = build(case)
+    one = cgcompile.compile(model, **own, **(HOST if kind == "breakable" else WHOLE))
+    backend = one.backend
+    inputs = {size: batch("cpu", size) for size in (6, 3)}
+
+    def run(size: int) -> Any:
+        x = inputs[size]
+        x.copy_(torch.randn_like(x))
+        with set_forward_context(
+            cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(size)
+        ):
+            found = one(x)
+        assert_same(found, model(x))
+        return x
+
+    assert backend.capture(run, (3, 6)).captured == (6, 3)
+    run(3)
+    assert_counts(backend, 2, 1, {WARMING: 2})
+    with set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(6)):
+        assert backend.verify(one, inputs[6]) == []
+    backend.close_capture()
+    backend.invalidate("on purpose")
+    run(6)
+    assert backend.counters.plain[Reason.CAPTURE_FORBIDDEN] == 1
+    backend.release()
+    run(6), run(6)
+    assert (backend.counters.captures, backend.counters.replays) == (3, 2)

@@ -8,6 +8,7 @@ from expecttest import TestCase
 from cgcompile import errors
 from cgcompile.errors import (
     AddressChangedError,
+    BatchError,
     BoundaryError,
     CacheError,
     CaptureBusyError,
@@ -19,10 +20,13 @@ from cgcompile.errors import (
     ForwardContextError,
     GradientError,
     HostValueChangedError,
+    InputBufferError,
+    ManagerError,
     PassError,
     PieceCompileError,
     RecompileError,
     SavedGraphError,
+    SizesError,
     SymbolError,
     TraceError,
     UnsavableGraphError,
@@ -58,6 +62,12 @@ EXAMPLES: dict[str, CGCompileError] = {
     "BoundaryError.bad_impl": BoundaryError.bad_impl("ns::attend", 3),
     "BoundaryError.predicate_raised": BoundaryError.predicate_raised("mine", "add", KeyError("x")),
     "BoundaryError.declared_twice": BoundaryError.declared_twice("ns::attend"),
+    "BatchError.field": BatchError.field("num_tokens", -1, "at least 0"),
+    "BatchError.not_uniform": BatchError.not_uniform(7, 3, None),
+    "BatchError.which_query_len": BatchError.which_query_len(12, (1, 3)),
+    "BatchError.axes": BatchError.axes((3,), ["max_seqlen", "kernel"]),
+    "BatchError.not_planned": BatchError.not_planned("FULL", "num_tokens=7"),
+    "BatchError.lengths_differ": BatchError.lengths_differ(3, 2),
     "CacheError.unknown_entry": CacheError.unknown_entry("77", "/home/me/.cache/cgcompile"),
     "CacheError.ambiguous_entry": CacheError.ambiguous_entry("7", ["7a00", "7b00"]),
     "CacheError.caching_is_off": CacheError.caching_is_off(),
@@ -136,7 +146,38 @@ EXAMPLES: dict[str, CGCompileError] = {
     "RecompileError.dropped_guard": RecompileError.dropped_guard(
         "Decoder.forward", "L['self'].scale == 2.0"
     ),
+    "SizesError.number": SizesError.number("max_num_reqs", 0, 1),
+    "SizesError.not_a_size": SizesError.not_a_size(True),
+    "SizesError.empty": SizesError.empty(),
+    "SizesError.above": SizesError.above(range(16, 176, 16), 8),
+    "SizesError.no_multiple": SizesError.no_multiple(6, 4),
+    "SizesError.bad_entry": SizesError.bad_entry(0, 12),
+    "SizesError.no_steps": SizesError.no_steps(),
+    "SizesError.no_budget": SizesError.no_budget(),
+    "SizesError.bytes_unknown": SizesError.bytes_unknown(4096),
+    "SizesError.bad_measure": SizesError.bad_measure("cost_of", 8, None, "a finite number"),
+    "SizesError.too_few_bytes": SizesError.too_few_bytes(4096, 512, 8192),
+    "SizesError.not_covered": SizesError.not_covered(500, 496),
     "PieceCompileError.not_callable": PieceCompileError.not_callable("piece_0", "mine", None),
+    "InputBufferError.shape": InputBufferError.shape("slots", (3, 4)),
+    "InputBufferError.tail": InputBufferError.tail("slots", 0.5, "torch.int64"),
+    "InputBufferError.twice": InputBufferError.twice("slots"),
+    "InputBufferError.unknown": InputBufferError.unknown("slot", ["positions", "slots"]),
+    "InputBufferError.missing": InputBufferError.missing("positions"),
+    "InputBufferError.value": InputBufferError.value(
+        "slots", "torch.int64 [3]", "torch.int64 [4]", "tokens"
+    ),
+    "InputBufferError.too_large": InputBufferError.too_large(9, 1, 8, 4),
+    "ManagerError.no_graph": ManagerError.no_graph(5, [1, 2, 4, 8]),
+    "ManagerError.capture_mode": ManagerError.capture_mode("NONE"),
+    "ManagerError.twice": ManagerError.twice("FULL", "num_tokens=4, num_reqs=4"),
+    "ManagerError.no_metadata": ManagerError.no_metadata("num_tokens=4, num_reqs=4"),
+    "ManagerError.no_axis": ManagerError.no_axis("inputs_embeds"),
+    "ManagerError.presence": ManagerError.presence("inputs_embeds", True),
+    "ManagerError.rows": ManagerError.rows("rows"),
+    "ManagerError.count": ManagerError.count(1, 2),
+    "ManagerError.output": ManagerError.output("[8, 16]", "tokens", 16),
+    "ManagerError.other_outputs": ManagerError.other_outputs(),
 }
 
 
@@ -290,6 +331,21 @@ BoundaryError.predicate_raised: splitting op 'mine': its predicate raised KeyErr
 BoundaryError.declared_twice: splitting op 'ns::attend' is declared twice with different settings. Declare it once.""",
         )
 
+    def test_batch(self) -> None:
+        self.check(
+            "BatchError",
+            """\
+BatchError.field: dispatch: num_tokens = -1; expected at least 0.
+BatchError.not_uniform: dispatch(num_tokens=7, num_reqs=3, max_query_len=None, uniform_decode=True): requests of one length need num_tokens == num_reqs * max_query_len.
+  Give the numbers before padding, or uniform_decode=False.
+BatchError.which_query_len: dispatch(num_tokens=12, uniform_decode=True): there are graphs for several query lengths (1, 3), and nothing says which one this is.
+  Give num_reqs or max_query_len.
+BatchError.axes: dispatch: extra = (3,); expected a tuple with one hashable value per axis, each comparable with the listed ones: max_seqlen, kernel.
+BatchError.not_planned: no graph is planned for mode FULL and num_tokens=7.
+  Take modes and descriptors from plan().
+BatchError.lengths_differ: is_uniform_decode: 3 query lengths and 2 flags of prefill; expected one of each per request.""",
+        )
+
     def test_cache(self) -> None:
         self.check(
             "CacheError",
@@ -347,4 +403,32 @@ PieceCompileError.not_traced: piece_0, size 8: running it on fake values of this
 PieceCompileError.bad_outputs: piece_0: what compiler 'mine' made must return a tuple or list of 2 outputs; found no list.
   Return all outputs of the graph, in order.
 PieceCompileError.not_callable: piece_0: compiler 'mine' returned None; expected a callable that takes the inputs of the piece and returns the list of its outputs.""",
+        )
+
+    def test_sizes(self) -> None:
+        self.check(
+            "SizesError",
+            """\
+SizesError.number: max_num_reqs = 0; expected a whole number of at least 1.
+SizesError.not_a_size: capture sizes: True is none; expected whole numbers of at least 1.
+  A step without rows needs no graph.
+SizesError.empty: no capture sizes were given; expected at least one.
+  For steps without graphs take CUDAGraphMode.NONE.
+SizesError.above: capture sizes 16, 32, 48, 64, 80, 96, 112, 128 and 2 more: above the maximum of 8, so that no batch needs them and no buffer holds them.
+  Leave them out, or raise the maximum.
+SizesError.no_multiple: no capture size is possible: the maximum is 4, and sizes must be multiples of 6.
+  Raise the maximum, or take a smaller query length or parallel size.
+SizesError.bad_entry: histogram: {0: 12}; expected batch size: number of steps, whole numbers of at least 1 and 0.
+  Leave idle steps out: they run nothing.
+SizesError.no_steps: fit_sizes(): the histogram holds no steps, so there is nothing to fit.
+  Count the batch sizes of real steps, or take capture_sizes().
+SizesError.no_budget: fit_sizes(): no budget was given; without one every observed batch size would get a graph.
+  Give count=, or nbytes= and bytes_of=, or all three.
+SizesError.bytes_unknown: fit_sizes(nbytes=4096): nothing says what a graph takes.
+  Give bytes_of=, a function from a size to the bytes of its graph.
+SizesError.bad_measure: fit_sizes(): cost_of(8) returned None; expected a finite number.
+SizesError.too_few_bytes: fit_sizes(nbytes=4096): the graph of size 512, which alone would cover all batches, takes 8192 bytes.
+  Raise nbytes, lower maximum, or give cost_without_graph=, so that large batches may run without a graph.
+SizesError.not_covered: fit_sizes(): the largest candidate is 496, and batches of 500 were observed.
+  Add a candidate, or give maximum=496: larger batches then run without a graph.""",
         )

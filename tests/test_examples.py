@@ -401,8 +401,7 @@ def test_host_time_measures_replays(limit: str, code: int) -> None:
     assert "breakable: 3 graphs, the op's function" in rows
     assert "FULL: 1 graphs, 22 inputs, the op through the dispatcher" in rows
     ratios = [float(row.split("ratio")[1]) for row in rows if "us  ratio" in row]
-    # each of 2 modes through the dispatcher, pieces with the function, breakable in both ways
-    assert len(ratios) == 2 * 5 + 2 + 2 * 2
+    assert len(ratios) == 2 * (4 + 1) + 2 + 2 * 2
     assert min(ratios) > 0
 
 

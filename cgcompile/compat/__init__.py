@@ -44,7 +44,6 @@ from cgcompile.compat.compilers import (
     compile_aten,
     compile_standalone,
     compile_whole,
-    inductor_ahead,
     inductor_mode_options,
     inductor_option_names,
     uncapturable_op,

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from cgcompile.compat.compilers import compile_standalone, known_patches
+from cgcompile.compat.modes import autocast_state
 from cgcompile.compat.operators import op_overloads
 
 log = logging.getLogger(__name__)
@@ -302,10 +303,7 @@ def _state() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.enabled,
         "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
     }
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            found[f"autocast {device}"] = torch.get_autocast_dtype(device)
-    return found
+    return {**found, "autocast": autocast_state()}
 
 
 def _float32_precision() -> str:

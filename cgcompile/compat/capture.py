@@ -53,18 +53,20 @@ def _over(storage: torch.UntypedStorage, layout: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_over(storage: torch.UntypedStorage, layout: torch.Tensor) -> torch.Tensor:
-    if type(layout) is torch.Tensor:  # a subclass may have its own idea of a new one
-        found = layout.new_empty(0)
+    bits = layout.is_conj(), layout.is_neg()
+    if type(layout) is torch.Tensor and not any(bits):
+        found = layout.new_empty(0)  # a subclass has its own idea of it, and bits are resolved
     else:
         found = torch.empty(0, dtype=layout.dtype, device=layout.device)
     found.set_(storage, layout.storage_offset(), layout.size(), layout.stride())
-    if layout.is_conj() or layout.is_neg():
-        return with_bits(found, layout.is_conj(), layout.is_neg())
-    return found
+    return with_bits(found, *bits) if any(bits) else found
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
-    """A context in which new tensors are none of inference mode; a third of torch's own cost."""
+    """A context in which new tensors are none of inference mode; a third of torch's own cost.
+
+    Where it leaves inference mode, it turns grad mode on: for results that do not require grad.
+    """
     if not torch.is_inference_mode_enabled():
         return nullcontext()
     context: AbstractContextManager[Any] = torch._C._InferenceMode(False)

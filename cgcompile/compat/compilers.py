@@ -1,9 +1,6 @@
 """torch's own compilers. See ``cgcompile/compat/__init__.py``."""
 
-import importlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -52,29 +49,6 @@ def compile_standalone(
         options={"config_patches": known_patches(patches)},
         aot=aot,
     )
-
-
-def inductor_ahead() -> None:
-    """Begin what Inductor needs once in a process and for which no graph is needed yet.
-
-    Where there is a CUDA device in use: the processes that compile kernels, and, in a thread, the
-    hashes over torch's and Triton's files, which mostly run without the interpreter's lock. torch
-    computes each once; a second caller computes it again or finds it.
-    """
-    if not torch.cuda.is_initialized():
-        return
-    from torch._inductor.async_compile import maybe_warm_pool
-    from torch._inductor.codecache import torch_key
-
-    importlib.import_module("torch._inductor.compile_fx")  # not beside the thread
-    maybe_warm_pool()
-
-    def hash_files() -> None:
-        torch_key()
-        with suppress(ImportError, AttributeError):
-            importlib.import_module("triton.runtime.cache").triton_key()
-
-    threading.Thread(target=hash_files, name="cgcompile: hashes", daemon=True).start()
 
 
 def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:

@@ -149,7 +149,10 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def autocast_state() -> dict[str, torch.dtype]:
-    """The type that autocast computes in, by the kind of device that it is on for."""
+    """The type that autocast computes in, by the kind of device that it is on for.
+
+    Kinds of devices that torch does not know by these names are not told apart.
+    """
     kinds = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
     return {
         kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)

@@ -35,7 +35,8 @@ class _Globals(dict[str, Any]):
 class _Helpers(types.ModuleType):
     """What Dynamo's code calls of ``torch._dynamo.utils``.
 
-    There each helper turns Dynamo off around itself, which costs more than all else in a call.
+    There most of them turn Dynamo off around themselves, which costs more than all else in a call.
+    The tensors are plain ones: a subclass has its own trace and no such helpers of its own.
     """
 
     call_size = staticmethod(torch.Tensor.size)

@@ -115,11 +115,9 @@ class BreakMode(compat.DispatchMode):
 
     def _match(self, func: Any, args: tuple[Any, ...]) -> SplittingOp | None:
         op = compat.functionalized_op(func, args) or func
-        try:
-            return self._known[op]
-        except KeyError:
-            found = self._known[op] = self._boundaries.match_call(op)
-            return found
+        if op not in self._known:
+            self._known[op] = self._boundaries.match_call(op)
+        return self._known[op]
 
 
 class Makers(compat.DispatchMode):

@@ -149,18 +149,45 @@ def capture_turn(what: str, holder: object) -> AbstractContextManager[None]:
     return _turn.taken(what, holder)
 
 
-class without_garbage_collection:
-    """A collection could free a graph or a module of kernels, which ends a running capture."""
+class _Collection:
+    """Who wants automatic garbage collection off now, over all threads."""
 
-    __slots__ = ("_enabled",)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._was_on = False
+
+    def stop(self) -> None:
+        with self._lock:
+            if not self._depth:
+                self._was_on = gc.isenabled()
+                gc.disable()
+            self._depth += 1
+
+    def go_on(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if not self._depth and self._was_on:
+                gc.enable()
+
+
+_collection = _Collection()  # automatic collection is the process's
+
+
+class without_garbage_collection:
+    """No automatic collection in this process, until the last such block of any thread ends.
+
+    A collection could free a graph or a module of kernels, which ends a running capture; and of the
+    time of a trace, which makes millions of objects, it takes a good part.
+    """
+
+    __slots__ = ()
 
     def __enter__(self) -> None:
-        self._enabled = gc.isenabled()
-        gc.disable()
+        _collection.stop()
 
     def __exit__(self, *error: object) -> None:
-        if self._enabled:
-            gc.enable()
+        _collection.go_on()
 
 
 @contextmanager

@@ -74,6 +74,7 @@ class CUDAGraphWrapper(Transparent):
         runnable: what is wrapped.
         runtime_mode: the mode that it serves.
         counters: what its calls did.
+        closed: capture nothing any more; may be set.
 
     Raises:
         DispatchError: ``runtime_mode`` is not PIECEWISE or FULL.
@@ -96,7 +97,7 @@ class CUDAGraphWrapper(Transparent):
         self.config = CompilationConfig() if config is None else config
         self.runtime_mode = runtime_mode
         self.options = CUDAGraphOptions() if cudagraph_options is None else cudagraph_options
-        self.counters = Counters()
+        self.counters, self.closed = Counters(), False
         self.name: str = name or getattr(runnable, "__name__", None) or type(runnable).__name__
         self._modes: tuple[CUDAGraphMode, ...] = (runtime_mode,)
         # Per mode and descriptor: one entry, or with on_input_change="recapture" several.
@@ -189,14 +190,10 @@ class CUDAGraphWrapper(Transparent):
         return self._first(mode, descriptor, args, kwargs)
 
     def _first(
-        self,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, mode: CUDAGraphMode, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        if not capture_allowed():
-            detail = f"no graph for {descriptor}, and allow_capture(False) is set"
+        if self.closed or not capture_allowed():
+            detail = f"no graph for {descriptor}, and capture is closed"
             return self._plain(Reason.CAPTURE_FORBIDDEN, detail, args, kwargs)
         if capture_postponed():
             return self._plain(Reason.WARMING, "a bulk capture comes", args, kwargs)

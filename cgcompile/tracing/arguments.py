@@ -3,7 +3,7 @@
 Guards of Dynamo look at the whole model and cost tens of microseconds. Where they are dropped, the
 arguments are still compared: their number and order, types, dtypes, devices, ranks, layouts,
 whether they require grad, the sizes that are not dynamic, which sizes are equal, plain values and
-containers of them; other objects by identity. It reads like this::
+containers of them; other objects by identity; and autocast. It reads like this::
 
     def fits(args, kwargs):
         if len(args) != 2 or kwargs:
@@ -15,6 +15,8 @@ containers of them; other objects by identity. It reads like this::
         if len(s0) != 2 or s0[1] != 16:
             return False
         ...
+        if autocast():
+            return False
         return True
 """
 
@@ -23,6 +25,7 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ from cgcompile import compat
 
 _PLAIN = (bool, int, str, bytes, range, type(None))
 _SEALED = (torch.dtype, torch.device, torch.layout, torch.memory_format, types.MethodType)
+_FEW = 4  # tensors that are compared pair by pair
 _SYMBOL = re.compile(r"[A-Za-z_]\w*")
 
 # By path, such as ``L['x'][0]``: for each dimension its size, or the name of a size that varies.
@@ -174,18 +178,22 @@ class _Lines:
             ids = self.bound("f", self.others)
             objects = " or ".join(f"id({name}) in {ids}" for name in self._tensors.values())
             self.unless(objects)
-        if len(self._tensors) > 1:
-            objects = ", ".join(f"id({name})" for name in self._tensors.values())
-            self.unless(f"len({{{objects}}}) != {len(self._tensors)}")
+        names = list(self._tensors.values())
+        if 1 < len(names) <= _FEW:
+            pairs = combinations(names, 2)
+            self.unless(" or ".join(f"{one} is {other}" for one, other in pairs))
+        elif len(names) > _FEW:
+            objects = ", ".join(f"id({name})" for name in names)
+            self.unless(f"len({{{objects}}}) != {len(names)}")
 
     def autocast(self) -> None:
         """Ops compute in another type under autocast, and the trace says in which."""
-        state = compat.autocast_state()
-        if not state:
-            self.unless(f"{self.bound('a', compat.any_autocast)}()")
-        else:
-            now = self.bound("a", compat.autocast_state)
-            self.unless(f"{now}() != {self.bound('c', state)}")
+        on = self.bound("a", compat.any_autocast)
+        if not compat.any_autocast():
+            self.unless(f"{on}()")
+            return
+        now, was = self.bound("a", compat.autocast_state), compat.autocast_state()
+        self.unless(f"not {on}() or {now}() != {self.bound('c', was)}")
 
 
 def fits_function(

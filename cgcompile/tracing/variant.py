@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cgcompile import compat
+from cgcompile.entry import CompiledGraph
 from cgcompile.tracing.saved import SavedTrace
 
 SHAPES = ("backed", "backed_size_oblivious", "unbacked")
@@ -65,10 +66,10 @@ class Variant:
     Attributes:
         compiled: the compiled graph.
         start: what its start took.
-        fits: whether a call is like the traced one, by its arguments.
+        fits: whether a call is like the traced one, by its arguments and autocast.
         proven: whether a call has run to its end: only then is it known what it replaces.
         frozen: the tensors that are bound, not looked up.
-        is_free: whether nothing but the arguments is looked at.
+        is_free: whether nothing but ``fits`` is looked at.
     """
 
     def __init__(
@@ -99,25 +100,20 @@ class Variant:
             # never wrong in type or freed. Gradients need the parameters themselves.
             held = tuple(_held(tensor) for tensor in tensors)
             grad_is_on = torch.is_grad_enabled
-            step = getattr(compiled, "step", None) or (lambda inputs: compiled(*inputs))
+            # Hundreds of weights are not unpacked and packed again where that can be avoided.
+            step = compiled.step if isinstance(compiled, CompiledGraph) else _spread(compiled)
 
             def run(*inputs: Any) -> Any:
                 return step(inputs + (tensors if grad_is_on() else held))
 
         self.run = trace.function(run)
         self._references: Sequence[weakref.ref[Any]] = getattr(fits, "references", ())
-        self._watches: list[weakref.ref[Any]] = []
         self.is_free = self.guards is None and self.dropped is None
 
     @property
     def is_alive(self) -> bool:
         """Whether all objects that a call must pass are still there."""
         return all(reference() is not None for reference in self._references)
-
-    def watch(self, died: Callable[[Any], None]) -> None:
-        """Call ``died`` when one of these objects dies."""
-        living = (reference() for reference in self._references)
-        self._watches = [weakref.ref(each, died) for each in living if each is not None]
 
     def moved(self, names: Mapping[str, Any], globals_: Mapping[str, Any]) -> str | None:
         """The first frozen tensor that is another one now, as Python; None if all are there."""
@@ -129,6 +125,10 @@ class Variant:
             if now is not each.tensor:
                 return each.where
         return None
+
+
+def _spread(compiled: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any]:
+    return lambda inputs: compiled(*inputs)
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:

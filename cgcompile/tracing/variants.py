@@ -8,7 +8,6 @@ import inspect
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -36,10 +35,9 @@ log = logging.getLogger(__name__)
 _RESTARTS = 4  # of one trace, as a compiler asks for them
 
 # Compiles a graph: (graph, its example inputs, whether the last ones are frozen) -> callable.
-_MANY = 8  # traces of one function: worth a warning, as in torch.compile
-_MOST = 64  # that are kept; those used last
-
 Compile = Callable[[fx.GraphModule, list[Any], bool], Callable[..., Any]]
+
+_MANY = 256  # traces of one function: more than a class has layers, so worth a warning
 
 
 class Traces:
@@ -51,7 +49,6 @@ class Traces:
         dims: which dimensions vary, by the name of the parameter.
         rules: how calls are told apart.
         kept: where traces without guards are kept; None: nowhere.
-        ahead: called before each new trace: what can be begun before there is a graph.
 
     Attributes:
         made: the traces, the one used last first.
@@ -65,7 +62,6 @@ class Traces:
         dims: Mapping[str, Any] | None,
         rules: Rules,
         kept: KeptTraces | None = None,
-        ahead: Callable[[], None] | None = None,
     ) -> None:
         self._called = called
         self._hooks = compat.hooks_of(called)
@@ -76,7 +72,7 @@ class Traces:
         self._compile = compile_graph
         self._rules = rules
         self._kept = kept
-        self._ahead = ahead
+        self._count = 0  # of all traces so far
         self._lock = threading.RLock()
         self.made: tuple[Variant, ...] = ()
         self.is_closed = False
@@ -88,7 +84,8 @@ class Traces:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the trace that serves this call; trace it if there is none."""
-        if self._hooks and sum(map(len, self._hooks)) != self._hooked:
+        # Counting is slower than seeing that there are none.
+        if any(self._hooks) if not self._hooked else sum(map(len, self._hooks)) != self._hooked:
             self._look()
         if self._bound is not None:
             args = (self._bound, *args)
@@ -223,22 +220,15 @@ class Traces:
         return variant
 
     def _add(self, variant: Variant) -> None:
-        self.made = (variant, *(each for each in self.made if each.is_alive))[:_MOST]
-        if len(self.made) == _MANY:
+        self.made = (variant, *(each for each in self.made if each.is_alive))
+        self._count += 1
+        if self._count == _MANY:
             log.warning(
-                "%s: %d traces by now, each compiled; what differs is told by freeze(), and an "
-                "object as an argument must be the same object at each call",
+                "%s has been traced %d times, and each was compiled. An object as an argument must "
+                "be the same object at each call; after freeze() such a call is an error",
                 self.name,
                 _MANY,
             )
-        myself = weakref.ref(self)
-
-        def died(_: Any) -> None:
-            traces = myself()
-            if traces is not None:  # whatever the trace holds goes with its object
-                traces.made = tuple(each for each in traces.made if each.is_alive)
-
-        variant.watch(died)
 
     def _read(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]
@@ -261,8 +251,6 @@ class Traces:
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
         start, why = time.perf_counter(), ""
         freeze = self._rules.guards == "none" and not self._unfrozen
-        if self._ahead is not None:
-            self._ahead()
         trace = self._trace(args, kwargs, freeze)
         check_dims(self.name, dims, trace.sizes)
         keep, keeps = None, self._keeps

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -42,7 +43,12 @@ from cgcompile import (
     set_forward_context,
 )
 from cgcompile.errors import DispatchError
-from cgcompile.graphs.capture import bulk_capture, capture_postponed, postponed_capture
+from cgcompile.graphs.capture import (
+    bulk_capture,
+    capture_postponed,
+    postponed_capture,
+    without_garbage_collection,
+)
 from cgcompile.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -502,3 +508,25 @@ def test_a_closed_backend_has_reasons_for_all(device: str) -> None:
     assert all(why.startswith("capture_forbidden: ") for _, why in found.missing)
     backend.release()
     assert backend.capture(run, (6, 3)).captured == (6, 3)
+
+
+# ---------------------------------------------------------------- several threads
+
+
+def test_collection_stays_off_until_the_last_one_is_done(automatic) -> None:
+    """A trace that ends in one thread must not turn it on inside of another one's capture."""
+    inside, done = threading.Event(), threading.Event()
+
+    def trace() -> None:
+        with without_garbage_collection():
+            inside.set()
+            assert done.wait(10)
+
+    thread = threading.Thread(target=trace)
+    thread.start()
+    assert inside.wait(10)
+    with without_garbage_collection():
+        done.set()
+        thread.join()
+        assert not gc.isenabled()
+    assert gc.isenabled() is automatic

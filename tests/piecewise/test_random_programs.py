@@ -160,11 +160,12 @@ def test_random_programs_equal_eager(compiler: str) -> None:
             return
         captured, eager = run(program, compiler, first)
         note(f"{captured} captured, {eager} eager")
-        totals.update(programs=1, captured=captured, eager=eager)
+        totals.update(programs=1, captured=captured, eager=eager, ambiguous=first == 4)
 
     library()
     random_programs()
     # The suite may throw programs away; it must not throw all of them away.
     assert totals["programs"] >= 15, totals
     assert totals["captured"] >= 15, totals
+    assert totals["ambiguous"] >= 3, totals
     assert totals["eager"] >= 10, totals

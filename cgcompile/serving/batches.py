@@ -1,0 +1,81 @@
+"""What a caller says of one batch, checked. Plain Python; contradictions raise ``BatchError``."""
+
+from collections.abc import Collection, Sequence
+
+from cgcompile.errors import BatchError
+from cgcompile.modes import CUDAGraphMode
+from cgcompile.serving.planning import FULL, NONE, PIECEWISE
+
+
+def is_uniform_decode(query_lens: Collection[int], is_prefilling: Collection[bool]) -> bool:
+    """Whether a batch is uniform decode, as ``dispatch`` understands it.
+
+    Args:
+        query_lens: tokens of each request in this step.
+        is_prefilling: of each request, whether it still works on its prompt. The last chunk of a
+            prompt counts as well, though as short as a decode step: its kernels are others.
+
+    Returns:
+        True if there is a request, none is in prefill, and all have the same number of tokens.
+
+    Raises:
+        BatchError: the two speak of different numbers of requests.
+    """
+    if len(query_lens) != len(is_prefilling):
+        raise BatchError.lengths_differ(len(query_lens), len(is_prefilling))
+    return len(set(query_lens)) == 1 and not any(is_prefilling)
+
+
+def check_empty(num_tokens: int, num_reqs: int | None) -> None:
+    """Raise unless a batch for which one of the two is not positive is an empty one."""
+    if num_tokens < 0:
+        raise BatchError.field("num_tokens", num_tokens, "at least 0")
+    if num_reqs is not None and (num_reqs < 0 or (num_tokens and not num_reqs)):
+        expected = "at least 1 for a batch with tokens, and never less than 0"
+        raise BatchError.field("num_reqs", num_reqs, expected)
+
+
+def uniform_numbers(
+    num_tokens: int, num_reqs: int | None, max_query_len: int | None, known: Sequence[int]
+) -> tuple[int, int]:
+    """Query length and requests of a uniform batch; ``known`` lengths help if there is but one."""
+    if num_reqs is not None:
+        query_len = num_tokens // num_reqs
+    elif max_query_len is not None:
+        query_len = max_query_len
+    elif len(known) == 1:
+        query_len = known[0]
+    else:
+        raise BatchError.which_query_len(num_tokens, known)
+    reqs = num_tokens // query_len if query_len > 0 else 0
+    wrong = max_query_len is not None and max_query_len != query_len
+    if wrong or reqs * query_len != num_tokens or (num_reqs is not None and reqs != num_reqs):
+        raise BatchError.not_uniform(num_tokens, num_reqs, max_query_len)
+    return query_len, reqs
+
+
+def allowed_modes(
+    valid: Collection[CUDAGraphMode] | None, invalid: Collection[CUDAGraphMode] | None
+) -> tuple[bool, bool]:
+    """Whether FULL, and whether PIECEWISE, is allowed. By identity: enums are slow to hash."""
+    full = piecewise = valid is None
+    for mode in valid or ():
+        if mode is FULL:
+            full = True
+        elif mode is PIECEWISE:
+            piecewise = True
+        else:
+            _check_none("valid_modes", mode)
+    for mode in invalid or ():
+        if mode is FULL:
+            full = False
+        elif mode is PIECEWISE:
+            piecewise = False
+        else:
+            _check_none("invalid_modes", mode)
+    return full, piecewise
+
+
+def _check_none(name: str, mode: CUDAGraphMode) -> None:
+    if mode is not NONE:
+        raise BatchError.field(name, mode, "runtime modes: NONE, PIECEWISE, FULL")

@@ -1,0 +1,398 @@
+"""Capture all graphs of a model, and run each batch on the graph that serves it.
+
+:class:`CudaGraphManager` owns what must stay where it is: input buffers, output buffers, graphs. An
+engine gives it real rows and says how to build metadata; the manager asks the dispatcher for a
+graph, pads, stages, builds the metadata of the *padded* batch, sets the forward context and calls.
+It never begins a capture itself: a compiled model's entry records PIECEWISE graphs, a wrapper
+around the whole step FULL ones, and a model that was never compiled gets breakable capture. The
+rule: what a step returned is valid until the next one.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from cgcompile.backend import Backend, handle_of
+from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.descriptors import BatchDescriptor
+from cgcompile.errors import ManagerError
+from cgcompile.forward_context import set_forward_context
+from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
+from cgcompile.graphs.bulk import BulkCapture
+from cgcompile.graphs.capture import postponed_capture
+from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.guards import WeightsGuard
+from cgcompile.graphs.pool import GraphPool
+from cgcompile.reasons import Counters
+from cgcompile.serving.buffers import InputBuffer, StaticInputs
+from cgcompile.serving.capturing import capture_set, largest, sets_of
+from cgcompile.serving.dispatcher import CudagraphDispatcher
+from cgcompile.serving.outputs import OutputBuffers, Outputs
+from cgcompile.serving.statistics import DispatchStatistics
+from cgcompile.serving.steps import Batch, GraphHooks, Metadata, dummy_batch
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+
+Prepare = Callable[[BatchDescriptor, str], Batch]
+BuildMetadata = Callable[[Batch, BatchDescriptor, dict[str, Any]], Metadata]
+
+
+class CudaGraphManager:
+    """The graphs of one model, and the buffers that they read and write.
+
+    Not for several threads at a time. Two models (a draft and a target) are two managers.
+
+    Args:
+        model: called with the input buffers as keyword arguments. Compiled with the backend
+            ``cgcompile`` or :func:`cgcompile.compile`, or not compiled.
+        dispatcher: which graphs there are to be, and which of them serves a batch.
+        inputs: the buffers.
+        device: where they are.
+        prepare: ``prepare(descriptor, phase)``: a batch of this padded size to warm up or to
+            capture with; ``phase`` is ``"warmup"`` or ``"capture"``. Called afresh for each. Left
+            out: :meth:`dummy_batch`.
+        metadata: ``metadata(batch, descriptor, buffers)``: what the forward context holds, built
+            after padding; ``descriptor`` tells the padded sizes, ``buffers`` are the padded views.
+            Left out: no metadata.
+        outputs: what rows of the model's results count: ``"tokens"`` or ``"reqs"``; one for all, or
+            one for each tensor of the flattened result.
+        backend: the handle of a compiled model; left out: found on the model.
+        config: of the wrappers: splitting ops, ``capture_device``, ``num_warmups``, ``strict``.
+        hooks: what others do around graphs.
+        graph_capture: a context around each set of captures, such as a communicator's.
+        lazily: capture a planned graph when a batch first asks for it, after one warming call; else
+            only :meth:`capture` does, and until then steps run without graphs, counted.
+        inference_mode: capture and run in inference mode; else in the caller's mode.
+        check_weights: before each FULL replay compare the weights with those captured, objects and
+            addresses; about 0.2 us a weight. False trusts you to call :meth:`release` when one is
+            replaced. Changes in place are always seen.
+
+    Attributes:
+        model: as given.
+        dispatcher: as given; it knows what has been captured.
+        inputs: the input buffers.
+        statistics: what was dispatched; ``print(manager.statistics.coverage())``.
+        bulk: how each set of captures went, by its title.
+
+    Raises:
+        ConfigError: settings that cannot be.
+        InputBufferError: two buffers of one name.
+        ManagerError: an optional input without an axis of the dispatcher, or bad ``outputs``.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        dispatcher: CudagraphDispatcher,
+        inputs: Iterable[InputBuffer],
+        *,
+        device: torch.device | str,
+        prepare: Prepare | None = None,
+        metadata: BuildMetadata | None = None,
+        outputs: str | Sequence[str] = "tokens",
+        backend: Backend | None = None,
+        config: CompilationConfig | None = None,
+        hooks: Sequence[GraphHooks] = (),
+        graph_capture: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        lazily: bool = False,
+        inference_mode: bool = True,
+        check_weights: bool = True,
+    ) -> None:
+        self.model = model
+        self.dispatcher = dispatcher
+        dispatcher.only_captured = not lazily
+        limits = dispatcher.limits
+        self.inputs = StaticInputs(inputs, limits.max_num_tokens, limits.max_num_reqs, device)
+        self.statistics = DispatchStatistics(dispatcher.plan())
+        self.bulk: dict[str, BulkCapture] = {}
+        self._prepare = prepare or self.dummy_batch
+        self._metadata = metadata or (lambda batch, descriptor, buffers: Metadata())
+        self._hooks = tuple(hooks)
+        self._graph_capture = graph_capture
+        self._inference_mode = inference_mode
+        self._check_weights = check_weights
+        self._weights: WeightsGuard | None = None
+        self._arguments = [spec.name for spec in self.inputs.specs if spec.argument]
+        self._optional = self._axes_of_optional()
+        self._outputs = Outputs(outputs)
+        self._kept = OutputBuffers(self._outputs, largest(dispatcher.plan(), FULL))
+        self._config = CompilationConfig.resolve(config)
+        self._backend = handle_of(model) if backend is None else backend
+        self._warmed: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
+        self._sizes = (0, 0)  # of the step that runs, padded
+        found = capture_device(torch.device(device), self._config.capture_device)
+        self._pool = None if found is None else GraphPool(found)
+        self._full = self._wrapper(self._whole, FULL, "step")
+        self._pieces: Any = model
+        if self._backend is None:
+            self._pieces = self._wrapper(model, PIECEWISE, "model")
+
+    def _wrapper(
+        self, runnable: Callable[..., Any], mode: CUDAGraphMode, name: str
+    ) -> BreakableCUDAGraphWrapper:
+        return BreakableCUDAGraphWrapper(runnable, self._config, mode, pool=self._pool, name=name)
+
+    def _axes_of_optional(self) -> dict[str, int]:
+        """The place in ``extra`` that says whether an optional input is there."""
+        names = [axis.name for axis in self.dispatcher.axes]
+        found = [spec.name for spec in self.inputs.specs if spec.optional]
+        for name in found:
+            if name not in names:
+                raise ManagerError.no_axis(name)
+        return {name: names.index(name) for name in found}
+
+    # -------------------------------------------------------------- what a user may ask
+
+    @property
+    def counters(self) -> Counters:
+        """What steps with graphs did: FULL steps, and those of the model or of its pieces."""
+        found: Counters = (self._backend or self._pieces).counters
+        return self._full.counters + found
+
+    @property
+    def pool(self) -> GraphPool | None:
+        """The memory of FULL graphs, and of pieces of a model that is not compiled."""
+        return self._pool
+
+    def needs_capture(self) -> bool:
+        """Whether any graph is planned."""
+        return bool(self.dispatcher.plan())
+
+    def get_cudagraph_size(self, num_tokens: int, uniform_decode: bool = False) -> int | None:
+        """The padded size of the graph that serves so many tokens; None if none does."""
+        found = self.dispatcher.dispatch(num_tokens, uniform_decode=uniform_decode)
+        return None if found.mode is NONE else found.descriptor.num_tokens
+
+    def get_cudagraph_runtime_mode(
+        self, num_reqs: int, num_tokens: int, max_query_len: int
+    ) -> tuple[CUDAGraphMode, int | None]:
+        """(runtime mode, padded size) of a batch; (NONE, None) where no graph serves it.
+
+        It is uniform decode if each request has ``max_query_len`` tokens, a length that the
+        dispatcher has. Prompts of equal length look the same: who knows better asks the dispatcher.
+        """
+        uniform = num_tokens == max_query_len * num_reqs
+        uniform &= max_query_len in self.dispatcher.query_lens
+        found = self.dispatcher.dispatch(num_tokens, num_reqs, max_query_len, uniform)
+        return (NONE, None) if found.mode is NONE else (found.mode, found.descriptor.num_tokens)
+
+    # -------------------------------------------------------------- capture
+
+    def capture(self) -> dict[str, BulkCapture]:
+        """Warm up and capture what the dispatcher plans: PIECEWISE, then FULL, the largest first.
+
+        What could not be captured is not dispatched; its reason is in the result.
+
+        Returns:
+            How each set went, by its title.
+
+        Raises:
+            ManagerError: a graph is there already, or FULL has no metadata.
+            DispatchError: ``strict``, and a graph could not be captured.
+            BaseException: what the model, ``prepare`` or ``metadata`` raised.
+        """
+        self._refuse_twice(self.dispatcher.plan())
+        for title, mode, descriptors in sets_of(self.dispatcher.plan()):
+            self._capture_set(title, mode, descriptors)
+        return dict(self.bulk)
+
+    def capture_graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """Warm up and capture one planned graph.
+
+        Raises:
+            ManagerError: the mode is not PIECEWISE or FULL, the graph is there already, or FULL has
+                no metadata.
+            BatchError: it is not planned.
+            BaseException: what the model, ``prepare`` or ``metadata`` raised.
+        """
+        if mode not in (PIECEWISE, FULL):
+            raise ManagerError.capture_mode(getattr(mode, "name", str(mode)))
+        self._refuse_twice([(mode, descriptor)])
+        self._capture_set(f"Capturing {mode.name}, {descriptor}", mode, [descriptor])
+
+    def _refuse_twice(self, planned: Iterable[tuple[CUDAGraphMode, BatchDescriptor]]) -> None:
+        for mode, descriptor in planned:
+            if self.dispatcher.is_captured(mode, descriptor):
+                raise ManagerError.twice(mode.name, str(descriptor))
+
+    def _capture_set(
+        self, title: str, mode: CUDAGraphMode, descriptors: list[BatchDescriptor]
+    ) -> None:
+        for hook in self._hooks:
+            hook.before_capture(self._pool)
+
+        def step(descriptor: BatchDescriptor, phase: str) -> None:
+            self._step(self._prepare(descriptor, phase), mode, descriptor)
+
+        def settled() -> int:
+            return 0 if self._backend is None else self._backend.num_compilations
+
+        with self._mode(), self._graph_capture():
+            found = capture_set(title, descriptors, step, self, settled, self._config)
+        self.bulk[title] = found
+        for descriptor in found.captured:
+            self.dispatcher.captured(mode, descriptor)
+        for descriptor, why in found.missing:
+            self.dispatcher.refused(mode, descriptor, why)
+
+    def dummy_batch(self, descriptor: BatchDescriptor, phase: str) -> Batch:
+        """A batch of a padded size; see :func:`~cgcompile.serving.steps.dummy_batch`."""
+        absent = {name for name, at in self._optional.items() if not descriptor.extra[at]}
+        most = self.dispatcher.limits.max_num_reqs
+        return dummy_batch(descriptor, self.inputs.specs, most, absent)
+
+    def release(self) -> None:
+        """Drop all graphs and their memory, and the output buffers; :meth:`capture` works again.
+
+        Results of earlier steps lie in that memory: drop them first.
+
+        Raises:
+            CaptureError: called inside of a step or of a capture.
+        """
+        self._full.clear_all_graphs()
+        self._pieces.clear_all_graphs() if self._backend is None else self._backend.release()
+        self._kept.release()
+        self._weights = None
+        self._warmed.clear()
+        self.bulk.clear()
+        self.dispatcher.forget()
+
+    # -------------------------------------------------------------- a step
+
+    def run(self, batch: Batch, **restrictions: Any) -> Any:
+        """Run one batch on the graph that serves it, or without one.
+
+        Args:
+            batch: real rows.
+            **restrictions: ``valid_modes`` or ``invalid_modes`` of the dispatcher.
+
+        Returns:
+            What the model returns, real rows only. Of a step with graphs these are views of
+            buffers, valid until the next step. Nothing synchronises.
+
+        Raises:
+            InputBufferError: inputs that do not fit the declarations; nothing ran.
+            BatchError: numbers of the batch that contradict each other.
+            AddressChangedError: a weight moved since the capture.
+            BaseException: what the model or ``metadata`` raised.
+        """
+        chosen = self.dispatcher.dispatch(
+            batch.num_tokens,
+            batch.num_reqs,
+            max_query_len=batch.max_query_len,
+            uniform_decode=batch.uniform_decode,
+            has_lora=batch.has_lora,
+            num_active_loras=batch.num_active_loras,
+            extra=batch.extra,
+            **restrictions,
+        )
+        for name, place in self._optional.items():
+            if batch.extra[place] is not (batch.inputs.get(name) is not None):
+                raise ManagerError.presence(name, batch.extra[place])
+        mode, descriptor = chosen.mode, chosen.descriptor
+        with self._mode():
+            if mode is NONE:
+                result = self._step(batch, mode, descriptor)
+            else:
+                result = self._between_hooks(lambda: self._with_graph(batch, mode, descriptor))
+        self.statistics.record(batch.num_tokens, chosen)
+        return result
+
+    def run_fullgraph(self, num_tokens: int, *, uniform: bool | None = None) -> Any:
+        """Replay the FULL graph of a size on what the input buffers hold.
+
+        For engines that write into ``inputs.buffers`` themselves, tails included.
+
+        Args:
+            num_tokens: a padded size that was captured.
+            uniform: the graph for uniform decode, or that for any batch; None: whichever there is,
+                uniform decode first.
+
+        Returns:
+            What the model returns, all padded rows: views of the output buffers, valid until the
+            next step.
+
+        Raises:
+            ManagerError: there is no such graph.
+            AddressChangedError: a weight moved since the capture.
+        """
+        known = self.dispatcher
+        full = [d for m, d in known.plan() if m is FULL and known.is_captured(m, d)]
+        found = [d for d in full if d.num_tokens == num_tokens and uniform in (None, d.uniform)]
+        if not found:
+            raise ManagerError.no_graph(num_tokens, sorted({d.num_tokens for d in full}))
+        descriptor = max(found, key=lambda each: each.uniform)
+        buffers = self.inputs.views(num_tokens, descriptor.num_reqs or num_tokens)
+        context = set_forward_context(
+            cudagraph_runtime_mode=FULL, batch_descriptor=descriptor, num_tokens=num_tokens
+        )
+        self._guard_weights(descriptor)
+        with self._mode(), context:
+            return self._between_hooks(lambda: self._full(**self._given(buffers)))
+
+    def _between_hooks(self, step: Callable[[], Any]) -> Any:
+        for hook in self._hooks:
+            hook.before_replay()
+        result = step()
+        for hook in self._hooks:
+            hook.after_replay()
+        return result
+
+    def _with_graph(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
+        if self.dispatcher.is_captured(mode, descriptor):
+            if mode is FULL:  # those of pieces are looked at by whoever captured them
+                self._guard_weights(descriptor)
+            return self._step(batch, mode, descriptor)
+        if (mode, descriptor) not in self._warmed:
+            with postponed_capture():
+                return self._step(batch, mode, descriptor)
+        before = self.counters.captures
+        result = self._step(batch, mode, descriptor)
+        if self.counters.captures > before:
+            self.dispatcher.captured(mode, descriptor)
+        return result
+
+    def _step(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
+        """Pad, stage, build metadata, call."""
+        real = (batch.num_tokens, batch.num_reqs)
+        padded = (descriptor.num_tokens, descriptor.num_reqs or batch.num_reqs)
+        buffers = self.inputs.stage(batch.inputs, real, padded)
+        metadata = self._metadata(batch, descriptor, buffers)
+        if mode is FULL and self._full.boundaries and metadata.attn_metadata is None:
+            raise ManagerError.no_metadata(str(descriptor))
+        run = {FULL: self._full, PIECEWISE: self._pieces, NONE: self.model}[mode]
+        with set_forward_context(
+            metadata.attn_metadata,
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=None if mode is NONE else descriptor,
+            num_tokens=padded[0],
+            num_unpadded_tokens=real[0],
+            num_tokens_across_dp=metadata.num_tokens_across_dp,
+            slot_mapping=metadata.slot_mapping,
+            **metadata.additional,
+        ):
+            self._sizes = padded
+            result = run(**self._given(buffers))
+        self._warmed.add((mode, descriptor))
+        return self._outputs.real(result, padded, real)
+
+    def _given(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        return {name: buffers[name] for name in self._arguments}
+
+    def _whole(self, **arguments: Any) -> Any:
+        """What a FULL graph records: the model, the joins of others, the copy of the results."""
+        result = self.model(**arguments)
+        for hook in self._hooks:
+            hook.end_of_capture()
+        return self._kept.keep(result, self._sizes)
+
+    def _guard_weights(self, descriptor: BatchDescriptor) -> None:
+        if self._weights is None:
+            unwrap = getattr(self.model, "unwrap", lambda: self.model)
+            self._weights = WeightsGuard(unwrap() if self._check_weights else None)
+        self._weights.check("the captured step", descriptor)
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        return torch.inference_mode() if self._inference_mode else nullcontext()

@@ -1,0 +1,278 @@
+"""What the dispatcher's answers were worth: hits per graph, padding, and reasons with counts.
+
+Plain Python, bounded in memory, and cheap enough to record every step. Without this file an engine
+that runs slow does not show that its batches miss their graphs, or are mostly padding.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from cgcompile.descriptors import BatchDescriptor
+from cgcompile.modes import CUDAGraphMode
+from cgcompile.reasons import Reason
+from cgcompile.serving.tables import Dispatched
+
+Planned = tuple[CUDAGraphMode, BatchDescriptor]
+
+
+class Cell(NamedTuple):
+    """How often batches of one size ran in one way; all plain numbers and names.
+
+    Attributes:
+        unpadded: real tokens; None where the table was full, so that sizes are summed up.
+        padded: tokens that ran.
+        mode: name of the runtime mode.
+        hits: steps.
+    """
+
+    unpadded: int | None
+    padded: int | None
+    mode: str
+    hits: int
+
+
+class _Graph:
+    """What one graph did, or all steps without one."""
+
+    __slots__ = ("descriptor", "hits", "mode", "overflow", "ran", "real", "sizes")
+
+    def __init__(self, mode: CUDAGraphMode, descriptor: BatchDescriptor | None) -> None:
+        self.mode = mode
+        self.descriptor = descriptor
+        self.hits = self.real = self.ran = 0
+        self.sizes: dict[int, int] = {}  # steps by real tokens
+        self.overflow = 0  # steps of sizes that found no room there
+
+    @property
+    def waste(self) -> float:
+        """The share of rows that were padding."""
+        return 1 - self.real / self.ran if self.ran else 0.0
+
+
+class _Loss:
+    """Steps with one reason: how many, of which sizes, and the last detail."""
+
+    __slots__ = ("count", "detail", "least", "most")
+
+    def __init__(self, tokens: int) -> None:
+        self.count = 0
+        self.detail = ""
+        self.least = self.most = tokens
+
+
+class DispatchStatistics:
+    """Counts what :meth:`CudagraphDispatcher.dispatch` answered.
+
+    Every method may be called in any thread: a lock makes each record whole, and each report is
+    of one moment. Memory is bounded by the number of graphs plus ``max_sizes``.
+
+    Args:
+        plan: the graphs that exist, from :meth:`CudagraphDispatcher.plan`; so that the coverage
+            shows those without hits too. Other graphs are added when they are first met.
+        max_sizes: how many pairs of batch size and graph are counted on their own; what comes after
+            them is counted per graph alone. Totals, hits, padding and reasons stay exact.
+    """
+
+    def __init__(self, plan: Iterable[Planned] = (), *, max_sizes: int = 10_000) -> None:
+        self._plan = tuple(plan)
+        self._room = self._max_sizes = max_sizes
+        self._lock = threading.Lock()
+        # Per mode, so that no enumeration is hashed at each step: its hash is slow.
+        self._full: dict[BatchDescriptor, _Graph] = {}
+        self._piecewise: dict[BatchDescriptor, _Graph] = {}
+        self._none = _Graph(CUDAGraphMode.NONE, None)
+        self._losses: dict[tuple[str, Reason], _Loss] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all that was counted; the plan stays."""
+        with self._lock:
+            self._room = self._max_sizes
+            self._full, self._piecewise, self._losses = {}, {}, {}
+            self._none = _Graph(CUDAGraphMode.NONE, None)
+            for mode, descriptor in self._plan:
+                self._graph(mode, descriptor)
+
+    def _graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> _Graph:
+        if mode is CUDAGraphMode.NONE:
+            return self._none
+        graphs = self._full if mode is CUDAGraphMode.FULL else self._piecewise
+        found = graphs.get(descriptor)
+        if found is None:
+            found = graphs[descriptor] = _Graph(mode, descriptor)
+        return found
+
+    def record(self, num_tokens: int, dispatched: Dispatched) -> None:
+        """Count one step.
+
+        Args:
+            num_tokens: real tokens of the batch.
+            dispatched: what ``dispatch`` answered for it.
+        """
+        mode, descriptor, why = dispatched
+        with self._lock:
+            graph = self._graph(mode, descriptor)
+            graph.hits += 1
+            graph.real += num_tokens
+            graph.ran += descriptor.num_tokens
+            sizes = graph.sizes
+            if num_tokens in sizes:
+                sizes[num_tokens] += 1
+            elif self._room:
+                self._room -= 1
+                sizes[num_tokens] = 1
+            else:
+                graph.overflow += 1
+            if why is not None:
+                self._lose(mode, num_tokens, why.reason, why.detail)
+
+    def _lose(self, mode: CUDAGraphMode, tokens: int, reason: Reason, detail: str) -> None:
+        key = mode.name, reason
+        loss = self._losses.get(key)
+        if loss is None:
+            loss = self._losses[key] = _Loss(tokens)
+        loss.count += 1
+        loss.detail = detail
+        loss.least = min(loss.least, tokens)
+        loss.most = max(loss.most, tokens)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were recorded."""
+        with self._lock:
+            return sum(graph.hits for graph in self._graphs())
+
+    @property
+    def padding_share(self) -> float:
+        """The share of all rows that ran and were padding: 0.0 to 1.0."""
+        with self._lock:
+            return self._padding_share()
+
+    def _padding_share(self) -> float:
+        ran = sum(graph.ran for graph in self._graphs())
+        return 1 - sum(graph.real for graph in self._graphs()) / ran if ran else 0.0
+
+    def _graphs(self) -> list[_Graph]:
+        return [*self._full.values(), *self._piecewise.values(), self._none]
+
+    def reasons(self) -> dict[Reason, int]:
+        """How many steps had each reason, in whatever mode they ran."""
+        found: dict[Reason, int] = {}
+        with self._lock:
+            for (_, reason), loss in self._losses.items():
+                found[reason] = found.get(reason, 0) + loss.count
+        return found
+
+    def cells(self) -> list[Cell]:
+        """Steps by (unpadded tokens, padded tokens, mode), ascending."""
+        with self._lock:
+            return self._cells()
+
+    def _cells(self) -> list[Cell]:
+        found: dict[tuple[int | None, int | None, str], int] = {}
+        for graph in self._graphs():
+            # A step without a graph runs as many rows as are real.
+            padded = graph.descriptor.num_tokens if graph.descriptor else None
+            rest = [(None, graph.overflow)] if graph.overflow else []
+            for tokens, count in [*graph.sizes.items(), *rest]:
+                real = None if tokens is None else int(tokens)  # JSON knows no NumPy
+                key = (real, real if padded is None else padded, graph.mode.name)
+                found[key] = found.get(key, 0) + count
+        cells = [Cell(*key, count) for key, count in found.items()]
+        return sorted(cells, key=lambda cell: [-1 if n is None else n for n in cell[:2]])
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data, for JSON."""
+        with self._lock:
+            graphs = self._graphs()
+            return {
+                "steps": sum(graph.hits for graph in graphs),
+                "real_tokens": int(sum(graph.real for graph in graphs)),
+                "padded_tokens": int(sum(graph.ran for graph in graphs)),
+                "padding_share": self._padding_share(),
+                "modes": {
+                    mode.name: sum(graph.hits for graph in graphs if graph.mode is mode)
+                    for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE)
+                },
+                "cells": [cell._asdict() for cell in self._cells()],
+                "reasons": [
+                    {
+                        "mode": mode,
+                        "reason": reason.value,
+                        "hits": loss.count,
+                        "least_tokens": int(loss.least),
+                        "most_tokens": int(loss.most),
+                        "detail": loss.detail,
+                    }
+                    for (mode, reason), loss in self._losses.items()
+                ],
+            }
+
+    def coverage(self) -> str:
+        """A table: batches, mode, graph, padding, hits; then the reasons of lesser modes.
+
+        A graph's row stands also where it has no hits: it costs memory and start-up time. *padding*
+        is the share of rows that were padding in the steps that took the graph.
+        """
+        with self._lock:
+            keys = [*self._full, *self._piecewise]
+            ranges = _served(keys)
+            rows = [("batches", "mode", "graph", "padding", "hits", "reason")]
+            graphs = [*self._full.values(), *self._piecewise.values()]
+            for graph, served in sorted(
+                zip(graphs, ranges, strict=True), key=lambda pair: _place(pair[0])
+            ):
+                waste = f"{graph.waste:.1%}" if graph.hits else "-"
+                name = str(graph.descriptor)
+                rows.append((served, graph.mode.name, name, waste, str(graph.hits), ""))
+            for (mode, reason), loss in self._losses.items():
+                served = _span(loss.least, loss.most, "token")
+                why = f"{reason.value}: {loss.detail}"
+                rows.append((served, mode, "-", "", str(loss.count), why))
+            total = sum(graph.hits for graph in self._graphs())
+            share = self._padding_share()
+        return _text(rows) + f"\n{total} steps, {share:.1%} of their rows padding"
+
+
+def _place(graph: _Graph) -> tuple[Any, ...]:
+    """FULL first as the dispatcher looks; kinds together, smallest first."""
+    key = graph.descriptor
+    assert key is not None
+    kind = (key.query_len or 0, key.max_query_len or 0)
+    variant = (key.has_lora, key.num_active_loras, str(key.extra))
+    return (graph.mode is CUDAGraphMode.PIECEWISE, variant, kind, key.num_tokens)
+
+
+def _served(keys: Sequence[BatchDescriptor]) -> list[str]:
+    """For each graph the batches it is meant for: above the next smaller one of its kind."""
+    kinds: dict[Any, list[int]] = {}
+    for key in keys:
+        kinds.setdefault(_kind(key), []).append(key.num_tokens)
+    found = []
+    for key in keys:
+        smaller = max((n for n in kinds[_kind(key)] if n < key.num_tokens), default=0)
+        if key.query_len:
+            reqs = _span(smaller // key.query_len + 1, key.num_reqs or 0, "request")
+            found.append(f"decode, {reqs} x {key.query_len}")
+        else:
+            bound = f" in queries <= {key.max_query_len}" if key.max_query_len else ""
+            found.append(_span(smaller + 1, key.num_tokens, "token") + bound)
+    return found
+
+
+def _kind(key: BatchDescriptor) -> Any:
+    """What graphs that differ in size alone have in common."""
+    exact = (key.num_reqs is None, key.query_len, key.max_query_len)
+    return (*exact, key.has_lora, key.num_active_loras, key.extra)
+
+
+def _span(least: int, most: int, what: str) -> str:
+    plural = "" if least == most == 1 else "s"
+    return f"{least} {what}{plural}" if least == most else f"{least}..{most} {what}s"
+
+
+def _text(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,111 @@
+"""What an engine tells the manager about one step: :class:`Batch`, :class:`Metadata`, hooks."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cgcompile.descriptors import BatchDescriptor
+from cgcompile.graphs.pool import GraphPool
+from cgcompile.serving.buffers import InputBuffer
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step, unpadded.
+
+    Attributes:
+        num_tokens: rows of the step.
+        num_reqs: requests of the step.
+        inputs: the real rows of each input buffer, by name; None for an optional one.
+        max_query_len: the longest query; None if unknown.
+        uniform_decode: every request decodes the same number of tokens. The engine says so: prompts
+            of equal length look alike, and are not.
+        has_lora: LoRA adapters are active.
+        num_active_loras: how many.
+        extra: the values of the dispatcher's axes, in their order.
+        state: whatever the engine's ``metadata`` needs beside; not looked at here.
+    """
+
+    num_tokens: int
+    num_reqs: int
+    inputs: Mapping[str, torch.Tensor | None]
+    max_query_len: int | None = None
+    uniform_decode: bool = False
+    has_lora: bool = False
+    num_active_loras: int = 0
+    extra: tuple[Any, ...] = ()
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What the forward context of a step holds, built after padding.
+
+    Attributes:
+        attn_metadata: for attention ops.
+        slot_mapping: where new keys and values go.
+        num_tokens_across_dp: int32 [R] on the CPU, the tokens of each of R ranks.
+        additional: anything else.
+    """
+
+    attn_metadata: Any = None
+    slot_mapping: Any = None
+    num_tokens_across_dp: torch.Tensor | None = None
+    additional: Mapping[str, Any] = field(default_factory=dict)
+
+
+class GraphHooks:
+    """What others do around graphs: offloaders with a copy stream, communicators, allocators.
+
+    Each method does nothing here; override what you need.
+    """
+
+    def before_capture(self, pool: GraphPool | None) -> None:
+        """Before each set of captures; ``pool`` is where memory comes from, None without graphs."""
+
+    def end_of_capture(self) -> None:
+        """Inside the capture of a whole step, after the model: join other streams here."""
+
+    def before_replay(self) -> None:
+        """Before a step that may replay graphs: wait for copies that the graphs cannot see."""
+
+    def after_replay(self) -> None:
+        """After it."""
+
+
+def dummy_batch(
+    descriptor: BatchDescriptor,
+    inputs: Iterable[InputBuffer],
+    max_num_reqs: int,
+    absent: Collection[str] = (),
+) -> Batch:
+    """A batch of a padded size that any model can run: see :meth:`InputBuffer.dummy`.
+
+    A graph for mixed batches is captured with one query of all tokens as the longest, so that the
+    kernels of prefill are what it records.
+
+    Args:
+        descriptor: the padded sizes.
+        inputs: the buffers.
+        max_num_reqs: the most requests, for a descriptor that does not say.
+        absent: optional inputs that are left out.
+    """
+    num_tokens = descriptor.num_tokens
+    num_reqs = descriptor.num_reqs or min(num_tokens, max_num_reqs)
+    values = {
+        spec.name: None if spec.name in absent else spec.dummy(num_tokens, num_reqs)
+        for spec in inputs
+    }
+    longest = descriptor.max_query_len or num_tokens
+    return Batch(
+        num_tokens,
+        num_reqs,
+        values,
+        num_tokens // num_reqs if descriptor.uniform else longest,
+        descriptor.uniform,
+        descriptor.has_lora,
+        descriptor.num_active_loras,
+        descriptor.extra,
+    )

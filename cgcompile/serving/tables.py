@@ -1,0 +1,158 @@
+"""The tables of the dispatcher: for each variant and kind of batch, the graph of every size.
+
+Plain Python. Built once; a look-up is two list indices. The tables of sizes are shared by all
+variants, so that many of those cost little memory.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from cgcompile.descriptors import BatchDescriptor
+from cgcompile.modes import CUDAGraphMode
+from cgcompile.reasons import Reason, Why
+from cgcompile.serving.planning import FULL, PIECEWISE, Shapes
+from cgcompile.serving.variants import Variant
+
+
+class Dispatched(NamedTuple):
+    """What a step runs as.
+
+    Attributes:
+        mode: NONE, PIECEWISE or FULL.
+        descriptor: the key of the graph, padded; for NONE ``BatchDescriptor(num_tokens)``,
+            unpadded.
+        why: why the step has a lesser mode than the one asked for; None if it has that one.
+    """
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    why: Why | None = None
+
+
+class Slot:
+    """One planned graph: the answer that names it, and what is known of its capture."""
+
+    __slots__ = ("captured", "num_tokens", "ready", "refused", "result")
+
+    def __init__(self, result: Dispatched) -> None:
+        self.result = result
+        self.num_tokens = result.descriptor.num_tokens
+        self.ready = True  # may be dispatched; the one field that dispatch() reads
+        self.captured = False
+        self.refused = ""
+
+    def why_not(self) -> Why:
+        """Why it is not dispatched, if it is not ready."""
+        mode, descriptor, _ = self.result
+        what = f"{mode.name} {descriptor}"
+        detail = f"was refused: {self.refused}" if self.refused else "is planned and not captured"
+        return Why(Reason.NOT_CAPTURED, f"{what} {detail}")
+
+
+class _Ladder:
+    """For every number from 0 to the largest size, the position of the first size not below it.
+
+    ``oversize`` is made once: its text must not differ at each step, and costs time.
+    """
+
+    __slots__ = ("oversize", "shapes", "steps")
+
+    def __init__(self, shapes: Sequence[BatchDescriptor], sizes: Sequence[int], what: str) -> None:
+        self.shapes = shapes
+        self.steps = [bisect_left(sizes, number) for number in range(sizes[-1] + 1)]
+        self.oversize = Why(Reason.OVERSIZE, f"more than {sizes[-1]} {what}: no graph is as large")
+
+
+class Row:
+    """The graphs of one ladder in one variant; ``oversize`` says why it serves no larger batch."""
+
+    __slots__ = ("_slots", "_steps", "oversize")
+
+    def __init__(self, ladder: _Ladder, slots: list[Slot]) -> None:
+        self._steps = ladder.steps
+        self._slots = slots
+        self.oversize = ladder.oversize
+
+    def find(self, number: int) -> Slot | None:
+        """The smallest graph for at least ``number`` of what the ladder counts."""
+        return self._slots[self._steps[number]] if number < len(self._steps) else None
+
+
+class Tables(NamedTuple):
+    """The graphs of one variant, by kind of batch.
+
+    Attributes:
+        piecewise: by tokens; None without PIECEWISE graphs.
+        mixed: FULL graphs for any batch, by tokens; None without.
+        decode: FULL graphs for uniform decode: per query length, by requests.
+        bounded: FULL graphs for other decode: per longest query of the batch, by tokens.
+    """
+
+    piecewise: Row | None
+    mixed: Row | None
+    decode: dict[int, Row]
+    bounded: dict[int, Row]
+
+
+Slots = dict[tuple[CUDAGraphMode, BatchDescriptor], Slot]
+
+
+def build_tables(
+    shapes: Shapes, variants: Iterable[Variant]
+) -> tuple[dict[Variant, Tables], Slots]:
+    """The tables of each variant, and every graph in them, in the order of capture."""
+    variants = list(variants)
+    slots = {
+        (mode, descriptor): Slot(Dispatched(mode, descriptor))
+        for mode, descriptor in _in_order_of_capture(shapes, variants)
+    }
+    piecewise = _by_tokens(shapes.piecewise) if shapes.piecewise else None
+    mixed = _by_tokens(shapes.mixed) if shapes.mixed else None
+    bounded = {longest: _by_tokens(each, _SHORT) for longest, each in shapes.bounded.items()}
+    decode = {
+        query_len: _by_requests(each, f"requests of length {query_len}")
+        for query_len, each in shapes.decode.items()
+    }
+
+    def row(mode: CUDAGraphMode, variant: Variant, ladder: _Ladder) -> Row:
+        return Row(ladder, [slots[mode, variant.of(shape)] for shape in ladder.shapes])
+
+    tables = {
+        variant: Tables(
+            row(PIECEWISE, variant, piecewise) if piecewise else None,
+            row(FULL, variant, mixed) if mixed else None,
+            {key: row(FULL, variant, ladder) for key, ladder in decode.items()},
+            {key: row(FULL, variant, ladder) for key, ladder in bounded.items()},
+        )
+        for variant in variants
+    }
+    return tables, slots
+
+
+_SHORT = "tokens in such short queries"
+
+
+def _by_tokens(shapes: Sequence[BatchDescriptor], what: str = "tokens") -> _Ladder:
+    return _Ladder(shapes, [shape.num_tokens for shape in shapes], what)
+
+
+def _by_requests(shapes: Sequence[BatchDescriptor], what: str) -> _Ladder:
+    return _Ladder(shapes, [shape.num_reqs or 0 for shape in shapes], what)
+
+
+def _in_order_of_capture(
+    shapes: Shapes, variants: Sequence[Variant]
+) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
+    """PIECEWISE, then FULL; each largest first, and of one size the most demanding first."""
+    full = [*shapes.mixed, *(shape for each in shapes.decode.values() for shape in each)]
+    full += dict.fromkeys(shape for each in shapes.bounded.values() for shape in each)
+    found = []
+    for mode, kinds in ((PIECEWISE, shapes.piecewise), (FULL, full)):
+        for shape in sorted(kinds, key=_demand, reverse=True):
+            found += [(mode, variant.of(shape)) for variant in variants]
+    return found
+
+
+def _demand(shape: BatchDescriptor) -> tuple[int, int, int]:
+    return shape.num_tokens, shape.num_reqs or 0, shape.max_query_len or 0

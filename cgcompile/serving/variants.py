@@ -1,0 +1,202 @@
+"""What multiplies graphs beside the size of a batch: LoRA cases, and axes of the user's own.
+
+Plain Python. A *variant* is one combination; every capture size is captured once per variant. The
+rule: the variant that serves a batch asks for at least what the batch has, and what is exact is
+equal. A batch for which no variant stands runs without graphs, with a reason.
+"""
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from cgcompile.descriptors import BatchDescriptor
+from cgcompile.errors import BatchError, ConfigError
+from cgcompile.reasons import Reason, Why
+
+
+@dataclass(frozen=True)
+class LoraCases:
+    """For which numbers of active LoRA adapters there are graphs. As it is: for none at all.
+
+    Attributes:
+        counts: numbers of active adapters that have graphs; a batch takes the next one that is not
+            smaller. A batch that does not count its adapters (0 with ``has_lora``) takes the
+            largest.
+        without: batches without LoRA have graphs of their own. If not, they take the graphs of the
+            smallest count, whose kernels must then cope with no adapter at all.
+
+    Raises:
+        ConfigError: a count below 1; or no count, and no graphs without LoRA either.
+    """
+
+    counts: tuple[int, ...] = ()
+    without: bool = True
+
+    def __post_init__(self) -> None:
+        counts = whole_numbers("lora.counts", self.counts)
+        object.__setattr__(self, "counts", counts)
+        if not counts and not self.without:
+            raise ConfigError.impossible(
+                "LoraCases without counts and without=False",
+                "it leaves no batch that has a graph",
+                "List counts, or take LoraCases().",
+            )
+
+    @classmethod
+    def specialised(cls, max_loras: int) -> "LoraCases":
+        """Graphs without LoRA, and for 1, 2, 4, ... up to ``max_loras``, and one more.
+
+        The one more is for kernels that count the tokens without an adapter as a further one.
+        """
+        most = _max_loras(max_loras)
+        powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+        return cls((*powers, most, most + 1))
+
+    @classmethod
+    def shared(cls, max_loras: int, *, without: bool = False) -> "LoraCases":
+        """One set of graphs for any number of adapters, and for none unless ``without``."""
+        return cls((_max_loras(max_loras) + 1,), without)
+
+    def listed(self) -> tuple[int, ...]:
+        """The numbers to capture, 0 for "without LoRA"."""
+        return (0, *self.counts) if self.without else self.counts
+
+    def count_for(self, has_lora: bool, active: int) -> int | None:
+        """The captured number that serves a batch, 0 for "without LoRA"; None if none does.
+
+        Raises:
+            BatchError: active adapters without LoRA, or fewer than 0.
+        """
+        if active < 0 or (active and not has_lora):
+            raise BatchError.field(
+                "num_active_loras", active, "at least 0, and 0 where has_lora is False"
+            )
+        if not has_lora and self.without:
+            return 0
+        if has_lora and not active:
+            return self.counts[-1] if self.counts else None
+        place = bisect_left(self.counts, active)
+        return self.counts[place] if place < len(self.counts) else None
+
+
+def _max_loras(value: int) -> int:
+    if type(value) is not int or value < 1:
+        raise ConfigError.bad_value("max_loras", "LoraCases", value, "a whole number from 1")
+    return value
+
+
+def whole_numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    """``values`` sorted, each once; a ConfigError unless all are whole numbers from 1."""
+    given = tuple(values)
+    if not all(type(value) is int and value >= 1 for value in given):
+        raise ConfigError.bad_value(name, "CudagraphDispatcher", given, "whole numbers from 1")
+    return tuple(sorted(set(given)))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A further axis of the graphs' key: one value of ``extra``, at the place of this axis.
+
+    Attributes:
+        name: what messages call it.
+        values: what graphs are captured for; hashable. For ``"pad_up"`` they have an order.
+        rule: ``"exact"``: a batch takes graphs of its own value alone. ``"pad_up"``: of the next
+            listed value that is not smaller (a bound: the graph copes with less). ``"ignored"``: of
+            any; the descriptor holds None at this place, and ``values`` stays empty.
+
+    Raises:
+        ConfigError: values that do not go with the rule.
+    """
+
+    name: str
+    values: Sequence[Any] = ()
+    rule: Literal["exact", "pad_up", "ignored"] = "exact"
+    _known: dict[Any, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        where = f"Axis {self.name!r}"
+        if self.rule not in ("exact", "pad_up", "ignored"):
+            expected = "'exact', 'pad_up' or 'ignored'"
+            raise ConfigError.bad_value("rule", where, self.rule, expected)
+        if bool(self.values) is (self.rule == "ignored"):
+            expected = "none for 'ignored', else at least one"
+            raise ConfigError.bad_value("values", where, self.values, expected)
+        try:
+            known = {value: value for value in self.values}
+            ordered = sorted(known) if self.rule == "pad_up" else list(known)
+        except TypeError:
+            expected = "hashable values, which have an order if padded up"
+            raise ConfigError.bad_value("values", where, self.values, expected) from None
+        object.__setattr__(self, "values", tuple(ordered))
+        object.__setattr__(self, "_known", known)
+
+    def listed(self) -> tuple[Any, ...]:
+        """The values to capture."""
+        return (None,) if self.rule == "ignored" else tuple(self.values)
+
+    def value_for(self, value: Any) -> Any:
+        """The captured value that serves ``value``; raises LookupError if none does."""
+        if self.rule == "ignored":
+            return None
+        if self.rule == "exact":
+            return self._known[value]
+        return self.values[bisect_left(self.values, value)]
+
+
+class Variant(NamedTuple):
+    """One combination: a number of adapters (0 for "without LoRA") and a value per axis."""
+
+    loras: int
+    extra: tuple[Any, ...]
+
+    def of(self, shape: BatchDescriptor) -> BatchDescriptor:
+        """The descriptor of a shape in this variant."""
+        return shape._replace(
+            has_lora=self.loras > 0, num_active_loras=self.loras, extra=self.extra
+        )
+
+
+class Variants:
+    """All combinations of LoRA cases and axes, and which one serves a batch."""
+
+    def __init__(self, lora: LoraCases, axes: Iterable[Axis]) -> None:
+        self._lora = lora
+        self.axes = tuple(axes)
+
+    def all(self) -> tuple[Variant, ...]:
+        """Every combination, the most demanding first."""
+        values = (reversed(axis.listed()) for axis in self.axes)
+        extras = list(itertools.product(*values))
+        return tuple(Variant(n, extra) for n in reversed(self._lora.listed()) for extra in extras)
+
+    def serving(self, has_lora: bool, active: int, extra: tuple[Any, ...]) -> Variant | Why:
+        """The combination that serves a batch, or why there is none.
+
+        Raises:
+            BatchError: the numbers contradict each other, or ``extra`` does not fit the axes.
+        """
+        loras = self._lora.count_for(has_lora, active)
+        if loras is None:
+            most = max(self._lora.counts, default=0)
+            detail = f"{active or 'some'} active LoRA adapters; graphs have at most {most}"
+            return Why(Reason.UNLISTED_VARIANT, detail)
+        if type(extra) is not tuple or len(extra) != len(self.axes):
+            raise BatchError.axes(extra, [axis.name for axis in self.axes])
+        if not self.axes:
+            return Variant(loras, ())
+        place = 0
+        try:
+            found = []
+            for axis in self.axes:
+                found.append(axis.value_for(extra[place]))
+                place += 1
+            return Variant(loras, tuple(found))
+        except LookupError:
+            axis = self.axes[place]
+            graphs = ", ".join(map(repr, axis.values))
+            detail = f"axis {axis.name!r} is {extra[place]!r}; graphs have {graphs}"
+            return Why(Reason.UNLISTED_VARIANT, detail)
+        except TypeError:
+            raise BatchError.axes(extra, [axis.name for axis in self.axes]) from None

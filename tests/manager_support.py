@@ -1,0 +1,141 @@
+"""A small decoder whose attention reads metadata, and an engine's part of a step."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+import cgcompile
+from cgcompile import AttentionCGSupport, SplittingOp, get_forward_context, set_forward_context
+from cgcompile.config import CUDAGraphMode
+from cgcompile.serving.buffers import InputBuffer
+from cgcompile.serving.dispatcher import CudagraphDispatcher
+from cgcompile.serving.manager import CudaGraphManager
+from cgcompile.serving.steps import Batch, Metadata
+
+D, VOCABULARY, MAX_REQS = 8, 32, 8
+SIZES = (1, 2, 4, 8, 16)
+PIECEWISE, FULL, NONE = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL, CUDAGraphMode.NONE
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+    """Attention of each request to itself; where requests begin, the metadata says."""
+    starts = get_forward_context().attn_metadata
+    rows = torch.arange(q.shape[0], device=q.device, dtype=starts.dtype)
+    owner = torch.searchsorted(starts[1:], rows, right=True)
+    other = owner[:, None] != owner[None, :]
+    scores = (q @ k.T).masked_fill(other, float("-inf"))
+    padding = rows >= starts[-1]  # which a kernel of paged attention never reads
+    out.copy_(scores.softmax(-1) @ v.masked_fill(padding[:, None], 0.0))
+
+
+@cache
+def library() -> torch.library.Library:
+    made = torch.library.Library("cgserve", "FRAGMENT")
+    made.define("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out) -> ()")
+    for key in ("CPU", "CUDA"):
+        made.impl("attend", attend, key)
+    torch.library.register_fake("cgserve::attend", lambda q, k, v, out: None, lib=made)
+    return made
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        attended = torch.empty_like(q)
+        torch.ops.cgserve.attend(q, k, v, attended)
+        return x + self.out(attended)
+
+
+class Decoder(nn.Module):
+    """Returns hidden states [n, D]; with ``aux``, and a list of those after the first layer."""
+
+    def __init__(self, aux: bool = False) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(VOCABULARY, D), nn.Embedding(64, D)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.aux = aux
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> Any:
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        x = x + self.places(positions)
+        first = self.layers[0](x)
+        last = self.layers[1](first)
+        return (last, [first]) if self.aux else last
+
+
+INPUTS = (
+    InputBuffer("input_ids", ("tokens",), torch.int64, 0),
+    InputBuffer("positions", ("tokens",), torch.int64, 0),
+    InputBuffer("query_start_loc", ("reqs+1",), torch.int32, None, argument=False),
+)
+
+
+def metadata(batch: Batch, descriptor: Any, buffers: dict[str, Any]) -> Metadata:
+    return Metadata(buffers["query_start_loc"])
+
+
+def requests(*lengths: int, device: str = "cpu", decode: bool = False, **more: Any) -> Batch:
+    """A batch of requests with so many tokens each, of random content."""
+    count = sum(lengths)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    inputs = {
+        "input_ids": torch.randint(1, VOCABULARY, (count,), device=device),
+        "positions": torch.randint(1, 64, (count,), device=device),
+        "query_start_loc": starts.to(device),
+    }
+    return Batch(count, len(lengths), inputs, max(lengths), decode, **more)
+
+
+def eager(model: Any, batch: Batch) -> Any:
+    """The step without padding and without graphs."""
+    given = {k: v for k, v in batch.inputs.items() if k != "query_start_loc"}
+    starts = batch.inputs["query_start_loc"]
+    with torch.inference_mode(), set_forward_context(starts):
+        return model(**given)
+
+
+def dispatcher(mode: str, **more: Any) -> CudagraphDispatcher:
+    settings = {
+        "max_num_reqs": MAX_REQS,
+        "max_num_tokens": 64,
+        "support": AttentionCGSupport.ALWAYS,
+        **more,
+    }
+    return CudagraphDispatcher(CUDAGraphMode[mode], SIZES, **settings)
+
+
+def manager(
+    mode: str = "FULL_AND_PIECEWISE",
+    kind: str = "plain",
+    device: str = "cpu",
+    *,
+    model: nn.Module | None = None,
+    dispatch: CudagraphDispatcher | None = None,
+    **more: Any,
+) -> CudaGraphManager:
+    """A manager of a model that is plain (not compiled) or compiled."""
+    library()
+    torch.manual_seed(1)
+    made = (Decoder() if model is None else model).to(device).eval()
+    op = SplittingOp("cgserve::attend", support=AttentionCGSupport.ALWAYS)
+    config = cgcompile.CompilationConfig(
+        splitting_ops=(op,), capture_device="host" if device == "cpu" else "auto", compiler="eager"
+    )
+    called: Any = made
+    if kind == "compiled":
+        called = torch.compile(made, backend=cgcompile.Backend(config), dynamic=True)
+    settings = {"inputs": INPUTS, "metadata": metadata, **more}
+    return CudaGraphManager(
+        called, dispatch or dispatcher(mode), device=device, config=config, **settings
+    )

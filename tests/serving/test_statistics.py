@@ -1,0 +1,124 @@
+"""What was dispatched, counted."""
+
+import json
+import threading
+
+from dispatch_support import Batch, Mode, decode, dispatcher
+from expecttest import assert_expected_inline
+
+from cgcompile.reasons import Reason
+from cgcompile.serving.statistics import Cell, DispatchStatistics
+
+
+def recorded(found, batches, **settings) -> DispatchStatistics:
+    statistics = DispatchStatistics(found.plan(), **settings)
+    for batch in batches:
+        statistics.record(batch.num_tokens, batch.through(found))
+    return statistics
+
+
+MANY = [decode(1)] * 4 + [decode(5)] * 3 + [decode(3, 3), decode(2, 2), decode(9)]
+MANY += [Batch(7, 3, 4), Batch(11, 3, 9), Batch(40, 2, 39), Batch(30, 2, 29), Batch(0)]
+
+
+def test_coverage() -> None:
+    found = dispatcher(sizes=[1, 2, 4, 8, 16], query_lens=(1, 3))
+    found.refused(Mode.FULL, decode(1).through(found).descriptor, "an op reads the host")
+    assert_expected_inline(
+        recorded(found, MANY).coverage(),
+        """\
+batches                    mode       graph                                    padding  hits  reason
+decode, 1 request x 1      FULL       num_tokens=1, num_reqs=1, uniform=True   -        0
+decode, 2 requests x 1     FULL       num_tokens=2, num_reqs=2, uniform=True   -        0
+decode, 3..4 requests x 1  FULL       num_tokens=4, num_reqs=4, uniform=True   -        0
+decode, 5..8 requests x 1  FULL       num_tokens=8, num_reqs=8, uniform=True   37.5%    3
+decode, 1 request x 3      FULL       num_tokens=3, num_reqs=1, uniform=True   -        0
+decode, 2 requests x 3     FULL       num_tokens=6, num_reqs=2, uniform=True   -        0
+decode, 3..4 requests x 3  FULL       num_tokens=12, num_reqs=4, uniform=True  25.0%    1
+decode, 5 requests x 3     FULL       num_tokens=15, num_reqs=5, uniform=True  -        0
+1 token                    PIECEWISE  num_tokens=1                             0.0%     4
+2 tokens                   PIECEWISE  num_tokens=2                             -        0
+3..4 tokens                PIECEWISE  num_tokens=4                             0.0%     1
+5..8 tokens                PIECEWISE  num_tokens=8                             12.5%    1
+9..16 tokens               PIECEWISE  num_tokens=16                            37.5%    2
+1 token                    PIECEWISE  -                                                 4     not_captured: FULL num_tokens=1, num_reqs=1, uniform=True was refused: an op reads the host
+4 tokens                   PIECEWISE  -                                                 1     query_length: decode of 2 tokens a request; graphs: 1, 3
+9 tokens                   PIECEWISE  -                                                 1     oversize: more than 8 requests of length 1: no graph is as large
+30..40 tokens              NONE       -                                                 2     oversize: more than 16 tokens: no graph is as large
+0 tokens                   NONE       -                                                 1     empty_batch: the batch has no tokens
+15 steps, 16.2% of their rows padding""",
+    )
+
+
+def test_coverage_of_variants_and_of_nothing() -> None:
+    found = dispatcher(Mode.FULL, [4, 8], max_num_reqs=6, varlen_decode_sizes={2: [8]})
+    assert_expected_inline(
+        DispatchStatistics(found.plan()).coverage(),
+        """\
+batches      mode  graph                     padding  hits  reason
+1..4 tokens  FULL  num_tokens=4, num_reqs=4  -        0
+5..8 tokens  FULL  num_tokens=8, num_reqs=6  -        0
+0 steps, 0.0% of their rows padding""",
+    )
+    assert_expected_inline(
+        DispatchStatistics().coverage(),
+        """\
+batches  mode  graph  padding  hits  reason
+0 steps, 0.0% of their rows padding""",
+    )
+
+
+def test_plain_data() -> None:
+    statistics = recorded(dispatcher(sizes=[8]), [decode(5), decode(5), Batch(7), Batch(9)])
+    found = json.loads(json.dumps(statistics.as_dict()))
+    assert found["modes"] == {"FULL": 2, "PIECEWISE": 1, "NONE": 1}
+    assert (found["steps"], found["real_tokens"], found["padded_tokens"]) == (4, 26, 33)
+    assert found["padding_share"] == statistics.padding_share == 1 - 26 / 33
+    assert found["reasons"] == [
+        {
+            "mode": "NONE",
+            "reason": "oversize",
+            "hits": 1,
+            "least_tokens": 9,
+            "most_tokens": 9,
+            "detail": "more than 8 tokens: no graph is as large",
+        }
+    ]
+    assert statistics.cells() == [Cell(5, 8, "FULL", 2), Cell(7, 8, "PIECEWISE", 1), Cell(9, 9, "NONE", 1)]  # fmt: skip
+    assert [Cell(**cell) for cell in found["cells"]] == statistics.cells()
+    statistics.clear()
+    assert statistics.steps == 0
+    assert statistics.reasons() == {}
+    assert statistics.padding_share == 0.0
+
+
+def test_memory_is_bounded_and_totals_stay_exact() -> None:
+    found = dispatcher(sizes=[8])
+    batches = [Batch(n) for n in range(1, 1001)] * 2
+    statistics = recorded(found, batches, max_sizes=10)
+    assert statistics.steps == 2000
+    assert statistics.reasons() == {Reason.OVERSIZE: 1984}
+    cells = statistics.cells()
+    assert len(cells) == 11
+    assert cells[0] == Cell(None, None, "NONE", 1980)
+    assert sum(cell.hits for cell in cells) == 2000
+    assert statistics.as_dict()["real_tokens"] == 1_001_000
+    assert statistics.as_dict()["padded_tokens"] == 1_001_000 + 2 * sum(8 - n for n in range(1, 9))
+
+
+def test_threads_lose_nothing() -> None:
+    found = dispatcher()
+    statistics = DispatchStatistics(found.plan())
+
+    def serve() -> None:
+        for n in range(1, 501):
+            statistics.record(n % 20 + 1, found.dispatch(n % 20 + 1))
+
+    threads = [threading.Thread(target=serve) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statistics.steps == 2000
+    assert sum(cell.hits for cell in statistics.cells()) == 2000
+    assert statistics.reasons() == {Reason.OVERSIZE: 400}

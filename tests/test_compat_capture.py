@@ -1,0 +1,37 @@
+"""Tensors over memory of others, and what making them costs the device: nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cgcompile import compat
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [compat.weak_tensor, compat.alias])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_equal_layout_and_no_kernel(make: Any, mode: Any, device: str) -> None:
+    base = torch.randn(4, 6, dtype=torch.complex64, device=device)
+    with mode():
+        views = (base, base.T, base[1:, ::2], base.conj(), base.conj().imag, base[0, 0], base[:0])
+        for tensor in views:
+            with Ops() as ops:
+                made = make(tensor)
+            copies = {"clone", "copy_", "_conj_physical", "neg", "fill_", "zero_"}
+            assert copies.isdisjoint(ops.names), ops.names
+            assert (made.data_ptr(), made.stride()) == (tensor.data_ptr(), tensor.stride())
+            assert (made.is_conj(), made.is_neg()) == (tensor.is_conj(), tensor.is_neg())
+            assert torch.equal(made, tensor)
+            assert not made.is_inference()
+            assert not made.requires_grad
