@@ -152,12 +152,13 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_schedules(device: str, name: str) -> None:
     totals: dict[str, int] = {}
+    steps = STEPS[SCENARIOS[name].driver]
     schedule = seed(zlib.crc32(name.encode()))(schedule_of(SCENARIOS[name], device, totals))
     run_state_machine_as_test(
         schedule,
         settings=settings(
             max_examples=EXAMPLES,
-            stateful_step_count=STEPS,
+            stateful_step_count=steps,
             derandomize=True,
             phases=(Phase.generate,),  # to make a schedule shorter takes minutes: add Phase.shrink
             deadline=None,
@@ -165,7 +166,7 @@ def test_schedules(device: str, name: str) -> None:
         ),
     )
     legal = sum(totals.get(kind, 0) for kind in LEGAL)
-    assert totals["steps"] >= EXAMPLES * STEPS * 0.8, totals
+    assert totals["steps"] >= EXAMPLES * steps * 0.8, totals
     assert legal >= totals["steps"] * 0.4, totals
     assert totals["replay"] >= 0.95 * legal, totals
     assert totals["raise"] > 0, totals
