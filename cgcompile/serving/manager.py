@@ -64,11 +64,10 @@ class CudaGraphManager:
         hooks: what others do around graphs.
         graph_capture: a context around each set of captures, such as a communicator's.
         lazily: capture a planned graph when a batch first asks for it, after one warming call; else
-            only :meth:`capture` does, and until then steps run without graphs, counted.
+            only :meth:`capture` does.
         inference_mode: capture and run in inference mode; else in the caller's mode.
-        check_weights: before each FULL replay compare the weights with those captured, objects and
-            addresses; about 0.2 us a weight. False trusts you to call :meth:`release` when one is
-            replaced. Changes in place are always seen.
+        check_weights: compare objects and addresses of all weights before each FULL replay, about
+            0.2 us a weight; else call :meth:`release` where one is replaced.
 
     Attributes:
         model: as given.
@@ -112,8 +111,7 @@ class CudaGraphManager:
         self._metadata = metadata
         self._hooks = tuple(hooks)
         self._graph_capture = graph_capture
-        self._inference_mode = inference_mode
-        self._check_weights = check_weights
+        self._inference_mode, self._check_weights = inference_mode, check_weights
         self._weights: WeightsGuard | None = None
         self._arguments = [spec.name for spec in self.inputs.specs if spec.argument]
         self._optional = self._axes_of_optional()
@@ -162,8 +160,8 @@ class CudaGraphManager:
 
     def get_cudagraph_size(self, num_tokens: int, uniform_decode: bool = False) -> int | None:
         """The padded size of the graph that serves so many tokens; None if none does."""
-        mode, descriptor, _ = self.dispatcher.dispatch(num_tokens, uniform_decode=uniform_decode)
-        return None if mode is NONE else descriptor.num_tokens
+        found = self.dispatcher.dispatch(num_tokens, uniform_decode=uniform_decode)
+        return None if found.mode is NONE else found.descriptor.num_tokens
 
     def get_cudagraph_runtime_mode(
         self, num_reqs: int, num_tokens: int, max_query_len: int
@@ -321,8 +319,8 @@ class CudaGraphManager:
             ManagerError: there is no such graph.
             AddressChangedError: a weight moved since the capture.
         """
-        known = self.dispatcher
-        full = [d for m, d in known.plan() if m is FULL and known.is_captured(m, d)]
+        is_captured = self.dispatcher.is_captured
+        full = [d for m, d in self.dispatcher.plan() if m is FULL and is_captured(m, d)]
         found = [d for d in full if d.num_tokens == num_tokens and uniform in (None, d.uniform)]
         if not found:
             raise ManagerError.no_graph(num_tokens, sorted({d.num_tokens for d in full}))
