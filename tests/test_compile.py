@@ -356,7 +356,9 @@ def test_gradients(guards: str) -> None:
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             check(one, model, x)
-    assert len(one.traces) == {"keep": 3, "shape": 2, "none": 1}[guards]
+    # In grad mode torch 2.13 has a condition on sizes more, from attention.
+    by_size = 2 if torch.__version__ >= "2.13" else 1
+    assert len(one.traces) == {"keep": 3, "shape": by_size, "none": 1}[guards]
 
 
 @pytest.mark.parametrize("guards", GUARDS)

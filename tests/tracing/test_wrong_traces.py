@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import cgcompile
+from cgcompile.errors import TraceError
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -166,6 +167,12 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_an_attribute_of_another_value(tmp_path: Path, name: str) -> None:
     use, one, other = PAIRS[name]
+    if name == "subclass" and torch.__version__ < "2.13":  # where Dynamo does not trace int() of it
+        with pytest.raises(TraceError, match="Whole"):
+            two_processes(
+                tmp_path, Attribute(one, use), Attribute(other, use), *[torch.ones(3)] * 2
+            )
+        return
     two_processes(tmp_path, Attribute(one, use), Attribute(other, use), *[torch.ones(3)] * 2)
 
 
