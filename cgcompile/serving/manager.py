@@ -17,7 +17,7 @@ import torch
 from cgcompile.backend import Backend, handle_of
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
-from cgcompile.errors import ManagerError
+from cgcompile.errors import BatchError, ManagerError
 from cgcompile.forward_context import set_forward_context
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.bulk import BulkCapture
@@ -200,13 +200,14 @@ class CudaGraphManager:
         """Warm up and capture one planned graph.
 
         Raises:
-            ManagerError: the mode is not PIECEWISE or FULL, the graph is there already, or FULL has
-                no metadata.
-            BatchError: it is not planned.
+            ManagerError: a mode without graphs, a graph that is there, FULL without metadata.
+            BatchError: it is not planned; nothing is captured.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
         if mode not in (PIECEWISE, FULL):
             raise ManagerError.capture_mode(getattr(mode, "name", str(mode)))
+        if (mode, descriptor) not in self.dispatcher.plan():
+            raise BatchError.not_planned(mode.name, str(descriptor))
         self._refuse_twice([(mode, descriptor)])
         self._capture_set(f"Capturing {mode.name}, {descriptor}", mode, [descriptor])
 
@@ -309,8 +310,7 @@ class CudaGraphManager:
 
         Args:
             num_tokens: a padded size that was captured.
-            uniform: the graph for uniform decode, or that for any batch; None: whichever there is,
-                uniform decode first.
+            uniform: that for uniform decode, or that for any batch; None: the first there is.
 
         Returns:
             What the model returns, all padded rows; views, valid until the next step.
@@ -349,6 +349,7 @@ class CudaGraphManager:
                 self._weights.check("the captured step", descriptor)
             return self._step(batch, mode, descriptor)
         if (mode, descriptor) not in self._warmed:
+            self._warmed.add((mode, descriptor))
             with postponed_capture():
                 return self._step(batch, mode, descriptor)
         before = self.counters.captures
@@ -386,7 +387,6 @@ class CudaGraphManager:
         ):
             self._sizes = padded
             result = run(**{name: buffers[name] for name in self._arguments})
-        self._warmed.add((mode, descriptor))
         return self._outputs.real(result, padded, real)
 
     def _whole(self, **given: Any) -> Any:

@@ -22,7 +22,7 @@ from manager_support import (
 from torch import nn
 
 from cgcompile import BatchDescriptor, CUDAGraphMode
-from cgcompile.errors import AddressChangedError, InputBufferError, ManagerError
+from cgcompile.errors import AddressChangedError, BatchError, InputBufferError, ManagerError
 from cgcompile.reasons import Reason
 from cgcompile.serving.buffers import InputBuffer
 from cgcompile.serving.steps import Batch, GraphHooks, Metadata
@@ -165,6 +165,9 @@ def test_what_cannot_be_captured_is_said() -> None:
     for mode in (NONE, "FULL"):
         with pytest.raises(ManagerError, match="expected PIECEWISE or FULL"):
             made.capture_graph(mode, BatchDescriptor(4, 4))
+    with pytest.raises(BatchError):
+        made.capture_graph(FULL, BatchDescriptor(5, 5))
+    assert made.counters.calls == 0
     made.capture_graph(FULL, BatchDescriptor(4, 4))
     for again in (lambda: made.capture_graph(FULL, BatchDescriptor(4, 4)), made.capture):
         with pytest.raises(ManagerError, match="captured already"):
