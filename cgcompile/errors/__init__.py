@@ -6,7 +6,6 @@ reviewed together and each has a snapshot in ``tests/test_errors.py``. Arguments
 and numbers: these files import nothing of cgcompile and nothing of torch.
 """
 
-from cgcompile.errors.buffers import AgreementError, InputBufferError, ManagerError
 from cgcompile.errors.compilation import (
     BoundaryError,
     CacheError,
@@ -17,7 +16,6 @@ from cgcompile.errors.compilation import (
     PieceCompileError,
     SymbolError,
 )
-from cgcompile.errors.dispatching import BatchError
 from cgcompile.errors.root import CGCompileError
 from cgcompile.errors.running import (
     AddressChangedError,
@@ -30,7 +28,13 @@ from cgcompile.errors.running import (
     WeightsError,
     missing_attribute,
 )
-from cgcompile.errors.serving import SizesError
+from cgcompile.errors.serving import (
+    AgreementError,
+    BatchError,
+    InputBufferError,
+    ManagerError,
+    SizesError,
+)
 from cgcompile.errors.tracing import (
     RecompileError,
     SavedGraphError,

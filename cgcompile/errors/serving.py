@@ -1,8 +1,8 @@
-"""Errors of batch sizes and their dispatch. See ``cgcompile/errors/__init__.py``."""
+"""Errors of sizes, dispatch, buffers, managers and ranks. See ``cgcompile/errors/__init__.py``."""
 
 from collections.abc import Sequence
 
-from cgcompile.errors.root import CGCompileError
+from cgcompile.errors.root import CGCompileError, listed
 
 _SHOWN = 8  # a list of sizes may be long
 
@@ -95,4 +95,201 @@ class SizesError(CGCompileError, ValueError):
             f"fit_sizes(): the largest candidate is {largest}, and batches of {batch} were "
             f"observed.\n  Add a candidate, or give maximum={largest}: larger batches then run "
             "without a graph."
+        )
+
+
+class BatchError(CGCompileError, ValueError):
+    """A batch that contradicts itself, or a graph that a dispatcher did not plan."""
+
+    @classmethod
+    def field(cls, name: str, value: object, expected: str) -> "BatchError":
+        return cls(f"dispatch: {name} = {value!r}; expected {expected}.")
+
+    @classmethod
+    def not_uniform(
+        cls, num_tokens: int, num_reqs: int | None, max_query_len: int | None
+    ) -> "BatchError":
+        return cls(
+            f"dispatch(num_tokens={num_tokens}, num_reqs={num_reqs}, "
+            f"max_query_len={max_query_len}, uniform_decode=True): requests of one length need "
+            "num_tokens == num_reqs * max_query_len.\n"
+            "  Give the numbers before padding, or uniform_decode=False."
+        )
+
+    @classmethod
+    def which_query_len(cls, num_tokens: int, known: Sequence[int]) -> "BatchError":
+        return cls(
+            f"dispatch(num_tokens={num_tokens}, uniform_decode=True): there are graphs for several "
+            f"query lengths ({listed(map(str, known))}), and nothing says which one this is.\n"
+            "  Give num_reqs or max_query_len."
+        )
+
+    @classmethod
+    def axes(cls, extra: object, names: Sequence[str]) -> "BatchError":
+        return cls(
+            f"dispatch: extra = {extra!r}; expected a tuple with one hashable value per axis, each "
+            f"comparable with the listed ones: {listed(names)}."
+        )
+
+    @classmethod
+    def not_planned(cls, mode: str, descriptor: str) -> "BatchError":
+        return cls(
+            f"no graph is planned for mode {mode} and {descriptor}.\n"
+            "  Take modes and descriptors from plan()."
+        )
+
+    @classmethod
+    def lengths_differ(cls, lengths: int, flags: int) -> "BatchError":
+        return cls(
+            f"is_uniform_decode: {lengths} query lengths and {flags} flags of prefill; expected "
+            "one of each per request."
+        )
+
+
+class InputBufferError(CGCompileError, ValueError):
+    """A declared input buffer, or data for one, that cannot be."""
+
+    @classmethod
+    def shape(cls, name: str, shape: object) -> "InputBufferError":
+        return cls(
+            f"InputBuffer {name!r}: shape={shape!r}; expected sizes of which exactly one is "
+            "'tokens', 'reqs' or 'reqs+1'.\n  Name the dimension that grows with the batch."
+        )
+
+    @classmethod
+    def tail(cls, name: str, tail: object, dtype: str) -> "InputBufferError":
+        return cls(
+            f"InputBuffer {name!r}: tail={tail!r}; expected a number that {dtype} has, or None."
+            "\n  It is what padded rows hold: token 0, slot -1, sequence length 0."
+        )
+
+    @classmethod
+    def twice(cls, name: str) -> "InputBufferError":
+        return cls(f"two input buffers are called {name!r}.\n  Give each a name of its own.")
+
+    @classmethod
+    def unknown(cls, name: str, known: Sequence[str]) -> "InputBufferError":
+        return cls(
+            f"no input buffer is called {name!r}; there are {', '.join(known) or 'none'}.\n"
+            "  Declare it with an InputBuffer, so that it has an address of its own."
+        )
+
+    @classmethod
+    def missing(cls, name: str) -> "InputBufferError":
+        return cls(
+            f"input {name!r} is None.\n"
+            "  Give its rows, or declare the buffer with optional=True: the model gets None then."
+        )
+
+    @classmethod
+    def value(cls, name: str, expected: str, found: str, counts: str) -> "InputBufferError":
+        return cls(
+            f"input {name!r} is {found}; expected {expected}.\n"
+            f"  Give the real rows ({counts} of the batch), unpadded, in the declared dtype."
+        )
+
+    @classmethod
+    def too_large(
+        cls, tokens: int, reqs: int, most_tokens: int, most_reqs: int
+    ) -> "InputBufferError":
+        return cls(
+            f"a batch of {tokens} tokens and {reqs} requests; the buffers have room for "
+            f"{most_tokens} and {most_reqs}.\n  Split the batch, or make the manager with a larger "
+            "max_num_tokens or max_num_reqs."
+        )
+
+
+class ManagerError(CGCompileError, RuntimeError):
+    """The manager was asked for something that it has not, or given what it cannot serve."""
+
+    @classmethod
+    def no_graph(cls, num_tokens: int, captured: Sequence[int]) -> "ManagerError":
+        sizes = ", ".join(map(str, captured)) or "none"
+        return cls(
+            f"No cudagraph for {num_tokens} tokens; captured FULL: {sizes}.\n"
+            "  Ask get_cudagraph_size() for a size first, and capture() before."
+        )
+
+    @classmethod
+    def capture_mode(cls, mode: str) -> "ManagerError":
+        return cls(
+            f"cannot capture in mode {mode}; expected PIECEWISE or FULL.\n"
+            "  NONE has no graphs; pairs such as FULL_AND_PIECEWISE are captured one by one."
+        )
+
+    @classmethod
+    def twice(cls, mode: str, batch: str) -> "ManagerError":
+        return cls(
+            f"{mode}, {batch}: captured already.\n"
+            "  release() drops all graphs, so that they can be captured again."
+        )
+
+    @classmethod
+    def no_metadata(cls, batch: str) -> "ManagerError":
+        return cls(
+            f"FULL, {batch}: no attention metadata to capture with.\n"
+            "  Attention is inside of a FULL graph, and what it reads is recorded: let metadata() "
+            "return it for every FULL descriptor."
+        )
+
+    @classmethod
+    def no_axis(cls, name: str) -> "ManagerError":
+        return cls(
+            f"input {name!r} is optional, and the dispatcher has no axis of that name.\n"
+            f"  Graphs with and without it differ: axes=[Axis({name!r}, (False, True))]."
+        )
+
+    @classmethod
+    def presence(cls, name: str, said: object) -> "ManagerError":
+        return cls(
+            f"input {name!r}: the batch says {said!r} in extra; expected whether it is given.\n"
+            "  Say True with a tensor, False with None."
+        )
+
+    @classmethod
+    def rows(cls, found: object) -> "ManagerError":
+        return cls(
+            f"outputs={found!r}; expected 'tokens' or 'reqs', or one of them for each output.\n"
+            "  Say what the first dimension of what the model returns counts."
+        )
+
+    @classmethod
+    def count(cls, declared: int, found: int) -> "ManagerError":
+        return cls(
+            f"the model returned {found} tensors; outputs= names {declared}.\n"
+            "  Name one for each tensor of the flattened result, or one for all."
+        )
+
+    @classmethod
+    def output(cls, found: str, rows: str, size: int) -> "ManagerError":
+        return cls(
+            f"the model returned {found}; expected a tensor with {size} rows ({rows} of the padded "
+            "batch).\n  Say with outputs= what the rows of results count: 'tokens' or 'reqs'."
+        )
+
+    @classmethod
+    def other_outputs(cls) -> "ManagerError":
+        return cls(
+            "the model returned other outputs (number, nesting, dtype or trailing sizes) than for "
+            "the first batch.\n  All sizes share one set of output buffers; return the same kinds "
+            "of tensors from each step."
+        )
+
+
+class AgreementError(CGCompileError, RuntimeError):
+    """Ranks that must run the same graph would not."""
+
+    @classmethod
+    def tables(cls, ranks: Sequence[int]) -> "AgreementError":
+        named = ", ".join(map(str, ranks))
+        return cls(
+            f"the dispatchers of ranks {named} plan other graphs than that of rank 0.\n"
+            "  Make them with equal arguments: mode, sizes, limits, query lengths, LoRA and axes."
+        )
+
+    @classmethod
+    def differs(cls, rank: int, found: str, first: str) -> "AgreementError":
+        return cls(
+            f"rank {rank} is about to run {found}; rank 0 {first}.\n"
+            "  Let every rank call Agreement.dispatch() at each step, and run what it returns."
         )

@@ -23,10 +23,10 @@ from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.capture import postponed_capture
 from cgcompile.graphs.device import capture_device
-from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Counters
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
+from cgcompile.serving.captured import CapturedGraphs
 from cgcompile.serving.capturing import capture_set, largest, sets_of
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.outputs import OutputBuffers, Outputs
@@ -74,7 +74,6 @@ class CudaGraphManager:
         dispatcher: as given; it knows what has been captured.
         inputs: the input buffers.
         statistics: what was dispatched; ``print(manager.statistics.coverage())``.
-        bulk: how each set of captures went, by its title.
 
     Raises:
         ConfigError: settings that cannot be.
@@ -106,20 +105,18 @@ class CudaGraphManager:
         limits = dispatcher.limits
         self.inputs = StaticInputs(inputs, limits.max_num_tokens, limits.max_num_reqs, device)
         self.statistics = DispatchStatistics(dispatcher.plan())
-        self.bulk: dict[str, BulkCapture] = {}
+        self._graphs = CapturedGraphs(dispatcher, model if check_weights else None)
         self._prepare = prepare or self.dummy_batch
         self._metadata = metadata
         self._hooks = tuple(hooks)
         self._graph_capture = graph_capture
-        self._inference_mode, self._check_weights = inference_mode, check_weights
-        self._weights: WeightsGuard | None = None
+        self._inference_mode = inference_mode
         self._arguments = [spec.name for spec in self.inputs.specs if spec.argument]
         self._optional = self._axes_of_optional()
         self._outputs = Outputs(outputs)
         self._kept = OutputBuffers(self._outputs, largest(dispatcher.plan(), FULL))
         self._config = CompilationConfig.resolve(config)
         self._backend = handle_of(model) if backend is None else backend
-        self._warmed: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._sizes = (0, 0)  # of the step that runs, padded
         found = capture_device(torch.device(device), self._config.capture_device)
         self._pool = None if found is None else GraphPool(found)
@@ -143,6 +140,11 @@ class CudaGraphManager:
         return {name: names.index(name) for name in found}
 
     # -------------------------------------------------------------- what a user may ask
+
+    @property
+    def bulk(self) -> dict[str, BulkCapture]:
+        """How each set of captures went, by its title."""
+        return dict(self._graphs.bulk)
 
     @property
     def counters(self) -> Counters:
@@ -191,10 +193,10 @@ class CudaGraphManager:
             DispatchError: ``strict``, and a graph could not be captured.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
-        self._refuse_twice(self.dispatcher.plan())
+        self._graphs.refuse_twice(self.dispatcher.plan())
         for title, mode, descriptors in sets_of(self.dispatcher.plan()):
             self._capture_set(title, mode, descriptors)
-        return dict(self.bulk)
+        return self.bulk
 
     def capture_graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         """Warm up and capture one planned graph.
@@ -208,13 +210,8 @@ class CudaGraphManager:
             raise ManagerError.capture_mode(getattr(mode, "name", str(mode)))
         if (mode, descriptor) not in self.dispatcher.plan():
             raise BatchError.not_planned(mode.name, str(descriptor))
-        self._refuse_twice([(mode, descriptor)])
+        self._graphs.refuse_twice([(mode, descriptor)])
         self._capture_set(f"Capturing {mode.name}, {descriptor}", mode, [descriptor])
-
-    def _refuse_twice(self, planned: Iterable[tuple[CUDAGraphMode, BatchDescriptor]]) -> None:
-        for mode, descriptor in planned:
-            if self.dispatcher.is_captured(mode, descriptor):
-                raise ManagerError.twice(mode.name, str(descriptor))
 
     def _capture_set(
         self, title: str, mode: CUDAGraphMode, descriptors: list[BatchDescriptor]
@@ -230,9 +227,9 @@ class CudaGraphManager:
 
         with self._mode(), self._graph_capture():
             found = capture_set(title, descriptors, step, self, settled, self._config)
-        self.bulk[title] = found
+        self._graphs.bulk[title] = found
         for descriptor in found.captured:
-            self._captured(mode, descriptor)
+            self._graphs.add(mode, descriptor)
         for descriptor, why in found.missing:
             self.dispatcher.refused(mode, descriptor, why)
 
@@ -253,10 +250,7 @@ class CudaGraphManager:
         self._full.clear_all_graphs()
         self._pieces.clear_all_graphs() if self._backend is None else self._backend.release()
         self._kept.release()
-        self._weights = None
-        self._warmed.clear()
-        self.bulk.clear()
-        self.dispatcher.forget()
+        self._graphs.forget()
 
     # -------------------------------------------------------------- a step
 
@@ -319,19 +313,13 @@ class CudaGraphManager:
             ManagerError: there is no such graph.
             AddressChangedError: a weight moved since the capture.
         """
-        is_captured = self.dispatcher.is_captured
-        full = [d for m, d in self.dispatcher.plan() if m is FULL and is_captured(m, d)]
-        found = [d for d in full if d.num_tokens == num_tokens and uniform in (None, d.uniform)]
-        if not found:
-            raise ManagerError.no_graph(num_tokens, sorted({d.num_tokens for d in full}))
-        descriptor = max(found, key=lambda each: each.uniform)
+        descriptor = self._graphs.full(num_tokens, uniform)
         buffers = self.inputs.views(num_tokens, descriptor.num_reqs or num_tokens)
         given = {name: buffers[name] for name in self._arguments}
         context = set_forward_context(
             cudagraph_runtime_mode=FULL, batch_descriptor=descriptor, num_tokens=num_tokens
         )
-        if self._weights is not None:
-            self._weights.check("the captured step", descriptor)
+        self._graphs.check_weights(descriptor)
         with self._mode(), context:
             return self._between_hooks(lambda: self._full(**given))
 
@@ -345,24 +333,18 @@ class CudaGraphManager:
 
     def _with_graph(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
         if self.dispatcher.is_captured(mode, descriptor):
-            if self._weights is not None and mode is FULL:  # pieces look at their own
-                self._weights.check("the captured step", descriptor)
+            if mode is FULL:
+                self._graphs.check_weights(descriptor)
             return self._step(batch, mode, descriptor)
-        if (mode, descriptor) not in self._warmed:
-            self._warmed.add((mode, descriptor))
+        if (mode, descriptor) not in self._graphs.warmed:
+            self._graphs.warmed.add((mode, descriptor))
             with postponed_capture():
                 return self._step(batch, mode, descriptor)
         before = self.counters.captures
         result = self._step(batch, mode, descriptor)
         if self.counters.captures > before:
-            self._captured(mode, descriptor)
+            self._graphs.add(mode, descriptor)
         return result
-
-    def _captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        self.dispatcher.captured(mode, descriptor)
-        if mode is FULL and self._weights is None:
-            unwrap = getattr(self.model, "unwrap", lambda: self.model)
-            self._weights = WeightsGuard(unwrap() if self._check_weights else None)
 
     def _step(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
         """Pad, stage, build metadata, call."""
