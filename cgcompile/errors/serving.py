@@ -177,7 +177,7 @@ class InputBufferError(CGCompileError, ValueError):
     @classmethod
     def missing(cls, name: str) -> "InputBufferError":
         return cls(
-            f"input {name!r} is None.\n"
+            f"input {name!r} is None, or left out.\n"
             "  Give its rows, or declare the buffer with optional=True: the model gets None then."
         )
 

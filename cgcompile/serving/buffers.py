@@ -188,7 +188,8 @@ class StaticInputs:
         Args:
             values: by name, [rows, ...] each as declared, with the real number of rows, on the
                 device or on the host; or None for an optional one. A front of the buffer itself is
-                not copied. Buffers that are not named stay as they are.
+                not copied. Only optional ones may be left out: the rows that a buffer still holds
+                are those of another batch.
             real: (tokens, requests) of the batch.
             padded: (tokens, requests) that the graph was captured for.
 
@@ -197,11 +198,14 @@ class StaticInputs:
             sizes; None where a value is left out.
 
         Raises:
-            InputBufferError: an unknown name, a wrong shape or dtype, or a None that may not be;
-                nothing has been written then.
+            InputBufferError: an unknown name, a missing one, a wrong shape or dtype, or a None
+                that may not be; nothing has been written then.
         """
         for name, value in values.items():
             self._check(name, value, real)
+        for spec in self.specs if len(values) < len(self.specs) else ():
+            if not spec.optional and spec.name not in values:
+                raise InputBufferError.missing(spec.name)
         if padded[0] > self._most[0] or padded[1] > self._most[1]:
             raise InputBufferError.too_large(*padded, *self._most)
         for name, value in values.items():
