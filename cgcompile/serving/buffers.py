@@ -8,6 +8,7 @@ for each buffer what its tail holds (:attr:`InputBuffer.tail`), and stage before
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -58,12 +59,12 @@ class InputBuffer:
             if found is None or (not self.dtype.is_floating_point and found != self.tail):
                 raise InputBufferError.tail(self.name, self.tail, str(self.dtype))
 
-    @property
+    @cached_property
     def dim(self) -> int:
         """The dimension that grows with the batch."""
         return next(d for d, size in enumerate(self.shape) if not isinstance(size, int))
 
-    @property
+    @cached_property
     def counts(self) -> str:
         """What grows it: ``"tokens"``, ``"reqs"`` or ``"reqs+1"``."""
         return str(self.shape[self.dim])
@@ -86,7 +87,9 @@ class InputBuffer:
 
     def rows(self, num_tokens: int, num_reqs: int) -> int:
         """How many rows a batch has."""
-        return {TOKENS: num_tokens, REQS: num_reqs, BOUNDARIES: num_reqs + 1}[self.counts]
+        if self.counts == TOKENS:
+            return num_tokens
+        return num_reqs if self.counts == REQS else num_reqs + 1
 
 
 class _Held:

@@ -250,6 +250,7 @@ class CudaGraphManager:
         self._full.clear_all_graphs()
         self._pieces.clear_all_graphs() if self._backend is None else self._backend.release()
         self._kept.release()
+        self._outputs.forget()
         self._graphs.forget()
 
     # -------------------------------------------------------------- a step
@@ -369,7 +370,7 @@ class CudaGraphManager:
         ):
             self._sizes = padded
             result = run(**{name: buffers[name] for name in self._arguments})
-        return self._outputs.real(result, padded, real)
+        return self._outputs.real(result, padded, real, same=mode is FULL)
 
     def _whole(self, **given: Any) -> Any:
         """What a FULL graph records: the model, the joins of others, the copy of the results."""

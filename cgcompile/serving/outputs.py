@@ -28,6 +28,7 @@ class Outputs:
 
     def __init__(self, rows: str | Sequence[str]) -> None:
         self._rows = rows if isinstance(rows, str) else tuple(rows)
+        self._cut: dict[tuple[Any, Any], tuple[Any, Any]] = {}
         for each in (rows,) if isinstance(rows, str) else rows:
             if each not in (TOKENS, REQS):
                 raise ManagerError.rows(each)
@@ -55,14 +56,30 @@ class Outputs:
                 )
         return found
 
-    def real(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
+    def real(
+        self, result: Any, padded: tuple[int, int], real: tuple[int, int], same: bool = False
+    ) -> Any:
         """The rows of a padded result that are real, as views.
 
         Args:
             result: what the step returned.
             padded: (tokens, requests) that it ran with.
             real: (tokens, requests) of the batch.
+            same: a graph returns the same object at each step, so that its views may be kept.
         """
+        known = self._cut.get((padded, real)) if same else None
+        if known is not None and known[0] is result:
+            return known[1]
+        found = self._first_rows(result, padded, real)
+        if same:
+            self._cut[padded, real] = (result, found)
+        return found
+
+    def forget(self) -> None:
+        """Let go of the views: the graphs are released."""
+        self._cut.clear()
+
+    def _first_rows(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
         leaves = compat.tree_leaves(result)
         places = self.places(leaves, padded)
         if padded == real:
