@@ -98,6 +98,7 @@ from cgcompile.compat.operators import (
     op_names,
     op_overloads,
     process_group_backend,
+    process_group_store,
     returns_nothing,
     written_arguments,
     written_tensors,

@@ -88,8 +88,13 @@ def add_note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
-def process_group_backend(group: Any) -> str | None:
-    """The backend name of a process group given by object or registered name; None if unknown."""
+def process_group_backend(group: Any, device_type: str | None = None) -> str | None:
+    """The backend of a process group given by object or registered name; None if unknown.
+
+    Args:
+        group: the group.
+        device_type: for tensors of this device; left out: of the group as a whole.
+    """
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -97,6 +102,20 @@ def process_group_backend(group: Any) -> str | None:
     try:
         if isinstance(group, str):
             group = dist.distributed_c10d._resolve_process_group(group)
-        return dist.get_backend(group)
+        if device_type is None:
+            return dist.get_backend(group)
+        for pair in dist.get_backend_config(group).split(","):
+            device, _, backend = pair.partition(":")
+            if device == device_type:
+                return backend or device
+        return None
     except (RuntimeError, ValueError, KeyError, TypeError, AssertionError):
         return None
+
+
+def process_group_store(group: Any) -> Any:
+    """The key-value store that the ranks of a group share; None if it has none."""
+    import torch.distributed as dist
+
+    known = dist.distributed_c10d._world.pg_map.get(group)
+    return None if known is None else known[1]
