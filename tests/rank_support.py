@@ -37,4 +37,4 @@ def said(work: Work, ranks: int, folder: Path, seconds: float = 30) -> list[Any]
     given = (work, ranks, str(folder), seconds)
     mp.start_processes(_entered, given, nprocs=ranks, start_method="forkserver")
     found = [folder / f"said.{rank}" for rank in range(ranks)]
-    return [torch.load(path) if path.exists() else None for path in found]
+    return [torch.load(path, weights_only=False) if path.exists() else None for path in found]

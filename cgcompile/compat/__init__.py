@@ -100,6 +100,7 @@ from cgcompile.compat.operators import (
     process_group_backend,
     process_group_store,
     returns_nothing,
+    waited_collective,
     written_arguments,
     written_tensors,
 )

@@ -1,9 +1,11 @@
 """Operators: their names, overloads and schemas. See ``cgcompile/compat/__init__.py``."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from cgcompile.compat.trees import tree_map, tree_tensors
 
 
 def all_op_names() -> list[str]:
@@ -75,6 +77,8 @@ def written_tensors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     """The tensors that a call writes, as far as the schema of ``op`` says."""
     found: list[torch.Tensor] = []
     for overload in op_overloads(op):
+        if overload.namespace == "c10d":  # whose schemas do not say
+            return tree_tensors((args, kwargs))
         for position, name in written_arguments(overload):
             given = args[position] if position < len(args) else kwargs.get(name)
             several = given if isinstance(given, (list, tuple)) else [given]
@@ -111,6 +115,34 @@ def process_group_backend(group: Any, device_type: str | None = None) -> str | N
         return None
     except (RuntimeError, ValueError, KeyError, TypeError, AssertionError):
         return None
+
+
+def waited_collective(op: Any) -> Callable[..., Any] | None:
+    """For an op of torch.distributed, what calls it and waits until it is done; else None."""
+    namespace = getattr(op, "namespace", None)
+    if namespace == "c10d":
+        return lambda *args, **kwargs: _done(op(*args, **kwargs))
+    if namespace != "_c10d_functional":
+        return None
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    if op is wait:
+        return None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = op(*args, **kwargs)
+        return tree_map(lambda leaf: wait(leaf) if isinstance(leaf, torch.Tensor) else leaf, made)
+
+    return call
+
+
+def _done(made: Any) -> Any:
+    """What a ``c10d`` op returned, once its work is done."""
+    from torch.distributed import Work
+
+    for leaf in made if isinstance(made, tuple) else (made,):
+        if isinstance(leaf, torch.ScriptObject):
+            Work.unbox(leaf).wait()
+    return made
 
 
 def process_group_store(group: Any) -> Any:
