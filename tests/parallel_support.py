@@ -13,6 +13,8 @@ from torch import nn
 import cgcompile
 from cgcompile import AttentionCGSupport, SplittingOp, get_forward_context, set_forward_context
 from cgcompile.config import CUDAGraphMode
+from cgcompile.errors import AgreementError
+from cgcompile.serving.agreement import Agreement
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.steps import Batch
@@ -33,8 +35,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor)
     hidden = (owner[:, None] != owner[None, :]) | (rows[None, :] > rows[:, None])
     scores = torch.einsum("ihd,jhd->hij", q, k) * SIZE**-0.5
     scores = scores.masked_fill(hidden, float("-inf"))
-    real = (rows < starts[-1])[:, None, None]
-    out.copy_(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v.where(real, 0.0)))
+    padding = (rows >= starts[-1])[:, None, None]  # which may hold anything
+    out.copy_(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v.masked_fill(padding, 0.0)))
 
 
 def all_reduce(x: torch.Tensor) -> None:
@@ -132,23 +134,32 @@ def dispatcher(mode: str) -> CudagraphDispatcher:
     )
 
 
-def parallel_manager(
-    mode: str, shard: Shard, device: str, compiler: str | None = None, **more: Any
-) -> CudaGraphManager:
-    """A manager of one rank's shard; with ``compiler`` of the compiled model."""
+def model_of(shard: Shard, device: str, compiler: str | None = None) -> tuple[Any, Any]:
+    """(model, config) of one rank's shard; with ``compiler`` the model is compiled."""
     library()
-    model = Decoder(shard).to(device).eval()
+    model: Any = Decoder(shard).to(device).eval()
     config = cgcompile.CompilationConfig(
         splitting_ops=(SplittingOp("cgparallel::attend", support=AttentionCGSupport.ALWAYS),),
         capture_device="host" if device == "cpu" else "auto",
         compiler=compiler or "eager",
     )
-    called: Any = model
     if compiler:
-        called = torch.compile(model, backend=cgcompile.Backend(config), dynamic=True)
-    dispatch = more.pop("dispatch", None) or dispatcher(mode)
+        model = torch.compile(model, backend=cgcompile.Backend(config), dynamic=True)
+    return model, config
+
+
+def manager_of(
+    mode: str, model: Any, config: Any, device: str, agreed: Agreement | None = None
+) -> CudaGraphManager:
+    """A manager of what :func:`model_of` made."""
     return CudaGraphManager(
-        called, dispatch, INPUTS, metadata=metadata, device=device, config=config, **more
+        model,
+        dispatcher(mode) if agreed is None else agreed.dispatcher,
+        INPUTS,
+        metadata=metadata,
+        device=device,
+        config=config,
+        agreement=agreed,
     )
 
 
@@ -215,3 +226,60 @@ def expected_modes(mode: str, rounds: int = 2) -> list[str]:
     }[mode]
     names = {"N": "NONE", "P": "PIECEWISE", "F": "FULL"}
     return [names[letter] for letter in letters] * rounds
+
+
+def every_mode(shard: Shard, compiler: str | None, device: str) -> dict[str, Any]:
+    """What :func:`check_mode` found in each mode; one model for all."""
+    found = {}
+    alone = unsharded(device)
+    model, config = model_of(shard, device, compiler)
+    for mode in MODES:
+        made = manager_of(mode, model, config, device)
+        found[mode] = check_mode(made, alone, device)
+        made.release()
+    return found
+
+
+def check_every_mode(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """What two ranks found: graphs ran where they should, and tokens are those of one rank."""
+    assert first == second
+    *_, tokens = first["NONE"]
+    assert len(set(tokens)) > 10
+    for mode, (captures, replays, modes, same) in first.items():
+        assert modes == expected_modes(mode)
+        assert (captures > 0) is (mode != "NONE")
+        assert replays == sum(each != "NONE" for each in modes)
+        assert same == tokens
+
+
+def other_inputs(made: CudaGraphManager, rank: int, device: str) -> tuple[int, list[torch.Tensor]]:
+    """How many graphs a FULL step is, and what it gives as only rank 1 changes its tokens."""
+    made.capture()
+    entries = made._full.concrete_cudagraph_entries
+    (entry,) = [entry for key, entry in entries.items() if key.num_tokens == 16]
+    made.run(batches(0, device)[-1])
+    results = []
+    for token in (3, 3, 4):
+        if rank == 1:
+            made.inputs.buffers["input_ids"].fill_(token)
+        results.append(made.run_fullgraph(16).cpu().clone())
+    return entry.sequence.num_graphs, results
+
+
+def forced(shard: Shard, device: str, agreed: Agreement) -> str:
+    """A rank replays another size: what each is told. Nothing of it is left behind."""
+    made = manager_of("FULL", *model_of(shard, device), device, agreed)
+    made.capture()
+    told = ""
+    try:
+        made.run_fullgraph((8, 4)[shard.rank])
+    except AgreementError as error:
+        told = str(error).splitlines()[0]
+    alone = unsharded(device)
+    for batch in batches(0, device):
+        torch.testing.assert_close(made.run(batch), alone(batch), rtol=1e-4, atol=1e-4)
+    made.release()
+    return told
+
+
+FORCED = "rank 1 is about to run FULL, 4 tokens; rank 0 FULL, 8 tokens."
