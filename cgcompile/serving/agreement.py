@@ -90,7 +90,7 @@ class Agreement:
     def __init__(
         self,
         dispatcher: CudagraphDispatcher,
-        group: dist.ProcessGroup | None = None,
+        group: "dist.ProcessGroup | None" = None,
         *,
         check: bool = False,
     ) -> None:

@@ -34,7 +34,7 @@ from cgcompile.serving.fillers import Fillers
 from cgcompile.serving.outputs import OutputBuffers, Outputs
 from cgcompile.serving.questions import Questions
 from cgcompile.serving.statistics import DispatchStatistics
-from cgcompile.serving.steps import NO_WORK, Batch, GraphHooks, Metadata
+from cgcompile.serving.steps import NO_WORK, AllHooks, Batch, GraphHooks, Metadata
 from cgcompile.serving.tables import Dispatched
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -119,7 +119,7 @@ class CudaGraphManager(Questions):
         self._graphs = CapturedGraphs(dispatcher, model if check_weights else None)
         self._prepare = prepare or self.dummy_batch
         self._metadata = metadata
-        self._hooks = tuple(hooks)
+        self._hooks = AllHooks(hooks)
         self._graph_capture = graph_capture
         self._inference_mode = inference_mode
         self._arguments = [spec.name for spec in self.inputs.specs if spec.argument]
@@ -197,9 +197,7 @@ class CudaGraphManager(Questions):
     def _capture_set(
         self, title: str, mode: CUDAGraphMode, descriptors: list[BatchDescriptor]
     ) -> None:
-        for hook in self._hooks:
-            hook.before_capture(self._pool)
-
+        self._hooks.before_capture(self._pool)
         agreement = self.agreement
 
         def step(descriptor: BatchDescriptor, phase: str) -> None:
@@ -296,7 +294,7 @@ class CudaGraphManager(Questions):
             if mode is NONE:
                 result = self._step(batch, mode, descriptor)
             else:
-                result = self._between_hooks(lambda: self._with_graph(batch, mode, descriptor))
+                result = self._hooks.around(lambda: self._with_graph(batch, mode, descriptor))
         self.statistics.record(batch.num_tokens, chosen)
         return result
 
@@ -332,15 +330,7 @@ class CudaGraphManager(Questions):
         )
         self._graphs.check_weights(descriptor)
         with self._mode(), context:
-            return self._between_hooks(lambda: self._full(**given))
-
-    def _between_hooks(self, step: Callable[[], Any]) -> Any:
-        for hook in self._hooks:
-            hook.before_replay()
-        result = step()
-        for hook in self._hooks:
-            hook.after_replay()
-        return result
+            return self._hooks.around(lambda: self._full(**given))
 
     def _with_graph(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
         if self.dispatcher.is_captured(mode, descriptor):
@@ -386,8 +376,7 @@ class CudaGraphManager(Questions):
     def _whole(self, **given: Any) -> Any:
         """What a FULL graph records: the model, the joins of others, the copy of the results."""
         result = self.model(**given)
-        for hook in self._hooks:
-            hook.end_of_capture()
+        self._hooks.end_of_capture()
         return self._kept.keep(result, self._sizes)
 
     def _mode(self) -> AbstractContextManager[Any]:

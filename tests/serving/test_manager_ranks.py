@@ -27,6 +27,7 @@ from cgcompile.serving.agreement import Agreement
 from cgcompile.serving.buffers import InputBuffer
 from cgcompile.serving.steps import Batch, Metadata
 from cgcompile.serving.variants import Axis, LoraCases
+from cgcompile.serving.verifying import verify_full
 
 DECODE, MIXED = True, False
 IDLE: tuple[Any, ...] = ()
@@ -254,6 +255,31 @@ def test_ranks_agree_on_variants_and_restrictions(tmp_path: Path) -> None:
         assert steps[4] == ("NONE", *none, "other_rank")
         assert steps[5] == ("PIECEWISE", 0, ("a", 8), ("other_rank", "mode_excluded")[rank])
         assert (steps[6][0], steps[6][-1]) == ("FULL", ("b", 16))
+
+
+class Baking(Decoder):
+    """On one rank a number of the host ends up in the graph."""
+
+    def __init__(self, bakes: bool) -> None:
+        super().__init__()
+        self.bakes = bakes
+
+    def forward(self, input_ids, positions, inputs_embeds=None):
+        made = super().forward(input_ids, positions)
+        return made * (get_forward_context().num_unpadded_tokens if self.bakes else 1)
+
+
+def verifying(rank: int, ranks: int) -> Any:
+    made = Engine(mode="FULL_AND_PIECEWISE", model=Baking(rank == 1)).manager
+    made.capture()
+    batches = [staged(*[1] * count, decode=True) for count in (2, 3)]
+    unequal = verify_full(made, batches, rtol=1e-5, atol=1e-5)
+    made.run(batches[0])
+    return len(unequal), made.dispatched(batches[0]).mode.name
+
+
+def test_full_graphs_that_do_not_hold_on_one_rank_are_refused_on_all(tmp_path: Path) -> None:
+    assert said(verifying, 2, tmp_path) == [(0, "PIECEWISE"), (1, "PIECEWISE")]
 
 
 # ---------------------------------------------------------------- ranks that differ or stay away
