@@ -4,6 +4,7 @@ import datetime
 import faulthandler
 import gc
 import os
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ def _entered(
     try:
         found = _found(rank, work, ranks, folder, seconds, nccl)
         torch.save(found, os.path.join(folder, f"said.{rank}"))
+        _wait_for_others(Path(folder), ranks)
         if nccl:  # graphs are gone by now: they must not outlive the communicator
             torch.cuda.synchronize()
             dist.destroy_process_group()
@@ -35,6 +37,15 @@ def _entered(
         Path(folder, f"error.{rank}").write_text(traceback.format_exc())
         os._exit(1)
     os._exit(0)  # a rank whose group broke has nobody to wait for, and torch would
+
+
+def _wait_for_others(folder: Path, ranks: int) -> None:
+    """For a moment: what this rank has sent must arrive before its connections end."""
+    until = time.monotonic() + 2
+    while time.monotonic() < until:
+        if len([*folder.glob("said.*"), *folder.glob("error.*")]) == ranks:
+            return
+        time.sleep(0.02)
 
 
 def _found(rank: int, work: Work, ranks: int, folder: str, seconds: float, nccl: bool) -> Any:
