@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgcompile.errors import InputBufferError
+from cgcompile.errors import CaptureError, InputBufferError
+from cgcompile.graphs.capture import capture
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 
 TOKENS, REQS = 8, 4
@@ -114,3 +115,18 @@ def test_data_that_cannot_be_leaves_all_as_it_was() -> None:
     with pytest.raises(InputBufferError, match="room for 8 and 4"):
         inputs.stage(good, (3, 1), (9, 1))
     assert all(torch.equal(before[name], each) for name, each in inputs.buffers.items())
+
+
+def test_a_capture_would_record_the_copies(device: str, pool) -> None:
+    inputs = StaticInputs(SPECS[:1], TOKENS, REQS, device)
+    rows = {"ids": torch.arange(1, 4)}
+    with pytest.raises(CaptureError, match="staging inputs: operation not permitted"):
+        capture(lambda: inputs.stage(rows, (3, 1), (4, 1)), pool, "a step")
+    assert not inputs.buffers["ids"].any()
+    assert inputs.stage(rows, (3, 1), (4, 1))["ids"].tolist() == [1, 2, 3, 0]
+
+
+def test_what_is_no_tensor() -> None:
+    inputs = StaticInputs(SPECS[:1], TOKENS, REQS, "cpu")
+    with pytest.raises(InputBufferError, match="list"):
+        inputs.stage({"ids": [1, 2, 3]}, (3, 1), (4, 1))
