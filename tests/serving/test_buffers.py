@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from cgcompile.errors import CaptureError, InputBufferError
 from cgcompile.graphs.capture import capture
+from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.pool import GraphPool
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 
 TOKENS, REQS = 8, 4
@@ -117,7 +119,10 @@ def test_data_that_cannot_be_leaves_all_as_it_was() -> None:
     assert all(torch.equal(before[name], each) for name, each in inputs.buffers.items())
 
 
-def test_a_capture_would_record_the_copies(device: str, pool) -> None:
+def test_a_capture_would_record_the_copies(device: str) -> None:
+    found = capture_device(torch.device(device), "host")
+    assert found is not None
+    pool = GraphPool(found)
     inputs = StaticInputs(SPECS[:1], TOKENS, REQS, device)
     rows = {"ids": torch.arange(1, 4)}
     with pytest.raises(CaptureError, match="staging inputs: operation not permitted"):
