@@ -94,8 +94,8 @@ class ManagerError(CGCompileError, RuntimeError):
     @classmethod
     def too_few_bytes(cls, budget: int, needed: int) -> "ManagerError":
         return cls(
-            f"max_graph_bytes={budget}: the largest graph of each kind, without which batches would "
-            f"run plain, may take {needed} bytes.\n"
+            f"max_graph_bytes={budget}: the largest graph of each kind, without which batches "
+            f"would run plain, may take {needed} bytes.\n"
             "  Give as much, or lower the largest sizes; print(manager.plan()) shows what takes it."
         )
 

@@ -108,7 +108,7 @@ class CaptureDevice(Protocol):
         """What a pool takes from the device if blocks of so many bytes in all find no room."""
 
     def graph_bytes(self) -> int:
-        """Memory of the device that no allocator of torch holds, graphs among it; all processes'."""
+        """Memory that no allocator of this process holds, graphs among it; of all processes."""
 
     def make_scratch(self, stream: Any) -> int:
         """Make what libraries need once for work on a stream; the bytes it took, 0 the next time.

@@ -45,7 +45,7 @@ class Sample(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Graphs that differ in nothing but size, so that a smaller one fits into a larger one's memory.
+    """Graphs that differ in nothing but size: a smaller one fits into the memory of a larger one.
 
     Attributes:
         places: among all that are planned, the largest first.
@@ -63,7 +63,7 @@ def spread(group: Group, turn: int) -> list[int]:
     next; in each further turn the middle of every gap as well.
     """
     chosen = [0]
-    for index, rows in enumerate(group.rows):
+    for index in range(len(group.rows)):
         next_rows = group.rows[index + 1] if index + 1 < len(group.rows) else 0
         if index and (not next_rows or next_rows * 4 < group.rows[chosen[-1]]):
             chosen.append(index)

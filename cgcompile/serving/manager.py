@@ -262,7 +262,7 @@ class CudaGraphManager:
     def _capture_set(
         self, title: str, mode: CUDAGraphMode, descriptors: list[BatchDescriptor]
     ) -> None:
-        found = self.record(title, mode, descriptors, lambda _: self.meter.begin())
+        found = self.record(title, mode, descriptors, self.meter.before_capture)
         self.meter.end()
         self.bulk[title] = found
         for descriptor in found.captured:

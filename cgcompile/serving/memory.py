@@ -104,14 +104,27 @@ class MemoryMeter:
         found = [self._pool, *(graph.pool for graph in self.graphs)]
         return [pool for pool in found if pool is not None]
 
-    def begin(self) -> None:
-        """Remember the level of the driver, unless that was done: captures follow."""
-        if self._pool is not None and self._before is None:
-            self._before = self._pool.device.graph_bytes()
+    def begin(self) -> int:
+        """Remember the level of the driver, unless that was done: captures follow.
+
+        Returns:
+            What is taken by now: buffers, scratch memory, and what the driver holds of graphs that
+            were dropped.
+        """
+        now = self.read()
+        if self._before is None:
+            self._before = now.driver
+        return self._scratch + now.held + max(0, now.driver - self._before)
+
+    def before_capture(self, _: BatchDescriptor) -> None:
+        """The same, if it was not done: cheap at each further graph."""
+        if self._before is None:
+            self.begin()
 
     def end(self) -> None:
-        """Measure the driver's share: captures have ended."""
+        """Measure the driver's share: captures have ended. Synchronises."""
         if self._pool is not None and self._before is not None:
+            self._pool.device.synchronize()
             self._driver = max(0, self._pool.device.graph_bytes() - self._before)
 
     def make_scratch(self) -> None:
@@ -143,7 +156,7 @@ class MemoryPlan:
         sampled: which of them were captured to see.
         missing: which of those could not be captured, with the reason.
         total: bytes of all graphs, scratch memory of libraries included.
-        scratch: of that, what stays allocated from now on, graphs or not.
+        fixed: of that, what is the same for any choice of graphs: output buffers, scratch memory.
         seconds: of host time that planning took, warming up included.
     """
 
@@ -151,7 +164,7 @@ class MemoryPlan:
     sampled: tuple[Planned, ...]
     missing: tuple[tuple[Planned, str], ...]
     total: Interval
-    scratch: int
+    fixed: int
     seconds: float
     estimate: Estimate | None = field(repr=False, default=None)
 
@@ -163,9 +176,9 @@ class MemoryPlan:
     def most_of(self, chosen: Iterable[Planned]) -> int:
         """The most bytes that some of the graphs take, with the largest of each kind among them."""
         if self.estimate is None:
-            return self.scratch
+            return self.fixed
         places = {(mode, key): place for place, (mode, key, _) in enumerate(self.graphs)}
-        return self.scratch + self.estimate.most_of(places[each] for each in chosen)
+        return self.fixed + self.estimate.most_of(places[each] for each in chosen)
 
     def against(self, measured: GraphMemory) -> str:
         """One line: planned, measured, and whether the plan was right."""
@@ -177,7 +190,7 @@ class MemoryPlan:
         """Plain numbers and strings, for JSON. Bytes; intervals as [least, most]."""
         return {
             "total": list(self.total),
-            "scratch": self.scratch,
+            "fixed": self.fixed,
             "seconds": self.seconds,
             "graphs": [
                 {
@@ -232,18 +245,19 @@ def plan_memory(manager: Any, within: float = 0.25) -> MemoryPlan:
         sampling.warm()
         estimate = sampling.sample(0)
         for turn in range(1, len(sampling.planned)):
-            if estimate.total.width <= within * estimate.total.least or sampling.complete:
-                break
+            narrow = estimate.total.width <= within * estimate.total.least
+            if sampling.complete or (narrow and not sampling.missing):
+                break  # what a failed capture takes is no measure for others
             estimate = sampling.sample(turn)
     finally:
         sampling.drop()
-    scratch = sampling.scratch
-    total = Interval(*(scratch + end for end in estimate.total))
+    fixed = sampling.fixed
+    total = Interval(*(fixed + end for end in estimate.total))
     graphs = [(*each, estimate.graph(place)) for place, each in enumerate(sampling.planned)]
     sampled = [each for place, each in enumerate(sampling.planned) if place in estimate.samples]
     seconds = time.perf_counter() - start
     found = MemoryPlan(
-        tuple(graphs), tuple(sampled), tuple(sampling.missing), total, scratch, seconds, estimate
+        tuple(graphs), tuple(sampled), tuple(sampling.missing), total, fixed, seconds, estimate
     )
     log.info("%s", found)
     return found
@@ -255,13 +269,13 @@ class _Sampling:
     Attributes:
         planned: all graphs, in the order of capture.
         missing: those that could not be captured.
-        scratch: bytes, not given back.
+        fixed: bytes that there are before any graph.
     """
 
     def __init__(self, manager: Any) -> None:
         self.planned: tuple[Planned, ...] = manager.dispatcher.plan()
         self.missing: list[tuple[Planned, str]] = []
-        self.scratch = 0
+        self.fixed = 0
         self._manager = manager
         self._meter: MemoryMeter = manager.meter
         self._recorded = {id(graph): set(graph.recordings) for graph in self._meter.graphs}
@@ -301,9 +315,8 @@ class _Sampling:
             for places in kinds.values()
         ]
         self._meter.make_scratch()
-        self.scratch = self._meter.memory().scratch
         self._device.give_back()
-        self._meter.begin()
+        self.fixed = self._meter.begin()
 
     def sample(self, turn: int) -> Estimate:
         """Capture the sizes of one turn that earlier ones left out."""

@@ -95,7 +95,7 @@ class Row:
         return self._serving[self._steps[number]] if number < len(self._steps) else None
 
     def settle(self) -> None:
-        """For each size the first ready graph upward; beside look-ups, which see before or after."""
+        """For each size the first ready graph upward; look-ups see it as before, or after."""
         serving = list(self._slots)
         above: Slot | None = None
         for place in reversed(range(len(serving))):
