@@ -8,8 +8,8 @@ around the whole step FULL ones, and a model that was never compiled gets breaka
 rule: what a step returned is valid until the next one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -25,10 +25,12 @@ from cgcompile.graphs.capture import postponed_capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Counters
+from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.captured import CapturedGraphs
 from cgcompile.serving.capturing import capture_set, largest, sets_of
 from cgcompile.serving.dispatcher import CudagraphDispatcher
+from cgcompile.serving.memory import GraphMemory, MemoryMeter, MemoryPlan, plan_memory
 from cgcompile.serving.outputs import OutputBuffers, Outputs
 from cgcompile.serving.statistics import DispatchStatistics
 from cgcompile.serving.steps import Batch, GraphHooks, Metadata, dummy_batch
@@ -74,6 +76,7 @@ class CudaGraphManager:
         dispatcher: as given; it knows what has been captured.
         inputs: the input buffers.
         statistics: what was dispatched; ``print(manager.statistics.coverage())``.
+        meter: measures what graphs take.
 
     Raises:
         ConfigError: settings that cannot be.
@@ -120,6 +123,7 @@ class CudaGraphManager:
         self._sizes = (0, 0)  # of the step that runs, padded
         found = capture_device(torch.device(device), self._config.capture_device)
         self._pool = None if found is None else GraphPool(found)
+        self.meter = MemoryMeter(self._pool, self._backend, self._kept)
         self._full = self._wrapper(self._whole, FULL, "step")
         self._pieces: Any = model
         if self._backend is None:
@@ -180,22 +184,61 @@ class CudaGraphManager:
 
     # -------------------------------------------------------------- capture
 
-    def capture(self) -> dict[str, BulkCapture]:
+    def plan(self, within: float = 0.25) -> MemoryPlan:
+        """What the planned graphs will take of the device, in bytes, before any is there.
+
+        Some sizes are captured and dropped again; see
+        :func:`~cgcompile.serving.memory.plan_memory`.
+
+        Args:
+            within: the width of the interval, as a share of its lower end.
+
+        Raises:
+            ManagerError: a graph is there already.
+            BaseException: what the model, ``prepare`` or ``metadata`` raised.
+        """
+        self._graphs.refuse_twice(self.dispatcher.plan())
+        return plan_memory(self, within)
+
+    def graph_memory(self) -> GraphMemory:
+        """What the graphs take of the device now, in bytes, measured."""
+        return self.meter.memory()
+
+    def capture(
+        self, max_graph_bytes: int | None = None, histogram: Mapping[int, int] | None = None
+    ) -> dict[str, BulkCapture]:
         """Warm up and capture what the dispatcher plans: PIECEWISE, then FULL, the largest first.
 
         What could not be captured is not dispatched; its reason is in the result.
+
+        Args:
+            max_graph_bytes: what all graphs may take of the device. If given, :meth:`plan` is asked
+                first, and where not all graphs fit, those worth the most are captured; see
+                :func:`~cgcompile.serving.budget.choose_graphs`. Batches of the other sizes are
+                padded to the next larger graph.
+            histogram: batch size in tokens -> number of steps: what graphs are worth; left out, all
+                sizes are equally frequent.
 
         Returns:
             How each set went, by its title.
 
         Raises:
-            ManagerError: a graph is there already, or FULL has no metadata.
+            ManagerError: a graph is there already, FULL has no metadata, or the budget is too small
+                for the largest graphs.
             DispatchError: ``strict``, and a graph could not be captured.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
-        self._graphs.refuse_twice(self.dispatcher.plan())
-        for title, mode, descriptors in sets_of(self.dispatcher.plan()):
+        planned = self.dispatcher.plan()
+        self._graphs.refuse_twice(planned)
+        chosen = planned
+        if max_graph_bytes is not None:
+            chosen = choose_graphs(self.plan(), max_graph_bytes, histogram)
+        for title, mode, descriptors in sets_of(chosen):
             self._capture_set(title, mode, descriptors)
+        for mode, descriptor in planned:
+            if (mode, descriptor) not in chosen:
+                why = f"max_graph_bytes={max_graph_bytes} has no room for it"
+                self.dispatcher.refused(mode, descriptor, why)
         return self.bulk
 
     def capture_graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
@@ -216,22 +259,46 @@ class CudaGraphManager:
     def _capture_set(
         self, title: str, mode: CUDAGraphMode, descriptors: list[BatchDescriptor]
     ) -> None:
-        for hook in self._hooks:
-            hook.before_capture(self._pool)
-
-        def step(descriptor: BatchDescriptor, phase: str) -> None:
-            self._step(self._prepare(descriptor, phase), mode, descriptor)
-
-        def settled() -> int:
-            return 0 if self._backend is None else self._backend.num_compilations
-
-        with self._mode(), self._graph_capture():
-            found = capture_set(title, descriptors, step, self, settled, self._config)
+        found = self.record(title, mode, descriptors, self.meter.before_capture)
+        self.meter.end()
         self._graphs.bulk[title] = found
         for descriptor in found.captured:
             self._graphs.add(mode, descriptor)
         for descriptor, why in found.missing:
             self.dispatcher.refused(mode, descriptor, why)
+
+    def record(
+        self,
+        title: str,
+        mode: CUDAGraphMode,
+        descriptors: list[BatchDescriptor],
+        before: Callable[[BatchDescriptor], None],
+    ) -> BulkCapture:
+        """Warm up and capture some graphs, of which the dispatcher does not learn."""
+        for hook in self._hooks:
+            hook.before_capture(self._pool)
+
+        def step(descriptor: BatchDescriptor, phase: str) -> None:
+            if phase == "capture":
+                before(descriptor)
+            self.run_dummy(mode, descriptor, phase)
+
+        with ExitStack() as stack:
+            for context in self.capturing():
+                stack.enter_context(context)
+            return capture_set(title, descriptors, step, self, self.num_compilations, self._config)
+
+    def capturing(self) -> tuple[AbstractContextManager[Any], ...]:
+        """The contexts around a set of captures."""
+        return self._mode(), self._graph_capture()
+
+    def run_dummy(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, phase: str) -> None:
+        """Run the step of a planned graph on a batch of :attr:`prepare`."""
+        self._step(self._prepare(descriptor, phase), mode, descriptor)
+
+    def num_compilations(self) -> int:
+        """How often the model was compiled so far; 0 if it never is."""
+        return 0 if self._backend is None else self._backend.num_compilations
 
     def dummy_batch(self, descriptor: BatchDescriptor, phase: str) -> Batch:
         """A batch of a padded size; see :func:`~cgcompile.serving.steps.dummy_batch`."""
@@ -247,11 +314,18 @@ class CudaGraphManager:
         Raises:
             CaptureError: called inside of a step or of a capture.
         """
+        self.drop_graphs()
+        if self._backend is not None:
+            self._backend.release()
+        self._graphs.forget()
+
+    def drop_graphs(self) -> None:
+        """Drop the manager's own graphs and output buffers; a compiled model's stay."""
         self._full.clear_all_graphs()
-        self._pieces.clear_all_graphs() if self._backend is None else self._backend.release()
+        if self._backend is None:
+            self._pieces.clear_all_graphs()
         self._kept.release()
         self._outputs.forget()
-        self._graphs.forget()
 
     # -------------------------------------------------------------- a step
 
