@@ -57,6 +57,7 @@ class Reason(enum.Enum):
     UNLISTED_VARIANT = "unlisted_variant"  # a LoRA count or a value of an axis without graphs
     MODE_EXCLUDED = "mode_excluded"  # the caller forbids the mode for this batch
     NOT_CAPTURED = "not_captured"  # a planned graph that was not captured yet, or was refused
+    OTHER_RANK = "other_rank"  # ranks agree on one mode, and another rank has a lesser one
     NOT_PIECEWISE = "not_piecewise"  # the model has no pieces: neither compiled nor breakable
 
 

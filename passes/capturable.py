@@ -120,9 +120,11 @@ class Capturability:
         if "wait" in short_name(node.target):
             source = node.args[0] if isinstance(node.args[0], fx.Node) else None
             return self._collective(source) if source is not None else None
-        groups = [compat.process_group_backend(a) for a in (*node.args, *node.kwargs.values())]
+        device = self.device.type  # a group may have one backend for each
+        given = (*node.args, *node.kwargs.values())
+        groups = [compat.process_group_backend(each, device) for each in given]
         backend = next((group for group in groups if group is not None), None)
-        if backend is not None and set(backend.split(",")) & _CAPTURABLE_COLLECTIVES:
+        if backend in _CAPTURABLE_COLLECTIVES:
             return None
         name = target_name(node.target)
         return Why(Reason.COLLECTIVE, f"{name} over backend {backend or 'unknown'}")

@@ -171,6 +171,15 @@ EXAMPLES: dict[str, CGCompileError] = {
     "InputBufferError.too_large": InputBufferError.too_large(9, 1, 8, 4),
     "AgreementError.tables": AgreementError.tables([1, 3]),
     "AgreementError.differs": AgreementError.differs(1, "NONE, 0 tokens", "FULL, 8 tokens"),
+    "AgreementError.backend": AgreementError.backend("nccl"),
+    "AgreementError.missing": AgreementError.missing(
+        0, "asks for the graph of a step", [1, 3], "Connection closed by peer"
+    ),
+    "AgreementError.gave_up": AgreementError.gave_up(1),
+    "AgreementError.out_of_step": AgreementError.out_of_step(
+        1, "has captured a set of graphs", "asks for the graph of a step"
+    ),
+    "AgreementError.other_dispatcher": AgreementError.other_dispatcher(),
     "ManagerError.no_graph": ManagerError.no_graph(5, [1, 2, 4, 8]),
     "ManagerError.capture_mode": ManagerError.capture_mode("NONE"),
     "ManagerError.twice": ManagerError.twice("FULL", "num_tokens=4, num_reqs=4"),

@@ -99,7 +99,9 @@ from cgcompile.compat.operators import (
     op_names,
     op_overloads,
     process_group_backend,
+    process_group_store,
     returns_nothing,
+    waited_collective,
     written_arguments,
     written_tensors,
 )

@@ -1,9 +1,11 @@
 """Operators: their names, overloads and schemas. See ``cgcompile/compat/__init__.py``."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from cgcompile.compat.trees import tree_map, tree_tensors
 
 
 def all_op_names() -> list[str]:
@@ -75,6 +77,8 @@ def written_tensors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     """The tensors that a call writes, as far as the schema of ``op`` says."""
     found: list[torch.Tensor] = []
     for overload in op_overloads(op):
+        if overload.namespace == "c10d":  # whose schemas do not say
+            return tree_tensors((args, kwargs))
         for position, name in written_arguments(overload):
             given = args[position] if position < len(args) else kwargs.get(name)
             several = given if isinstance(given, (list, tuple)) else [given]
@@ -88,8 +92,13 @@ def add_note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
-def process_group_backend(group: Any) -> str | None:
-    """The backend name of a process group given by object or registered name; None if unknown."""
+def process_group_backend(group: Any, device_type: str | None = None) -> str | None:
+    """The backend of a process group given by object or registered name; None if unknown.
+
+    Args:
+        group: the group.
+        device_type: for tensors of this device; left out: of the group as a whole.
+    """
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -97,6 +106,48 @@ def process_group_backend(group: Any) -> str | None:
     try:
         if isinstance(group, str):
             group = dist.distributed_c10d._resolve_process_group(group)
-        return dist.get_backend(group)
+        if device_type is None:
+            return dist.get_backend(group)
+        for pair in dist.get_backend_config(group).split(","):
+            device, _, backend = pair.partition(":")
+            if device == device_type:
+                return backend or device
+        return None
     except (RuntimeError, ValueError, KeyError, TypeError, AssertionError):
         return None
+
+
+def waited_collective(op: Any) -> Callable[..., Any] | None:
+    """For an op of torch.distributed, what calls it and waits until it is done; else None."""
+    namespace = getattr(op, "namespace", None)
+    if namespace == "c10d":
+        return lambda *args, **kwargs: _done(op(*args, **kwargs))
+    if namespace != "_c10d_functional":
+        return None
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    if op is wait:
+        return None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = op(*args, **kwargs)
+        return tree_map(lambda leaf: wait(leaf) if isinstance(leaf, torch.Tensor) else leaf, made)
+
+    return call
+
+
+def _done(made: Any) -> Any:
+    """What a ``c10d`` op returned, once its work is done."""
+    from torch.distributed import Work
+
+    for leaf in made if isinstance(made, tuple) else (made,):
+        if isinstance(leaf, torch.ScriptObject):
+            Work.unbox(leaf).wait()
+    return made
+
+
+def process_group_store(group: Any) -> Any:
+    """The key-value store that the ranks of a group share; None if it has none."""
+    import torch.distributed as dist
+
+    known = dist.distributed_c10d._world.pg_map.get(group)
+    return None if known is None else known[1]

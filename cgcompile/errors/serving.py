@@ -301,3 +301,45 @@ class AgreementError(CGCompileError, RuntimeError):
             f"rank {rank} is about to run {found}; rank 0 {first}.\n"
             "  Let every rank call Agreement.dispatch() at each step, and run what it returns."
         )
+
+    @classmethod
+    def backend(cls, found: str) -> "AgreementError":
+        return cls(
+            f"the process group has backend {found!r}, which takes no tensors of the CPU.\n"
+            "  Give Agreement a group of its own: torch.distributed.new_group(backend='gloo')."
+        )
+
+    @classmethod
+    def missing(cls, rank: int, does: str, missing: Sequence[int], said: str) -> "AgreementError":
+        who = "no rank can be named"
+        if missing:
+            who = f"not there: rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        return cls(
+            f"rank {rank} {does}, and waited for all ranks in vain; {who}.\n"
+            "  Every rank must take part in each step: one without work calls run(None). Look for "
+            "what ended or holds up the other; the group has to be made anew.\n"
+            f"  torch.distributed said: {said}"
+        )
+
+    @classmethod
+    def gave_up(cls, rank: int) -> "AgreementError":
+        return cls(
+            f"rank {rank} raised an exception in its capture.\n"
+            "  Its own message says why; no rank has graphs of this set."
+        )
+
+    @classmethod
+    def out_of_step(cls, rank: int, found: str, first: str) -> "AgreementError":
+        return cls(
+            f"rank {rank} {found}; rank 0 {first}.\n"
+            "  Let every rank make the same calls in the same order: capture(), then run() at each "
+            "step, with a batch or with None."
+        )
+
+    @classmethod
+    def other_dispatcher(cls) -> "AgreementError":
+        return cls(
+            "the agreement asks another dispatcher than the manager's.\n"
+            "  Give both the same object: Agreement(dispatcher), "
+            "CudaGraphManager(model, dispatcher, agreement=...)."
+        )

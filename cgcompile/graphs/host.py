@@ -10,12 +10,13 @@ any code of the host in between. What holds on CUDA holds here:
 * a capture leaves no trace: memory from outside that it wrote is put back, memory it allocated
   holds NaN (integers: a huge number) until the first replay, random numbers are not used up.
 
-Two things that run at replay are not ATen ops: a piece that Inductor compiled is one recorded call,
-and a C++ kernel of a custom op is one. A model that ``torch.compile`` made, inside of a wrapper,
-runs uncompiled while it is captured here: its kernels would pass unseen. Of an op whose kernel is
-written in Python, the ops in its body are recorded. ``Tensor.tolist()`` and ``Tensor.numpy()`` do
-not pass the dispatcher: a profile function of Python sees them. The gap: where another profiler is
-active, it stays, and they return what the recording run computed.
+Three things that run at replay are not ATen ops: a piece that Inductor compiled is one recorded
+call, and a C++ kernel of a custom op is one; a collective of torch.distributed is one that waits
+for the other ranks. A model that ``torch.compile`` made, inside of a wrapper, runs uncompiled while
+it is captured here: its kernels would pass unseen. Of an op whose kernel is written in Python, the
+ops in its body are recorded. ``Tensor.tolist()`` and ``Tensor.numpy()`` do not pass the dispatcher:
+a profile function of Python sees them. The gap: where another profiler is active, it stays, and
+they return what the recording run computed.
 """
 
 import contextlib
@@ -219,9 +220,10 @@ class _Recorder(compat.DispatchMode):
         written = _written(func, args, kwargs)
         for tensor in written:
             self._remember(tensor)
-        step = self._step(str(func), func, args, kwargs)
+        call = compat.waited_collective(func) or func  # its result is moved at once
+        step = self._step(str(func), call, args, kwargs)
         addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
-        made = func(*args, **kwargs)
+        made = call(*args, **kwargs)
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
             self._refuse(f"{func} (it replaces the memory of its argument)")
         if packet is aten.lift_fresh:

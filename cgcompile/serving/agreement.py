@@ -3,11 +3,13 @@
 Ranks that share collectives must run the same graph, or all none: one that replays while another
 runs eager waits for ever. So each step ranks tell each other what they have and would take, and
 all dispatch again with what they have in common: the most tokens, the least mode, one query length
-or none. The rule: every rank calls :meth:`Agreement.dispatch` at each step, with work or without.
+or none. The rule: every rank takes part in each step, with work or without;
+:class:`~cgcompile.serving.manager.CudaGraphManager` does so with ``agreement=``.
 """
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +18,19 @@ import torch.distributed as dist
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import AgreementError
 from cgcompile.modes import CUDAGraphMode
+from cgcompile.reasons import Reason, Why
+from cgcompile.serving.batches import allowed_modes
 from cgcompile.serving.dispatcher import CudagraphDispatcher
+from cgcompile.serving.exchange import WIDTH, Exchange, Kind
 from cgcompile.serving.tables import Dispatched
 
-_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+_MODES = (NONE, PIECEWISE, FULL)
+_IDLE = Why(Reason.EMPTY_BATCH, "this rank has no tokens; another one has")
+_OTHERS = Why(Reason.OTHER_RANK, "another rank can take no more than this")
+_BITS = 60  # flags in one number
+_WORD = (1 << _BITS) - 1
+_NO_LORA = -1
 
 
 class Agreed(NamedTuple):
@@ -27,7 +38,8 @@ class Agreed(NamedTuple):
 
     Attributes:
         dispatched: mode, descriptor and reason. In mode NONE the descriptor is of this rank's own
-            tokens; else it is equal on all ranks.
+            tokens, and on a rank without work, where others have some, of the smallest planned
+            size; else it is equal on all ranks.
         num_tokens_across_dp: int32 [R] on the CPU: the tokens that each of R ranks runs, padded.
         has_work: whether any rank has tokens; if not, there is nothing to run.
     """
@@ -44,20 +56,35 @@ class _Said(NamedTuple):
     num_reqs: int
     mode: int
     query_len: int  # of uniform decode, else 0
+    max_query_len: int  # 0 if unknown
+    full: int  # whether the mode is allowed
+    piecewise: int
+    loras: int  # active adapters, 0: not counted
+    variant: int  # the values of the axes, as one number
 
 
 class Agreement:
     """Dispatches for all ranks of a group alike: one small collective per step.
 
+    It costs what a gather of 80 bytes on the CPU costs. A rank that does not come is an error with
+    its number once the timeout of the group is over, or at once if its process has died; the group
+    cannot be used any more then.
+
     Args:
         dispatcher: equal on all ranks; that is checked here, once.
-        group: ranks that agree; its backend must take CPU tensors (gloo). Left out: the default
+        group: ranks that agree; its backend must take CPU tensors (gloo), so under NCCL it is a
+            group of its own: ``dist.new_group(backend="gloo", timeout=...)``. Left out: the default
             group.
         check: for debugging: compare what ranks are about to run, at the price of a second
-            collective. Its timeout is that of the group.
+            collective, so that one that goes its own way is named instead of a hang.
+
+    Attributes:
+        dispatcher: as given.
+        rank: this one, in the group.
 
     Raises:
-        AgreementError: the dispatchers differ; names the ranks that do.
+        AgreementError: the dispatchers differ, with the ranks that do; a rank stays away; a group
+            without CPU tensors.
     """
 
     def __init__(
@@ -67,23 +94,18 @@ class Agreement:
         *,
         check: bool = False,
     ) -> None:
-        self._dispatcher = dispatcher
-        self._group = group
+        self.dispatcher = dispatcher
         self._check = check
-        self._size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-        self._compare_tables()
-
-    def _compare_tables(self) -> None:
-        text = repr(self._plan())
-        digest = hashlib.sha256(text.encode()).digest()[:8]
-        found = [row[0] for row in self._gather([int.from_bytes(digest, "big", signed=True)])]
-        others = [rank for rank, each in enumerate(found) if each != found[0]]
+        self._ranks = Exchange(group)
+        self.rank = self._ranks.rank
+        plan = [(mode.name, descriptor) for mode, descriptor in dispatcher.plan()]
+        self._smallest = min((each.num_tokens for _, each in plan), default=1)
+        digests = [row[0] for row in self._ranks.meet(_digest(plan))]
+        others = [rank for rank, each in enumerate(digests) if each != digests[0]]
         if others:
             raise AgreementError.tables(others)
 
-    def _plan(self) -> list[tuple[str, BatchDescriptor]]:
-        return [(mode.name, descriptor) for mode, descriptor in self._dispatcher.plan()]
+    # -------------------------------------------------------------- a step
 
     def dispatch(
         self,
@@ -91,78 +113,189 @@ class Agreement:
         num_reqs: int | None = None,
         max_query_len: int | None = None,
         uniform_decode: bool = False,
-        *,
+        has_lora: bool = False,
+        num_active_loras: int = 0,
+        extra: tuple[Any, ...] = (),
         valid_modes: Collection[CUDAGraphMode] | None = None,
-        **more: Any,
+        invalid_modes: Collection[CUDAGraphMode] | None = None,
     ) -> Agreed:
         """The graph of this step, for all ranks. Collective: every rank calls it.
 
-        Args:
-            num_tokens: of this rank's batch; 0 without work.
-            num_reqs: its requests.
-            max_query_len: its longest query.
-            uniform_decode: it is uniform decode.
-            valid_modes: what this rank's step may run in; ranks get what all may.
-            **more: further arguments of the dispatcher, equal on all ranks.
+        Arguments are those of :meth:`CudagraphDispatcher.dispatch`, of this rank's own batch, with
+        ``num_tokens`` 0 where there is no work. A mode must be allowed by every rank. With LoRA on
+        any rank all take its graphs, of the most adapters; an axis is padded up to the largest
+        value, and where an exact one differs no rank takes a graph.
 
         Raises:
-            AgreementError: ``check``, and a rank is about to run another graph than the first.
-            BatchError: numbers that contradict each other.
+            AgreementError: a rank stays away, or, with ``check``, is about to run another graph
+                than the first.
+            BatchError: numbers that contradict each other; this rank has not taken part then.
         """
-        reqs = num_tokens if num_reqs is None else num_reqs
-        own = self._dispatcher.dispatch(
-            num_tokens, num_reqs, max_query_len, uniform_decode, valid_modes=valid_modes, **more
+        modes = valid_modes, invalid_modes
+        full, piecewise = allowed_modes(*modes)
+        variant = has_lora, num_active_loras, extra
+        own = self.dispatcher.dispatch(
+            num_tokens, num_reqs, max_query_len, uniform_decode, *variant, *modes
         )
-        query_len = num_tokens // reqs if uniform_decode and reqs else 0
-        said = _Said(num_tokens, reqs, _MODES.index(own.mode), query_len)
-        rows = [_Said(*row) for row in self._gather(list(said))]
+        reqs = num_tokens if num_reqs is None else num_reqs
+        said = _Said(
+            num_tokens,
+            reqs,
+            _MODES.index(own.mode),
+            num_tokens // reqs if uniform_decode and reqs else 0,
+            max_query_len or 0,
+            full,
+            piecewise,
+            num_active_loras if has_lora else _NO_LORA,
+            self._packed(extra) if num_tokens else 0,
+        )
+        rows = [_Said(*row[: len(said)]) for row in self._ranks.gather(Kind.STEP, *said)]
         working = [row for row in rows if row.num_tokens]
-        mode = _MODES[min((row.mode for row in working), default=0)]
-        agreed = own
-        if mode is not CUDAGraphMode.NONE:
-            agreed = self._again(working, mode, more)
-        if CUDAGraphMode.NONE in (mode, agreed.mode):  # each rank its own tokens, unpadded
-            plain = self._dispatcher.dispatch(num_tokens, num_reqs, valid_modes=(), **more)
-            agreed = own if own.mode is CUDAGraphMode.NONE else plain  # that knows the reason
-        padded = agreed.descriptor.num_tokens
-        graph = agreed.mode is not CUDAGraphMode.NONE
-        across = [padded if graph else row.num_tokens for row in rows]
+        agreed = self._common(working, rows) if working else own
+        if working:
+            agreed = self._for_this_rank(num_tokens, own, agreed)
         if self._check:
-            self._compare(agreed)
-        return Agreed(agreed, torch.tensor(across, dtype=torch.int32), bool(working))
+            self._compare(Kind.CHECK, agreed)
+        across = [self._runs(row, agreed) if working else 0 for row in rows]
+        told = torch.tensor(across, dtype=torch.int32, device="cpu")
+        return Agreed(agreed, told, bool(working))
 
-    def _again(self, working: list[_Said], mode: CUDAGraphMode, more: dict[str, Any]) -> Dispatched:
+    def _common(self, working: list[_Said], rows: list[_Said]) -> Dispatched:
         """Dispatch a batch that is as large as the largest, and uniform only if all are."""
-        lengths = {row.query_len for row in working}
-        query_len = lengths.pop() if len(lengths) == 1 else 0
         tokens = max(row.num_tokens for row in working)
-        reqs = max(row.num_reqs for row in working)
-        allowed = _MODES[: _MODES.index(mode) + 1]
+        least = min(row.mode for row in working)
+        variant = self._variant(working) if least else None
+        if variant is None:
+            return Dispatched(NONE, BatchDescriptor(tokens))
+        modes = []
+        if all(row.piecewise for row in rows):
+            modes.append(PIECEWISE)
+        if _MODES[least] is FULL and all(row.full for row in rows):
+            modes.append(FULL)
+        query_len = _single(row.query_len for row in working)
+        reqs = min(max(row.num_reqs for row in working), tokens)
+        lengths = [row.max_query_len for row in working]
+        longest = max(lengths) if all(lengths) else None
         if query_len:
-            return self._dispatcher.dispatch(
-                tokens, tokens // query_len, query_len, True, valid_modes=allowed, **more
-            )
-        return self._dispatcher.dispatch(tokens, min(reqs, tokens), valid_modes=allowed, **more)
+            reqs, longest = tokens // query_len, query_len
+        return self.dispatcher.dispatch(
+            tokens, reqs, longest, bool(query_len), *variant, valid_modes=modes
+        )
 
-    def _compare(self, agreed: Dispatched) -> None:
-        mode = _MODES.index(agreed.mode)
-        numbers = [
-            mode,
-            agreed.descriptor.num_tokens if mode else 0,
-            int(agreed.descriptor.uniform),
-        ]
-        rows = self._gather(numbers)
+    def _for_this_rank(self, num_tokens: int, own: Dispatched, agreed: Dispatched) -> Dispatched:
+        """What was agreed, with this rank's reason, and if plain with its own tokens."""
+        if agreed.mode is not NONE:
+            if own.mode is agreed.mode:
+                return agreed
+            return agreed._replace(why=_OTHERS if num_tokens else _IDLE)
+        if not num_tokens:
+            return Dispatched(NONE, BatchDescriptor(self._smallest), _IDLE)
+        if own.mode is NONE:
+            return own
+        return Dispatched(NONE, BatchDescriptor(num_tokens), _OTHERS)
+
+    def _runs(self, row: _Said, agreed: Dispatched) -> int:
+        """The tokens that a rank runs."""
+        if agreed.mode is not NONE:
+            return agreed.descriptor.num_tokens
+        return row.num_tokens or self._smallest
+
+    # -------------------------------------------------------------- LoRA and axes
+
+    def _packed(self, extra: tuple[Any, ...]) -> int:
+        """The values of all axes as one number; a batch without graphs has any."""
+        found = 0
+        for axis, value in zip(self.dispatcher.axes, extra, strict=True):
+            listed = axis.listed()
+            try:
+                found = found * len(listed) + listed.index(axis.value_for(value))
+            except LookupError:
+                return 0
+        return found
+
+    def _variant(self, working: list[_Said]) -> tuple[bool, int, tuple[Any, ...]] | None:
+        """(has_lora, num_active_loras, extra) that serves all ranks; None if none does."""
+        variants, found = [row.variant for row in working], []
+        for axis in reversed(self.dispatcher.axes):
+            listed = axis.listed()
+            places = {variant % len(listed) for variant in variants}
+            variants = [variant // len(listed) for variant in variants]
+            if len(places) > 1 and axis.rule == "exact":
+                return None
+            found.append(listed[max(places)])
+        loras = [row.loras for row in working]
+        most = 0 if 0 in loras else max(0, *loras)
+        return max(loras) > _NO_LORA, most, tuple(reversed(found))
+
+    # -------------------------------------------------------------- for the manager
+
+    def check_alone(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """With ``check``: this rank is about to run a graph that it has chosen itself. Collective.
+
+        Raises:
+            AgreementError: the others run another one, or ask for a step.
+        """
+        if self._check:
+            self._compare(Kind.ALONE, Dispatched(mode, descriptor))
+
+    def largest(self, number: int) -> int:
+        """The largest of the numbers of all ranks. Collective."""
+        return max(row[0] for row in self._ranks.gather(Kind.NUMBER, number))
+
+    def without(self, planned: Sequence[BatchDescriptor], done: Collection[Any]) -> dict[Any, int]:
+        """For each descriptor that some rank is without, the first such rank. Collective.
+
+        Args:
+            planned: what was to be captured: the same on all ranks.
+            done: what this rank has captured.
+
+        Raises:
+            AgreementError: other ranks had other plans; a rank stays away or gave up.
+        """
+        found: dict[Any, int] = {}
+        at_once = (WIDTH - 1) * _BITS
+        for start in range(0, len(planned), at_once):
+            part = planned[start : start + at_once]
+            flags = sum(1 << place for place, each in enumerate(part) if each in done)
+            words = [flags >> shift & _WORD for shift in range(0, at_once, _BITS)]
+            rows = self._ranks.gather(Kind.CAPTURED, _digest(list(part)), *words)
+            others = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
+            if others:
+                raise AgreementError.tables(others)
+            for rank, row in enumerate(rows):
+                for place, each in enumerate(part):
+                    if not row[1 + place // _BITS] >> place % _BITS & 1:
+                        found.setdefault(each, rank)
+        return found
+
+    def give_up(self) -> None:
+        """Tell ranks that wait in a capture that this one ends with an exception. Collective."""
+        with suppress(AgreementError):
+            self._ranks.gather(Kind.GAVE_UP)
+
+    def across(self, num_tokens: int) -> torch.Tensor:
+        """What the forward context holds where every rank runs so many tokens: int32 [R]."""
+        return torch.full((self._ranks.size,), num_tokens, dtype=torch.int32, device="cpu")
+
+    def _compare(self, kind: Kind, agreed: Dispatched) -> None:
+        mode, descriptor = _MODES.index(agreed.mode), agreed.descriptor
+        tokens = descriptor.num_tokens if mode else 0
+        rows = self._ranks.gather(kind, mode, tokens, descriptor.uniform)
         others = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if others:
             raise AgreementError.differs(others[0], _text(rows[others[0]]), _text(rows[0]))
 
-    def _gather(self, numbers: list[int]) -> list[list[int]]:
-        own = torch.tensor(numbers, dtype=torch.int64)
-        found = [torch.empty_like(own) for _ in range(self._size)]
-        dist.all_gather(found, own, group=self._group)
-        return [each.tolist() for each in found]
+
+def _single(numbers: Iterable[int]) -> int:
+    """What all numbers are; 0 if they differ."""
+    found = set(numbers)
+    return found.pop() if len(found) == 1 else 0
+
+
+def _digest(value: Any) -> int:
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big", signed=True)
 
 
 def _text(row: list[int]) -> str:
-    mode, tokens, uniform = row
+    mode, tokens, uniform, *_ = row
     return f"{_MODES[mode].name}, {tokens} tokens{', uniform' if uniform else ''}"

@@ -160,8 +160,10 @@ class _Held:
 
     def _fill(self, memory: torch.Tensor, real: int, end: int) -> None:
         tail = memory.narrow(self.spec.dim, real, end - real)
-        if self.spec.tail is None:
-            tail.copy_(memory.narrow(self.spec.dim, max(real - 1, 0), 1).expand_as(tail))
+        if self.spec.tail is None and not real:
+            tail.zero_()  # there is no last value to repeat, only one of an earlier step
+        elif self.spec.tail is None:
+            tail.copy_(memory.narrow(self.spec.dim, real - 1, 1).expand_as(tail))
         else:
             tail.fill_(self.spec.tail)
 
@@ -203,6 +205,7 @@ class StaticInputs:
         self.buffers: dict[str, torch.Tensor] = {n: h.whole for n, h in self._held.items()}
         self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         self._turns = Turns(where, max((spec.host_slots for spec in self.specs), default=1))
+        self._idle: dict[str, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -281,6 +284,21 @@ class StaticInputs:
                 name: held.front(held.spec.rows(*key)) for name, held in self._held.items()
             }
         return found
+
+    def idle(self) -> dict[str, torch.Tensor]:
+        """Values of one request without tokens, by name, on the device; made once.
+
+        Rows of a request hold what its tail would, or 0.
+        """
+        if not self._idle:
+            for spec in self.specs:
+                rows = spec.rows(0, 1)
+                sizes = tuple(size if isinstance(size, int) else rows for size in spec.shape)
+                like = self.buffers[spec.name]
+                with torch.inference_mode(False), torch.no_grad():
+                    found = torch.full(sizes, spec.tail or 0, dtype=spec.dtype, device=like.device)
+                self._idle[spec.name] = found
+        return dict(self._idle)
 
     def _check(self, name: str, value: torch.Tensor | None, real: tuple[int, int]) -> None:
         held = self._held.get(name)

@@ -48,6 +48,12 @@ class CapturedGraphs:
             model = self._model
             self._weights = WeightsGuard(getattr(model, "unwrap", lambda: model)())
 
+    def due(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> str:
+        """``"warmup"`` or ``"capture"``: what a step of this graph would be; "" for neither."""
+        if mode is CUDAGraphMode.NONE or self._dispatcher.is_captured(mode, descriptor):
+            return ""
+        return "capture" if (mode, descriptor) in self.warmed else "warmup"
+
     def refuse_twice(self, planned: Iterable[Planned]) -> None:
         """Raise if any of these exists already.
 

@@ -10,9 +10,10 @@ from tqdm import tqdm
 
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
-from cgcompile.errors import ManagerError
+from cgcompile.errors import AgreementError, ManagerError
 from cgcompile.graphs.bulk import BulkCapture, HasCounters, capture_all
-from cgcompile.graphs.capture import capture_postponed
+from cgcompile.graphs.capture import capture_postponed, postponed_capture
+from cgcompile.serving.agreement import Agreement
 
 log = logging.getLogger(__name__)
 
@@ -41,27 +42,32 @@ def _kind(planned: Planned) -> tuple[CUDAGraphMode, str]:
 
 def capture_set(
     title: str,
+    mode: CUDAGraphMode,
     descriptors: list[BatchDescriptor],
     step: Callable[[BatchDescriptor, str], None],
     target: HasCounters,
     settled: Callable[[], int],
     config: CompilationConfig,
+    agreement: Agreement | None = None,
 ) -> BulkCapture:
     """Warm up and capture; a progress bar shows how far, on the first rank alone.
 
     Args:
         title: of the bar.
+        mode: of the graphs.
         descriptors: what to capture.
         step: ``step(descriptor, phase)`` runs a batch afresh; ``"warmup"`` or ``"capture"``.
         target: what counts captures.
         settled: equal numbers once nothing compiles any more.
         config: ``num_warmups`` and ``strict``.
+        agreement: ranks that capture the same set at the same time.
 
     Returns:
         How it went. A step that ran plain and raises in the capture is missing, with what it said;
-        the others go on.
+        the others go on. What one rank is without, all are.
 
     Raises:
+        AgreementError: another rank stays away, gave up, or captures another set.
         DispatchError: ``strict``, and a batch has no graph.
         BaseException: what a step raised in a warm-up, or, ``strict``, in the capture.
     """
@@ -81,18 +87,44 @@ def capture_set(
             if config.strict:
                 raise
             refused[descriptor] = f"{type(error).__name__}: {error}".splitlines()[0]
+        if descriptor in refused and agreement is not None and mode is CUDAGraphMode.FULL:
+            # Nothing of the step has run, and other ranks wait in its collectives.
+            with postponed_capture():
+                step(descriptor, "warmup")
         bar.update()
 
-    with bar:
-        found = capture_all(
-            run,
-            descriptors,
-            target,
-            settled=settled,
-            warmups=config.num_warmups,
-            strict=config.strict,
-        )
+    def all_settled() -> int:
+        return settled() if agreement is None else agreement.largest(settled())
+
+    try:
+        with bar:
+            found = capture_all(
+                run,
+                descriptors,
+                target,
+                settled=all_settled,
+                warmups=config.num_warmups,
+                strict=config.strict,
+            )
+    except BaseException as error:
+        if agreement is not None and not isinstance(error, AgreementError):
+            agreement.give_up()
+        raise
     missing = tuple((each, refused.get(each, why)) for each, why in found.missing)
-    for descriptor, why in missing:
+    found = replace(found, missing=missing)
+    if agreement is not None:
+        found = _of_all_ranks(found, agreement, descriptors)
+    for descriptor, why in found.missing:
         log.warning("%s: not captured: %s: %s", title, descriptor, why)
-    return replace(found, missing=missing)
+    return found
+
+
+def _of_all_ranks(
+    found: BulkCapture, agreement: Agreement, descriptors: list[BatchDescriptor]
+) -> BulkCapture:
+    """Without what another rank could not capture."""
+    lacking = agreement.without(descriptors, found.captured)
+    captured = tuple(each for each in found.captured if each not in lacking)
+    others = [(each, f"rank {rank} has not captured it") for each, rank in lacking.items()]
+    new = tuple(pair for pair in others if pair[0] in found.captured)
+    return replace(found, captured=captured, missing=found.missing + new)

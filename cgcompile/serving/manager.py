@@ -17,7 +17,7 @@ import torch
 from cgcompile.backend import Backend, handle_of
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
-from cgcompile.errors import BatchError, ManagerError
+from cgcompile.errors import AgreementError, BatchError, ManagerError
 from cgcompile.forward_context import set_forward_context
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.bulk import BulkCapture
@@ -25,15 +25,18 @@ from cgcompile.graphs.capture import postponed_capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Counters
+from cgcompile.serving.agreement import Agreement
 from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.captured import CapturedGraphs
 from cgcompile.serving.capturing import capture_set, largest, sets_of
 from cgcompile.serving.dispatcher import CudagraphDispatcher
+from cgcompile.serving.fillers import Fillers
 from cgcompile.serving.memory import GraphMemory, MemoryMeter, MemoryPlan, plan_memory
 from cgcompile.serving.outputs import OutputBuffers, Outputs
+from cgcompile.serving.questions import Questions
 from cgcompile.serving.statistics import DispatchStatistics
-from cgcompile.serving.steps import Batch, GraphHooks, Metadata, dummy_batch
+from cgcompile.serving.steps import NO_WORK, Batch, GraphHooks, Metadata
 from cgcompile.serving.tables import Dispatched
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -42,7 +45,7 @@ Prepare = Callable[[BatchDescriptor, str], Batch]
 BuildMetadata = Callable[[Batch, BatchDescriptor, dict[str, Any]], Metadata]
 
 
-class CudaGraphManager:
+class CudaGraphManager(Questions):
     """The graphs of one model, and the buffers that they read and write.
 
     Not for several threads at a time. Two models (a draft and a target) are two managers.
@@ -70,15 +73,19 @@ class CudaGraphManager:
         inference_mode: capture and run in inference mode; else in the caller's mode.
         check_weights: compare objects and addresses of all weights before each FULL replay, about
             0.2 us a weight; else call :meth:`release` where one is replaced.
+        agreement: ranks that run the same graphs, made with this dispatcher. All ranks make the
+            same calls then: :meth:`capture`, and :meth:`run` at each step.
 
     Attributes:
         model: as given.
         dispatcher: as given; it knows what has been captured.
+        agreement: as given.
         inputs: the input buffers.
         statistics: what was dispatched; ``print(manager.statistics.coverage())``.
         meter: measures what graphs take.
 
     Raises:
+        AgreementError: an agreement about another dispatcher.
         ConfigError: settings that cannot be.
         InputBufferError: two buffers of one name.
         ManagerError: an optional input without an axis of the dispatcher, or bad ``outputs``.
@@ -101,9 +108,13 @@ class CudaGraphManager:
         lazily: bool = False,
         inference_mode: bool = True,
         check_weights: bool = True,
+        agreement: Agreement | None = None,
     ) -> None:
+        if agreement is not None and agreement.dispatcher is not dispatcher:
+            raise AgreementError.other_dispatcher()
         self.model = model
         self.dispatcher = dispatcher
+        self.agreement = agreement
         dispatcher.only_captured = not lazily
         limits = dispatcher.limits
         self.inputs = StaticInputs(inputs, limits.max_num_tokens, limits.max_num_reqs, device)
@@ -115,12 +126,13 @@ class CudaGraphManager:
         self._graph_capture = graph_capture
         self._inference_mode = inference_mode
         self._arguments = [spec.name for spec in self.inputs.specs if spec.argument]
-        self._optional = self._axes_of_optional()
+        self._fillers = Fillers(self.inputs, dispatcher)
         self._outputs = Outputs(outputs)
         self._kept = OutputBuffers(self._outputs, largest(dispatcher.plan(), FULL))
         self._config = CompilationConfig.resolve(config)
         self._backend = handle_of(model) if backend is None else backend
         self._sizes = (0, 0)  # of the step that runs, padded
+        self._across: torch.Tensor | None = None  # of the step that runs, by rank
         found = capture_device(torch.device(device), self._config.capture_device)
         self._pool = None if found is None else GraphPool(found)
         self.meter = MemoryMeter(self._pool, self._backend, self._kept)
@@ -133,15 +145,6 @@ class CudaGraphManager:
         self, runnable: Callable[..., Any], mode: CUDAGraphMode, name: str
     ) -> BreakableCUDAGraphWrapper:
         return BreakableCUDAGraphWrapper(runnable, self._config, mode, pool=self._pool, name=name)
-
-    def _axes_of_optional(self) -> dict[str, int]:
-        """The place in ``extra`` that says whether an optional input is there."""
-        names = [axis.name for axis in self.dispatcher.axes]
-        found = [spec.name for spec in self.inputs.specs if spec.optional]
-        for name in found:
-            if name not in names:
-                raise ManagerError.no_axis(name)
-        return {name: names.index(name) for name in found}
 
     # -------------------------------------------------------------- what a user may ask
 
@@ -159,28 +162,6 @@ class CudaGraphManager:
     def pool(self) -> GraphPool | None:
         """The memory of FULL graphs, and of pieces of a model that is not compiled."""
         return self._pool
-
-    def needs_capture(self) -> bool:
-        """Whether any graph is planned."""
-        return bool(self.dispatcher.plan())
-
-    def get_cudagraph_size(self, num_tokens: int, uniform_decode: bool = False) -> int | None:
-        """The padded size of the graph that serves so many tokens; None if none does."""
-        found = self.dispatcher.dispatch(num_tokens, uniform_decode=uniform_decode)
-        return None if found.mode is NONE else found.descriptor.num_tokens
-
-    def get_cudagraph_runtime_mode(
-        self, num_reqs: int, num_tokens: int, max_query_len: int
-    ) -> tuple[CUDAGraphMode, int | None]:
-        """(runtime mode, padded size) of a batch; (NONE, None) where no graph serves it.
-
-        Uniform decode is what has ``max_query_len`` tokens a request, a length that the dispatcher
-        has. Prompts of equal length look the same: who knows better asks :meth:`dispatched`.
-        """
-        uniform = num_tokens == max_query_len * num_reqs
-        uniform &= max_query_len in self.dispatcher.query_lens
-        found = self.dispatcher.dispatch(num_tokens, num_reqs, max_query_len, uniform)
-        return (NONE, None) if found.mode is NONE else (found.mode, found.descriptor.num_tokens)
 
     # -------------------------------------------------------------- capture
 
@@ -286,7 +267,16 @@ class CudaGraphManager:
         with ExitStack() as stack:
             for context in self.capturing():
                 stack.enter_context(context)
-            return capture_set(title, descriptors, step, self, self.num_compilations, self._config)
+            return capture_set(
+                title,
+                mode,
+                descriptors,
+                step,
+                self,
+                self.num_compilations,
+                self._config,
+                self.agreement,
+            )
 
     def capturing(self) -> tuple[AbstractContextManager[Any], ...]:
         """The contexts around a set of captures."""
@@ -294,6 +284,8 @@ class CudaGraphManager:
 
     def run_dummy(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, phase: str) -> None:
         """Run the step of a planned graph on a batch of :attr:`prepare`."""
+        if self.agreement is not None:
+            self._across = self.agreement.across(descriptor.num_tokens)
         self._step(self._prepare(descriptor, phase), mode, descriptor)
 
     def num_compilations(self) -> int:
@@ -302,9 +294,7 @@ class CudaGraphManager:
 
     def dummy_batch(self, descriptor: BatchDescriptor, phase: str) -> Batch:
         """A batch of a padded size; see :func:`~cgcompile.serving.steps.dummy_batch`."""
-        absent = {name for name, at in self._optional.items() if not descriptor.extra[at]}
-        most = self.dispatcher.limits.max_num_reqs
-        return dummy_batch(descriptor, self.inputs.specs, most, absent)
+        return self._fillers.dummy(descriptor)
 
     def release(self) -> None:
         """Drop all graphs and their memory, and the output buffers; :meth:`capture` works again.
@@ -329,21 +319,14 @@ class CudaGraphManager:
 
     # -------------------------------------------------------------- a step
 
-    def dispatched(self, batch: Batch, **restrictions: Any) -> Dispatched:
-        """What a batch would run as; see :meth:`run`."""
-        return self.dispatcher.dispatch(
-            batch.num_tokens,
-            batch.num_reqs,
-            max_query_len=batch.max_query_len,
-            uniform_decode=batch.uniform_decode,
-            has_lora=batch.has_lora,
-            num_active_loras=batch.num_active_loras,
-            extra=batch.extra,
-            **restrictions,
-        )
-
-    def run(self, batch: Batch, **restrictions: Any) -> Any:
+    def run(self, batch: Batch | None, **restrictions: Any) -> Any:
         """Run one batch on the graph that serves it, or without one.
+
+        With ``agreement`` every rank calls it at each step, one without work with None, or with a
+        batch of no tokens whose ``state`` its metadata wants. Such a rank runs padding, in the
+        size that was agreed, so that collectives in the model find it; its metadata is built for
+        one request without tokens (``batch.num_tokens`` is 0). In mode NONE each rank runs its own
+        tokens unpadded, one without work the smallest planned size.
 
         Args:
             batch: real rows.
@@ -351,18 +334,42 @@ class CudaGraphManager:
 
         Returns:
             What the model returns, real rows only; views, valid until the next step, where graphs
-            ran. Nothing synchronises.
+            ran; None without work. Nothing synchronises the device; an agreement waits for ranks.
 
         Raises:
             InputBufferError: inputs that do not fit the declarations; nothing ran.
             BatchError: numbers of the batch that contradict each other.
             AddressChangedError: a weight moved since the capture.
+            AgreementError: a rank stays away or, checked, goes its own way. A rank that raises
+                anything else after the others went on leaves them waiting in the model.
             BaseException: what the model or ``metadata`` raised.
         """
+        if self.agreement is not None:
+            return self._run_agreed(batch or NO_WORK, restrictions)
+        if batch is None:
+            return None
         chosen = self.dispatched(batch, **restrictions)
-        for name, place in self._optional.items():
-            if batch.extra[place] is not (batch.inputs.get(name) is not None):
-                raise ManagerError.presence(name, batch.extra[place])
+        self._fillers.check(batch)
+        return self._run(batch, chosen)
+
+    def _run_agreed(self, batch: Batch, restrictions: dict[str, Any]) -> Any:
+        assert self.agreement is not None
+        if batch.num_tokens:  # what is wrong with a batch is said before others count on it
+            self.dispatched(batch, **restrictions)
+            self._fillers.check(batch)
+        agreed = self.agreement.dispatch(**batch.numbers(), **restrictions)
+        if not agreed.has_work:
+            return None
+        chosen, self._across = agreed.dispatched, agreed.num_tokens_across_dp
+        if batch.num_tokens:
+            return self._run(batch, chosen)
+        phase = self._graphs.due(chosen.mode, chosen.descriptor)
+        idle = self._fillers.idle(chosen.descriptor, batch.state)
+        # A graph is not captured with what an idle rank knows of it.
+        self._run(self._prepare(chosen.descriptor, phase) if phase else idle, chosen)
+        return None
+
+    def _run(self, batch: Batch, chosen: Dispatched) -> Any:
         mode, descriptor = chosen.mode, chosen.descriptor
         with self._mode():
             if mode is NONE:
@@ -375,7 +382,8 @@ class CudaGraphManager:
     def run_fullgraph(self, num_tokens: int, *, uniform: bool | None = None) -> Any:
         """Replay the FULL graph of a size on what the input buffers hold.
 
-        For engines that write into ``inputs.buffers`` themselves, tails included.
+        For engines that write into ``inputs.buffers`` themselves, tails included. Ranks do not
+        agree on it; with ``check`` of the agreement they compare it.
 
         Args:
             num_tokens: a padded size that was captured.
@@ -387,12 +395,19 @@ class CudaGraphManager:
         Raises:
             ManagerError: there is no such graph.
             AddressChangedError: a weight moved since the capture.
+            AgreementError: checked, and another rank runs something else.
         """
         descriptor = self._graphs.full(num_tokens, uniform)
+        if self.agreement is not None:
+            self.agreement.check_alone(FULL, descriptor)
+            self._across = self.agreement.across(num_tokens)
         buffers = self.inputs.views(num_tokens, descriptor.num_reqs or num_tokens)
         given = {name: buffers[name] for name in self._arguments}
         context = set_forward_context(
-            cudagraph_runtime_mode=FULL, batch_descriptor=descriptor, num_tokens=num_tokens
+            cudagraph_runtime_mode=FULL,
+            batch_descriptor=descriptor,
+            num_tokens=num_tokens,
+            num_tokens_across_dp=self._across,
         )
         self._graphs.check_weights(descriptor)
         with self._mode(), context:
@@ -432,13 +447,14 @@ class CudaGraphManager:
             if mode is FULL and metadata.attn_metadata is None:
                 raise ManagerError.no_metadata(str(descriptor))
         run = {FULL: self._full, PIECEWISE: self._pieces, NONE: self.model}[mode]
+        across = metadata.num_tokens_across_dp
         with set_forward_context(
             metadata.attn_metadata,
             cudagraph_runtime_mode=mode,
             batch_descriptor=None if mode is NONE else descriptor,
             num_tokens=padded[0],
             num_unpadded_tokens=real[0],
-            num_tokens_across_dp=metadata.num_tokens_across_dp,
+            num_tokens_across_dp=self._across if across is None else across,
             slot_mapping=metadata.slot_mapping,
             **metadata.additional,
         ):

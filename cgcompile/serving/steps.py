@@ -38,6 +38,21 @@ class Batch:
     extra: tuple[Any, ...] = ()
     state: Any = None
 
+    def numbers(self) -> dict[str, Any]:
+        """What a dispatcher asks of a batch, by the names of its arguments."""
+        return {
+            "num_tokens": self.num_tokens,
+            "num_reqs": self.num_reqs,
+            "max_query_len": self.max_query_len,
+            "uniform_decode": self.uniform_decode,
+            "has_lora": self.has_lora,
+            "num_active_loras": self.num_active_loras,
+            "extra": self.extra,
+        }
+
+
+NO_WORK = Batch(0, 0, {})
+
 
 @dataclass(frozen=True)
 class Metadata:
@@ -46,7 +61,8 @@ class Metadata:
     Attributes:
         attn_metadata: for attention ops.
         slot_mapping: where new keys and values go.
-        num_tokens_across_dp: int32 [R] on the CPU, the tokens of each of R ranks.
+        num_tokens_across_dp: int32 [R] on the CPU, the tokens of each of R ranks; None: what the
+            manager's agreement found.
         additional: anything else.
     """
 

@@ -54,7 +54,8 @@ def verify_full(
     Synchronises.
 
     Args:
-        manager: with captured graphs.
+        manager: with captured graphs. With an agreement all ranks call this, with as many batches
+            that go the same ways.
         batches: layouts as different as serving may have them: longer and shorter sequences than
             at capture, other offsets, other numbers of requests.
         rtol: relative tolerance; 0 for bitwise.
@@ -80,11 +81,13 @@ def verify_full(
                 rows, largest = _differing(got, expected, rtol, atol)
                 found.append(Unequal(chosen.descriptor, number, rows, largest))
                 break
-    if found:
-        log.warning("no FULL graphs any more: %s", found[0])
+    said = str(found[0]) if found else "it differs on another rank"
+    agreement = manager.agreement
+    if agreement.largest(len(found)) if agreement is not None else found:
+        log.warning("no FULL graphs any more: %s", said)
         for mode, descriptor in manager.dispatcher.plan():
             if mode is CUDAGraphMode.FULL:
-                manager.dispatcher.refused(mode, descriptor, str(found[0]))
+                manager.dispatcher.refused(mode, descriptor, said)
     return found
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from cgcompile.config import CUDAGraphMode
+from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import AgreementError
 from cgcompile.modes import AttentionCGSupport
 from cgcompile.serving.agreement import Agreement
@@ -62,9 +63,9 @@ def work(rank: int, folder: str) -> None:
     said.append(agreement.dispatch(2, 2, 1, True, valid_modes=modes).dispatched.mode.name)
     # One rank goes its own way: all are told which, and nobody waits.
     if rank == 2:
-        agreement._again = lambda *_: dispatcher().dispatch(5)  # type: ignore[method-assign]
+        agreement.dispatcher.refused(FULL, BatchDescriptor(2, 2, True), "by this rank alone")
     try:
-        agreement.dispatch(2, 2, 1, True)
+        agreement.dispatch(*((1, 1, 1, True) if rank == 2 else (2, 2, 1, True)))
     except AgreementError as error:
         said.append(str(error).splitlines()[0])
     try:
@@ -97,7 +98,7 @@ def test_what_one_rank_forbids(said: list[list[Any]]) -> None:
 
 
 def test_the_rank_that_differs_is_named(said: list[list[Any]]) -> None:
-    text = "rank 2 is about to run PIECEWISE, 8 tokens; rank 0 FULL, 2 tokens, uniform."
+    text = "rank 2 is about to run PIECEWISE, 2 tokens; rank 0 FULL, 2 tokens, uniform."
     assert [each[len(STEPS) + 1] for each in said] == [text] * RANKS
 
 

@@ -1,0 +1,96 @@
+"""Layers split over two GPUs with NCCL: all-reduces inside pieces and inside of FULL graphs."""
+
+import datetime
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_support import (
+    FORCED,
+    Shard,
+    batches,
+    check_every_mode,
+    dispatcher,
+    every_mode,
+    forced,
+    manager_of,
+    model_of,
+    other_inputs,
+)
+from rank_support import said
+
+from cgcompile.serving.agreement import Agreement
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+def on_two(work: Any, folder: Path) -> list[Any]:
+    return said(work, 2, folder, seconds=60, deadline=240, nccl=True)
+
+
+def breakable(rank: int, ranks: int) -> Any:
+    return every_mode(Shard(rank, ranks), None, "cuda")
+
+
+def breakable_own_op(rank: int, ranks: int) -> Any:
+    return every_mode(Shard(rank, ranks, own_op=True), None, "cuda")
+
+
+def compiled(rank: int, ranks: int) -> Any:
+    return every_mode(Shard(rank, ranks), "eager", "cuda")
+
+
+def inductor(rank: int, ranks: int) -> Any:
+    return every_mode(Shard(rank, ranks), "inductor", "cuda")
+
+
+def inductor_own_op(rank: int, ranks: int) -> Any:
+    return every_mode(Shard(rank, ranks, own_op=True), "inductor", "cuda")
+
+
+WORKS = [breakable, breakable_own_op, compiled, inductor, inductor_own_op]
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_every_mode_gives_the_tokens_of_one_gpu(work: Any, tmp_path: Path) -> None:
+    check_every_mode(*on_two(work, tmp_path))
+
+
+def inside(rank: int, ranks: int) -> Any:
+    made = manager_of("FULL", *model_of(Shard(rank, ranks), "cuda"), "cuda")
+    found = other_inputs(made, rank, "cuda")
+    made.release()
+    split = manager_of("PIECEWISE", *model_of(Shard(rank, ranks), "cuda", "eager"), "cuda")
+    split.run(batches(0, "cuda")[-1])
+    assert split._backend is not None
+    pieces = split._backend.graphs[0].split.pieces
+    split.release()
+    return *found, [(piece.capture, [w.reason.value for w in piece.why]) for piece in pieces]
+
+
+def test_collectives_are_inside_of_graphs(tmp_path: Path) -> None:
+    for graphs, results, pieces in on_two(inside, tmp_path):
+        assert graphs == 1
+        assert torch.equal(results[0], results[1])
+        assert not torch.equal(results[1], results[2])
+        outside = [why for capture, why in pieces if not capture]
+        assert outside == [["splitting_op"]] * 2  # attention of each layer, nothing else
+
+
+def other_size(rank: int, ranks: int) -> Any:
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=20))
+    start = time.monotonic()
+    told = forced(Shard(rank, ranks), "cuda", Agreement(dispatcher("FULL"), group, check=True))
+    return told, time.monotonic() - start
+
+
+def test_a_rank_forced_to_another_size_is_named(tmp_path: Path) -> None:
+    for told, seconds in on_two(other_size, tmp_path):
+        assert told == FORCED
+        assert seconds < 60

@@ -1,0 +1,285 @@
+"""A decoder whose layers are split over ranks, with all-reduces, and managers of it."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from manager_support import INPUTS, MAX_REQS, VOCABULARY, metadata, requests
+from torch import nn
+
+import cgcompile
+from cgcompile import AttentionCGSupport, SplittingOp, get_forward_context, set_forward_context
+from cgcompile.config import CUDAGraphMode
+from cgcompile.errors import AgreementError
+from cgcompile.serving.agreement import Agreement
+from cgcompile.serving.dispatcher import CudagraphDispatcher
+from cgcompile.serving.manager import CudaGraphManager
+from cgcompile.serving.steps import Batch
+
+HIDDEN, HEADS, SIZE, INNER, LAYERS = 64, 4, 16, 128, 2  # SIZE: of a head
+SIZES = (1, 2, 4, 8, 16)
+MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+
+# (lengths of the requests, uniform decode)
+BATCHES = (((1,), True), ((1,) * 3, True), ((1,) * 8, True), ((5, 2, 1), False), ((16,), False))
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+    """Causal attention of each request to itself, [n, heads, size]; the metadata says where."""
+    starts = get_forward_context().attn_metadata
+    rows = torch.arange(q.shape[0], device=q.device, dtype=starts.dtype)
+    owner = torch.searchsorted(starts[1:], rows, right=True)
+    hidden = (owner[:, None] != owner[None, :]) | (rows[None, :] > rows[:, None])
+    scores = torch.einsum("ihd,jhd->hij", q, k) * SIZE**-0.5
+    scores = scores.masked_fill(hidden, float("-inf"))
+    padding = (rows >= starts[-1])[:, None, None]  # which may hold anything
+    out.copy_(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v.masked_fill(padding, 0.0)))
+
+
+def all_reduce(x: torch.Tensor) -> None:
+    dist.all_reduce(x)
+
+
+@cache
+def library() -> torch.library.Library:
+    made = torch.library.Library("cgparallel", "FRAGMENT")
+    made.define("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out) -> ()")
+    made.define("all_reduce(Tensor(a!) x) -> ()")
+    for key in ("CPU", "CUDA"):
+        made.impl("attend", attend, key)
+        made.impl("all_reduce", all_reduce, key)
+    torch.library.register_fake("cgparallel::attend", lambda q, k, v, out: None, lib=made)
+    torch.library.register_fake("cgparallel::all_reduce", lambda x: None, lib=made)
+    return made
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One part of each layer.
+
+    Attributes:
+        rank: which part.
+        ranks: of how many.
+        own_op: all-reduce through an op of this file; else through ``dist.all_reduce``.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    own_op: bool = field(default=False)
+
+    def of(self, weight: torch.Tensor, dim: int) -> nn.Parameter:
+        part = weight.chunk(self.ranks, dim)[self.rank]
+        return nn.Parameter(part.clone(), requires_grad=False)
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        if self.ranks == 1:
+            return x
+        if self.own_op:
+            torch.ops.cgparallel.all_reduce(x)
+        else:
+            dist.all_reduce(x)
+        return x
+
+
+class Layer(nn.Module):
+    """Attention and a gated MLP: columns of the first matrices, rows of the second on each rank."""
+
+    def __init__(self, shard: Shard) -> None:
+        super().__init__()
+        self.shard = shard
+        self.norms = nn.ParameterList(torch.rand(HIDDEN) + 0.5 for _ in range(2))
+        qkv, out = torch.randn(3, HIDDEN, HIDDEN) / 8, torch.randn(HIDDEN, HIDDEN) / 8
+        gate_up, down = torch.randn(2, INNER, HIDDEN) / 8, torch.randn(HIDDEN, INNER) / 8
+        self.qkv, self.out = shard.of(qkv, 1), shard.of(out, 1)
+        self.gate_up, self.down = shard.of(gate_up, 1), shard.of(down, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(x, (HIDDEN,), self.norms[0])
+        q, k, v = F.linear(normed, self.qkv.flatten(0, 1)).view(x.shape[0], 3, -1, SIZE).unbind(1)
+        attended = torch.empty_like(q)
+        torch.ops.cgparallel.attend(q, k, v, attended)
+        x = x + self.shard.summed(F.linear(attended.flatten(1), self.out))
+        normed = F.rms_norm(x, (HIDDEN,), self.norms[1])
+        gate, up = F.linear(normed, self.gate_up.flatten(0, 1)).chunk(2, -1)
+        return x + self.shard.summed(F.linear(F.silu(gate) * up, self.down))
+
+
+class Decoder(nn.Module):
+    """Logits [n, VOCABULARY], equal on all ranks but for rounding; of one seed, whatever shard."""
+
+    def __init__(self, shard: Shard) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.places = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(64, HIDDEN)
+        self.layers = nn.ModuleList(Layer(shard) for _ in range(LAYERS))
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) + self.places(positions)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def dispatcher(mode: str) -> CudagraphDispatcher:
+    return CudagraphDispatcher(
+        CUDAGraphMode[mode],
+        SIZES,
+        max_num_reqs=MAX_REQS,
+        max_num_tokens=64,
+        support=AttentionCGSupport.ALWAYS,
+    )
+
+
+def model_of(shard: Shard, device: str, compiler: str | None = None) -> tuple[Any, Any]:
+    """(model, config) of one rank's shard; with ``compiler`` the model is compiled."""
+    library()
+    model: Any = Decoder(shard).to(device).eval()
+    config = cgcompile.CompilationConfig(
+        splitting_ops=(SplittingOp("cgparallel::attend", support=AttentionCGSupport.ALWAYS),),
+        capture_device="host" if device == "cpu" else "auto",
+        compiler=compiler or "eager",
+    )
+    if compiler:
+        model = torch.compile(model, backend=cgcompile.Backend(config), dynamic=True)
+    return model, config
+
+
+def manager_of(
+    mode: str, model: Any, config: Any, device: str, agreed: Agreement | None = None
+) -> CudaGraphManager:
+    """A manager of what :func:`model_of` made."""
+    return CudaGraphManager(
+        model,
+        dispatcher(mode) if agreed is None else agreed.dispatcher,
+        INPUTS,
+        metadata=metadata,
+        device=device,
+        config=config,
+        agreement=agreed,
+    )
+
+
+def batches(seed: int, device: str) -> list[Batch]:
+    """The same on every rank."""
+    torch.manual_seed(seed)
+    found = [requests(*lengths, decode=decode) for lengths, decode in BATCHES]
+    return [
+        Batch(
+            each.num_tokens,
+            each.num_reqs,
+            {name: value.to(device) for name, value in each.inputs.items() if value is not None},
+            each.max_query_len,
+            each.uniform_decode,
+        )
+        for each in found
+    ]
+
+
+def unsharded(device: str) -> Any:
+    """A function that runs a batch on one rank alone, without padding and without graphs."""
+    library()
+    model = Decoder(Shard()).to(device).eval()
+
+    def run(batch: Batch) -> torch.Tensor:
+        given = {k: v for k, v in batch.inputs.items() if k != "query_start_loc"}
+        with torch.inference_mode(), set_forward_context(batch.inputs["query_start_loc"]):
+            return model(**given)
+
+    return run
+
+
+def check_mode(made: CudaGraphManager, alone: Any, device: str, rounds: int = 2) -> Any:
+    """Runs all batches and compares with one rank's results.
+
+    Returns:
+        (captures, replays, modes of the batches, tokens of all batches).
+    """
+    for bulk in made.capture().values():
+        assert bulk.missing == (), bulk
+    captures, before = made.counters.captures, made.counters.replays
+    modes, tokens = [], []
+    for seed in range(rounds):
+        previous = None
+        for batch in batches(seed, device):
+            modes.append(made.dispatched(batch).mode.name)
+            logits = made.run(batch)
+            expected = alone(batch)
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+            assert previous is None or not torch.equal(previous, logits[0])
+            previous = logits[0].clone()
+            tokens += logits.argmax(-1).tolist()
+    return captures, made.counters.replays - before, modes, tokens
+
+
+def expected_modes(mode: str, rounds: int = 2) -> list[str]:
+    letters = {
+        "NONE": "NNNNN",
+        "PIECEWISE": "PPPPP",
+        "FULL": "FFFFF",
+        "FULL_DECODE_ONLY": "FFFNN",
+        "FULL_AND_PIECEWISE": "FFFPP",
+    }[mode]
+    names = {"N": "NONE", "P": "PIECEWISE", "F": "FULL"}
+    return [names[letter] for letter in letters] * rounds
+
+
+def every_mode(shard: Shard, compiler: str | None, device: str) -> dict[str, Any]:
+    """What :func:`check_mode` found in each mode; one model for all."""
+    found = {}
+    alone = unsharded(device)
+    model, config = model_of(shard, device, compiler)
+    for mode in MODES:
+        made = manager_of(mode, model, config, device)
+        found[mode] = check_mode(made, alone, device)
+        made.release()
+    return found
+
+
+def check_every_mode(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """What two ranks found: graphs ran where they should, and tokens are those of one rank."""
+    assert first == second
+    *_, tokens = first["NONE"]
+    assert len(set(tokens)) > 10
+    for mode, (captures, replays, modes, same) in first.items():
+        assert modes == expected_modes(mode)
+        assert (captures > 0) is (mode != "NONE")
+        assert replays == sum(each != "NONE" for each in modes)
+        assert same == tokens
+
+
+def other_inputs(made: CudaGraphManager, rank: int, device: str) -> tuple[int, list[torch.Tensor]]:
+    """How many graphs a FULL step is, and what it gives as only rank 1 changes its tokens."""
+    made.capture()
+    entries = made._full.concrete_cudagraph_entries
+    (entry,) = [entry for key, entry in entries.items() if key.num_tokens == 16]
+    made.run(batches(0, device)[-1])
+    results = []
+    for token in (3, 3, 4):
+        if rank == 1:
+            made.inputs.buffers["input_ids"].fill_(token)
+        results.append(made.run_fullgraph(16).cpu().clone())
+    return entry.sequence.num_graphs, results
+
+
+def forced(shard: Shard, device: str, agreed: Agreement) -> str:
+    """A rank replays another size: what each is told. Nothing of it is left behind."""
+    made = manager_of("FULL", *model_of(shard, device), device, agreed)
+    made.capture()
+    told = ""
+    try:
+        made.run_fullgraph((8, 4)[shard.rank])
+    except AgreementError as error:
+        told = str(error).splitlines()[0]
+    alone = unsharded(device)
+    for batch in batches(0, device):
+        torch.testing.assert_close(made.run(batch), alone(batch), rtol=1e-4, atol=1e-4)
+    made.release()
+    return told
+
+
+FORCED = "rank 1 is about to run FULL, 4 tokens; rank 0 FULL, 8 tokens."
