@@ -246,8 +246,9 @@ def plan_memory(manager: Any, within: float = 0.25) -> MemoryPlan:
         estimate = sampling.sample(0)
         for turn in range(1, len(sampling.planned)):
             narrow = estimate.total.width <= within * estimate.total.least
-            if sampling.complete or (narrow and not sampling.missing):
-                break  # what a failed capture takes is no measure for others
+            # What a failed capture takes is no measure for others.
+            if sampling.agreed(sampling.complete or (narrow and not sampling.missing)):
+                break
             estimate = sampling.sample(turn)
     finally:
         sampling.drop()
@@ -289,6 +290,11 @@ class _Sampling:
     def complete(self) -> bool:
         """Whether all were sampled."""
         return len(self._sampled) == len(self.planned)
+
+    def agreed(self, enough: bool) -> bool:
+        """Whether all ranks have enough: they capture the same sizes, or wait for each other."""
+        agreement = self._manager.agreement
+        return enough if agreement is None else not agreement.largest(not enough)
 
     def warm(self) -> None:
         """Run all sizes plain, so that nothing is compiled or loaded later, and see who serves."""
