@@ -62,6 +62,7 @@ class CompiledGraph:
         compilation: which pieces were compiled, loaded or shared, and what it took; ``print`` it.
         source: the generated Python that runs the pieces.
         artifacts: which artifacts of each compiled piece serve which sizes, as text.
+        pool: the memory of its graphs; None where no device captures.
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class CompiledGraph:
         self._auto = AutoDispatch(split, config, wanted)
         device = capture_device(split.device, config.capture_device)
         self._never = why_never(split, wanted, device is not None)
-        self._pool = None if device is None else GraphPool(device)
-        if self._pool is None:
+        self.pool = None if device is None else GraphPool(device)
+        if self.pool is None:
             return
-        self._is_capturing = self._pool.device.is_capturing
-        self._program = Program(split, step, runnables, boundaries, self._pool, config)
+        self._is_capturing = self.pool.device.is_capturing
+        self._program = Program(split, step, runnables, boundaries, self.pool, config)
         static = self._roles[FULL].static
         self._bindings = Bindings(self._program, self._run, static, watched=not frozen)
         captured = any(piece.capture for piece in split.pieces)
@@ -337,7 +338,7 @@ class CompiledGraph:
     @property
     def bindings(self) -> tuple[Binding, ...]:
         """The sets of weights that were seen, each with what was recorded for it."""
-        return () if self._pool is None else tuple(self._bindings)
+        return () if self.pool is None else tuple(self._bindings)
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
@@ -347,7 +348,7 @@ class CompiledGraph:
 
     def close_capture(self) -> None:
         """Capture nothing any more; what has no graph runs plain, or raises if ``strict``."""
-        if self._pool is not None:
+        if self.pool is not None:
             self._admission.closed = True
 
     def verifying(
@@ -377,18 +378,18 @@ class CompiledGraph:
     def release(self) -> None:
         """Free all graphs and their memory. Later calls warm up and capture again."""
         self._release()
-        if self._pool is not None:
+        if self.pool is not None:
             self._admission.closed = False
 
     def _release(self) -> None:
         self._refuse_inside()
         with releasing(), self._lock:
             self._again = None
-            if self._pool is not None:
-                self._pool.device.synchronize()  # a replay may still run, on whatever stream
+            if self.pool is not None:
+                self.pool.device.synchronize()  # a replay may still run, on whatever stream
                 self._bindings.clear()
                 self._auto.reset()
-                self._pool.release()
+                self.pool.release()
 
     def _refuse_inside(self) -> None:
         if self._owner == threading.get_ident():

@@ -78,7 +78,7 @@ def serves(mode: Mode, key: BatchDescriptor, batch: Batch, count: int | None) ->
 
 
 def reference(dispatcher: CudagraphDispatcher, lora: LoraCases, batch: Batch, ready, allowed):
-    """Mode and descriptor by search: the smallest that serves, FULL before PIECEWISE."""
+    """Mode and descriptor by search: the smallest ready one that serves, FULL before PIECEWISE."""
     count = lora_count(lora, batch)
     for mode in (Mode.FULL, Mode.PIECEWISE):
         found = [
@@ -87,6 +87,7 @@ def reference(dispatcher: CudagraphDispatcher, lora: LoraCases, batch: Batch, re
             if planned is mode and batch.num_tokens and serves(mode, key, batch, count)
         ]
         found.sort(key=lambda key: (key.num_tokens, not key.uniform, key.max_query_len or 0))
-        if found and mode in allowed and ready(mode, found[0]):
-            return mode, found[0]
+        usable = [key for key in found if ready(mode, key)]
+        if usable and mode in allowed:
+            return mode, usable[0]
     return Mode.NONE, BatchDescriptor(batch.num_tokens)

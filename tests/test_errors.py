@@ -184,6 +184,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "ManagerError.capture_mode": ManagerError.capture_mode("NONE"),
     "ManagerError.twice": ManagerError.twice("FULL", "num_tokens=4, num_reqs=4"),
     "ManagerError.no_metadata": ManagerError.no_metadata("num_tokens=4, num_reqs=4"),
+    "ManagerError.too_few_bytes": ManagerError.too_few_bytes(2**20, 3 * 2**20),
     "ManagerError.no_axis": ManagerError.no_axis("inputs_embeds"),
     "ManagerError.presence": ManagerError.presence("inputs_embeds", True),
     "ManagerError.rows": ManagerError.rows("rows"),

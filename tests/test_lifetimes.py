@@ -105,7 +105,7 @@ class Subject:
         """One of a wrapper; of a compiled model one for each graph that Dynamo made."""
         if not self.compiled:
             return [self.target.pool]
-        return [graph._pool for graph in self.target.graphs]
+        return [graph.pool for graph in self.target.graphs]
 
     @property
     def footprint(self) -> list[tuple[int, int]]:

@@ -32,6 +32,7 @@ from cgcompile.compat.capture import (
     memory_at,
     outside_inference_mode,
     physical,
+    pool_bytes,
     pool_segments,
     raw_stream_of,
     replay_of,

@@ -260,15 +260,27 @@ cuda_stream_is_capturing: Callable[[], bool] = getattr(
 )
 
 
-def pool_segments(pool: tuple[int, int]) -> list[tuple[int, int]]:
-    """(address, bytes) of the memory that a private pool holds.
+def _segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
+    """What the allocator tells of the memory of a private pool.
 
     Asks for all pools: in 2.11 ``torch.cuda.memory_snapshot(pool)`` gives up a reference to a tuple
     that it does not own, which crashes the process later (2.15 has it mended).
     """
     found = torch._C._cuda_memorySnapshot(None)["segments"]
-    own = [each for each in found if tuple(each["segment_pool_id"]) == tuple(pool)]
-    return [(each["address"], each["total_size"]) for each in own]
+    return [each for each in found if tuple(each["segment_pool_id"]) == tuple(pool)]
+
+
+def pool_segments(pool: tuple[int, int]) -> list[tuple[int, int]]:
+    """(address, bytes) of the memory that a private pool holds."""
+    return [(each["address"], each["total_size"]) for each in _segments(pool)]
+
+
+def pool_bytes(pool: tuple[int, int]) -> tuple[int, int, int]:
+    """Bytes that a private pool holds: all, those in use, and all in segments for small blocks."""
+    found = _segments(pool)
+    small = [each["total_size"] for each in found if each["segment_type"] == "small"]
+    used = sum(each["allocated_size"] for each in found)
+    return sum(each["total_size"] for each in found), used, sum(small)
 
 
 def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:

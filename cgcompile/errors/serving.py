@@ -233,6 +233,14 @@ class ManagerError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def too_few_bytes(cls, budget: int, needed: int) -> "ManagerError":
+        return cls(
+            f"max_graph_bytes={budget}: the largest graph of each kind, without which batches "
+            f"would run plain, may take {needed} bytes.\n"
+            "  Give as much, or lower the largest sizes; print(manager.plan()) shows what takes it."
+        )
+
+    @classmethod
     def no_axis(cls, name: str) -> "ManagerError":
         return cls(
             f"input {name!r} is optional, and the dispatcher has no axis of that name.\n"

@@ -80,7 +80,7 @@ def capture_all(
     """
     start = time.perf_counter()
     ordered = sorted(batches, key=size or _size, reverse=True)
-    passes = _warm(step, ordered, settled, warmups)
+    passes = warm_all(step, ordered, settled, warmups)
     captured: list[Any] = []
     missing: list[tuple[Any, str]] = []
     with bulk_capture():
@@ -104,10 +104,14 @@ def capture_all(
     return found
 
 
-def _warm(
+def warm_all(
     step: Callable[[B_], Any], batches: list[B_], settled: Callable[[], Any], warmups: int
 ) -> int:
-    """Run all batches plain until a whole pass compiles nothing; how many passes that took."""
+    """Run all batches plain until a whole pass compiles nothing; how many passes that took.
+
+    Raises:
+        BaseException: what ``step`` raised.
+    """
     with postponed_capture():
         for done in range(1, _PASSES + 1):
             before = settled()

@@ -16,6 +16,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import CaptureError
+from cgcompile.graphs.usage import MIB, PoolBytes
 
 
 def _nothing_recorded() -> None:
@@ -188,6 +189,7 @@ class CudaDevice:
     name = "cuda"
     tensor_type = "cuda"
     notices_freed = False
+    graph_step = 2 * MIB
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -237,3 +239,26 @@ class CudaDevice:
 
     def owns(self, pool: CudaPool, tensor: torch.Tensor) -> bool:
         return pool.holds(tensor.untyped_storage().data_ptr())
+
+    def pool_bytes(self, pool: CudaPool) -> PoolBytes:
+        return PoolBytes(*compat.pool_bytes(pool.id))
+
+    def segment(self, nbytes: int) -> int:
+        if MIB < nbytes < 10 * MIB:  # torch takes 20 MiB for blocks of a middle size
+            return 20 * MIB
+        return -(-nbytes // (2 * MIB)) * 2 * MIB
+
+    def graph_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device)
+
+    def make_scratch(self, stream: torch.cuda.Stream) -> int:
+        before = torch.cuda.memory_allocated(self.device)
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            torch.cuda.current_blas_handle()
+        return max(0, torch.cuda.memory_allocated(self.device) - before)
+
+    def give_back(self) -> None:
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()

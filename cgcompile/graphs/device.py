@@ -14,6 +14,7 @@ import torch
 from cgcompile import compat
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.host import HostDevice
+from cgcompile.graphs.usage import PoolBytes
 
 
 class DeviceGraph(Protocol):
@@ -45,12 +46,14 @@ class CaptureDevice(Protocol):
         tensor_type: the ``torch.device`` type of the tensors that it captures.
         notices_freed: whether a replay refuses memory that was freed since the capture, even where
             something else lies there by now.
+        graph_step: the bytes by which the driver's own memory for graphs grows; 1 if there is none.
     """
 
     name: str
     device: torch.device
     tensor_type: str
     notices_freed: bool
+    graph_step: int
 
     def new_pool(self, stream: Any, lasting: Callable[[int], bool] = ...) -> Any:
         """Memory for graphs that never run at the same time; it lives while it is referenced.
@@ -97,6 +100,24 @@ class CaptureDevice(Protocol):
 
     def owns(self, pool: Any, tensor: torch.Tensor) -> bool:
         """Whether the memory of ``tensor`` belongs to ``pool``."""
+
+    def pool_bytes(self, pool: Any) -> PoolBytes:
+        """What a pool holds. Asks the allocator, which takes milliseconds; does not synchronise."""
+
+    def segment(self, nbytes: int) -> int:
+        """What a pool takes from the device if blocks of so many bytes in all find no room."""
+
+    def graph_bytes(self) -> int:
+        """Memory that no allocator of this process holds, graphs among it; of all processes."""
+
+    def make_scratch(self, stream: Any) -> int:
+        """Make what libraries need once for work on a stream; the bytes it took, 0 the next time.
+
+        Else the first capture would make it, in its pool, where it would outlive the graphs.
+        """
+
+    def give_back(self) -> None:
+        """Return memory that nobody uses to the device. Synchronises."""
 
 
 def any_capture() -> bool:

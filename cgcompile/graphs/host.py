@@ -33,6 +33,7 @@ import torch
 from cgcompile import compat
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.host_pool import HostPool, nowhere
+from cgcompile.graphs.usage import PoolBytes
 
 _active = threading.local()  # .graph: the one that records in this thread; CUDA keeps the same
 
@@ -338,6 +339,7 @@ class HostDevice:
     device = torch.device("cpu")
     tensor_type = "cpu"
     notices_freed = True
+    graph_step = 1
 
     def new_pool(self, stream: None = None, lasting: Callable[[int], bool] = nowhere) -> HostPool:
         return HostPool(lasting)
@@ -381,3 +383,18 @@ class HostDevice:
 
     def owns(self, pool: HostPool, tensor: torch.Tensor) -> bool:
         return pool.holds(tensor.untyped_storage().data_ptr())
+
+    def pool_bytes(self, pool: HostPool) -> PoolBytes:
+        return PoolBytes(pool.reserved, pool.live)
+
+    def segment(self, nbytes: int) -> int:
+        return nbytes
+
+    def graph_bytes(self) -> int:
+        return 0
+
+    def make_scratch(self, stream: None) -> int:
+        return 0
+
+    def give_back(self) -> None:
+        return None

@@ -13,6 +13,7 @@ import torch
 from cgcompile import compat
 from cgcompile.graphs.arena import Arena, address
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph
+from cgcompile.graphs.usage import PoolBytes
 
 
 class _HasGraphs(Protocol):
@@ -57,6 +58,12 @@ class GraphPool:
     def where(self) -> torch.device:
         """The device of the tensors that are captured."""
         return self.device.device
+
+    @property
+    def held(self) -> PoolBytes:
+        """What its graphs hold of the device's pool, and of the pools from before a failure."""
+        memories = [*self._retired, *([] if self._memory is None else [self._memory])]
+        return sum(map(self.device.pool_bytes, memories), PoolBytes())
 
     def add_user(self, user: _HasGraphs) -> None:
         """Remember, weakly, who has graphs here."""

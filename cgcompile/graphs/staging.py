@@ -16,33 +16,73 @@ from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.device import any_capture
 
 
+class Turns:
+    """Which copy of host memory may be written now: uploads take them in turn.
+
+    Not for several threads at a time.
+
+    Args:
+        device: where uploads go. On the CPU they are done at once, and nothing waits.
+        num_slots: how many copies there are.
+    """
+
+    def __init__(self, device: torch.device, num_slots: int) -> None:
+        event: Any = torch.cuda.Event
+        self._read = [event() for _ in range(num_slots)] if device.type == "cuda" else []
+        self._count = num_slots
+        self._next = 0
+        self._device = CudaDevice(device) if device.type == "cuda" else None
+        self._stream_key: int | None = None
+        self._last_stream: Any = None
+
+    def follow_stream(self) -> None:
+        """Work that another stream was given, uploads and readers of buffers, comes first."""
+        if self._device is None:
+            return
+        key = self._device.stream_key()
+        if key != self._stream_key:
+            if self._last_stream is not None:
+                self._device.wait_for(self._last_stream)
+            self._last_stream = self._device.current_stream()
+            self._stream_key = key
+
+    def begin(self) -> int:
+        """The copy whose turn it is; the host waits until its last upload has been done."""
+        if self._read and not self._read[self._next].query():
+            self._read[self._next].synchronize()
+        return self._next
+
+    def end(self) -> None:
+        """The uploads from that copy are on the current stream; the next one's turn comes."""
+        if self._read:
+            self._read[self._next].record(self._last_stream)  # the current one
+        self._next = (self._next + 1) % self._count
+
+
+def host_memory(buffer: torch.Tensor) -> torch.Tensor:
+    """Memory like a buffer's, on the host: pinned where the buffer is on CUDA."""
+    with torch.inference_mode(False), torch.no_grad():  # written in whatever mode
+        return torch.empty(
+            buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=buffer.is_cuda
+        )
+
+
 class _Slot:
     """Host memory that one upload at a time reads.
 
     Attributes:
         memory: like the buffer, on the host; with a sentinel, all rows from ``real`` on hold it.
         real: how many rows at the front may hold data.
-        read: CUDA's event that the last upload is done; None where copies are done at once.
     """
 
-    __slots__ = ("_sentinel", "memory", "read", "real")
+    __slots__ = ("_sentinel", "memory", "real")
 
     def __init__(self, buffer: torch.Tensor, sentinel: Any) -> None:
-        on_cuda = buffer.is_cuda
-        event: Any = torch.cuda.Event
-        self.read: Any = event() if on_cuda else None
         self.real = 0
         self._sentinel = sentinel
-        self.memory = torch.empty(
-            buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=on_cuda
-        )
+        self.memory = host_memory(buffer)
         if sentinel is not None:
             self.memory.fill_(sentinel)
-
-    def wait(self) -> None:
-        """Let the host wait until the memory may be written; at once if nothing reads it."""
-        if self.read is not None and not self.read.query():
-            self.read.synchronize()
 
     def write(self, rows: torch.Tensor) -> None:
         """Put ``rows`` to the front, and the sentinel where data of before would remain."""
@@ -90,12 +130,9 @@ class HostStaging:
         self._target = compat.alias(buffer)
         with torch.inference_mode(False), torch.no_grad():
             self._slots = [_Slot(buffer, sentinel) for _ in range(num_slots)]
-        self._next = 0
+        self._turns = Turns(buffer.device, num_slots)
         self._has_sentinel = sentinel is not None
         self._real = buffer.shape[0]  # rows of the buffer that may hold no sentinel
-        self._device = CudaDevice(buffer.device) if buffer.is_cuda else None
-        self._stream_key: int | None = None
-        self._last_stream: Any = None
 
     def fill(self, rows: torch.Tensor) -> torch.Tensor:
         """Make ``rows`` the data of the buffer, by at most one upload on the current stream.
@@ -121,13 +158,12 @@ class HostStaging:
             raise CaptureError.refused("HostStaging.fill()")
         count = rows.shape[0]
         extent = max(count, self._real) if self._has_sentinel else count
-        self._follow_stream()  # also if nothing is to be uploaded: the caller reads the buffer next
+        self._turns.follow_stream()  # also without rows: the caller reads the buffer next
         if extent:
-            slot = self._slots[self._next]
-            slot.wait()
+            slot = self._slots[self._turns.begin()]
             slot.write(rows)
             self._upload(slot, extent)
-            self._next = (self._next + 1) % len(self._slots)
+            self._turns.end()
         self._real = count
         return self.buffer[:count]
 
@@ -145,21 +181,8 @@ class HostStaging:
             expected = f"[{wanted}] with n at most {buffer.shape[0]}"
             raise ConfigError.bad_value("rows.shape", where, list(rows.shape), expected)
 
-    def _follow_stream(self) -> None:
-        """Work that another stream was given, uploads and readers of the buffer, comes first."""
-        if self._device is None:
-            return
-        key = self._device.stream_key()
-        if key != self._stream_key:
-            if self._last_stream is not None:
-                self._device.wait_for(self._last_stream)
-            self._last_stream = self._device.current_stream()
-            self._stream_key = key
-
     def _upload(self, slot: _Slot, extent: int) -> None:
         self._target[:extent].copy_(slot.memory[:extent], non_blocking=True)
-        if slot.read is not None:
-            slot.read.record(self._last_stream)  # the current one
 
 
 def _bad(name: str, value: object, expected: str) -> ConfigError:

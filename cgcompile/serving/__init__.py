@@ -10,6 +10,7 @@ from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.fit import FittedSizes, fit_sizes
 from cgcompile.serving.manager import CudaGraphManager
+from cgcompile.serving.memory import GraphMemory, MemoryPlan
 from cgcompile.serving.sizes import (
     capture_sizes,
     checked_sizes,
@@ -33,8 +34,10 @@ __all__ = [
     "Dispatched",
     "FittedSizes",
     "GraphHooks",
+    "GraphMemory",
     "InputBuffer",
     "LoraCases",
+    "MemoryPlan",
     "Metadata",
     "StaticInputs",
     "capture_sizes",

@@ -242,12 +242,12 @@ class Agreement:
         """The largest of the numbers of all ranks. Collective."""
         return max(row[0] for row in self._ranks.gather(Kind.NUMBER, number))
 
-    def without(self, planned: Sequence[BatchDescriptor], done: Collection[Any]) -> dict[Any, int]:
-        """For each descriptor that some rank is without, the first such rank. Collective.
+    def without(self, planned: Sequence[Any], done: Collection[Any]) -> dict[Any, int]:
+        """For each planned graph that some rank is without, the first such rank. Collective.
 
         Args:
             planned: what was to be captured: the same on all ranks.
-            done: what this rank has captured.
+            done: what this rank has captured, or chosen.
 
         Raises:
             AgreementError: other ranks had other plans; a rank stays away or gave up.

@@ -12,8 +12,9 @@ from functools import cached_property
 
 import torch
 
-from cgcompile.errors import InputBufferError
-from cgcompile.graphs.staging import HostStaging
+from cgcompile.errors import CaptureError, InputBufferError
+from cgcompile.graphs.device import any_capture
+from cgcompile.graphs.staging import Turns, host_memory
 
 TOKENS, REQS, BOUNDARIES = "tokens", "reqs", "reqs+1"
 
@@ -33,7 +34,8 @@ class InputBuffer:
         optional: a step may leave it out (``inputs_embeds``); the model gets None then. Whether it
             is there is part of the key of the graphs.
         host_slots: for data from the host: how many pinned copies to own; with 2 the host may
-            prepare a step while the one before is still uploaded.
+            prepare a step while the one before is still uploaded. The largest number of all
+            buffers is what each of them has.
 
     Raises:
         InputBufferError: a shape or tail that cannot be.
@@ -98,44 +100,70 @@ class _Held:
     def __init__(self, spec: InputBuffer, rows: int, device: torch.device) -> None:
         sizes = tuple(size if isinstance(size, int) else rows for size in spec.shape)
         self.spec = spec
+        self._before, self._behind = sizes[: spec.dim], sizes[spec.dim + 1 :]
         with torch.inference_mode(False), torch.no_grad():  # written in whatever mode
             self.whole = torch.empty(sizes, dtype=spec.dtype, device=device)
             self.whole.fill_(0 if spec.tail is None else spec.tail)
-        self._staging: HostStaging | None = None
+        self._host: dict[int, torch.Tensor] = {}
         self._clean = 0  # from this row on all hold the tail
 
     def front(self, rows: int) -> torch.Tensor:
         return self.whole.narrow(self.spec.dim, 0, rows)
 
+    def fits(self, value: torch.Tensor, rows: int) -> bool:
+        """Whether a value has the dtype and the sizes that were declared."""
+        if not isinstance(value, torch.Tensor) or value.dtype is not self.spec.dtype:
+            return False
+        shape, dim = value.shape, self.spec.dim
+        return (
+            len(shape) > dim
+            and shape[dim] == rows
+            and shape[:dim] == self._before
+            and shape[dim + 1 :] == self._behind
+        )
+
+    def is_uploaded(self, value: torch.Tensor) -> bool:
+        """Whether a value goes through pinned memory: rows of the host, for a device."""
+        return value.device.type == "cpu" and self.whole.is_cuda and self.spec.dim == 0
+
     def write(self, value: torch.Tensor, padded: int) -> None:
         """Real rows to the front, and the tail behind them as far as a graph reads."""
-        dim = self.spec.dim
-        real = value.shape[dim]
+        real = value.shape[self.spec.dim]
         if not self._is_front(value):
-            if dim == 0 and value.device.type == "cpu" and self.whole.is_cuda:
-                self._stage(value)
-            else:
-                self.front(real).copy_(value, non_blocking=True)
-        end = padded if self.spec.tail is None else min(padded, self._clean)
+            self.front(real).copy_(value, non_blocking=True)
+        end = self._end(real, padded)
         if end > real:
-            self._fill(real, end)
-        self._clean = real if padded >= self._clean else self._clean
+            self._fill(self.whole, real, end)
+
+    def upload(self, value: torch.Tensor, padded: int, turn: int) -> None:
+        """As :meth:`write`, by one copy: the tail is filled in on the host."""
+        host = self._host.get(turn)
+        if host is None:
+            host = self._host[turn] = host_memory(self.whole)
+        real = value.shape[0]
+        end = max(self._end(real, padded), real)
+        host[:real].copy_(value)
+        if end > real:
+            self._fill(host, real, end)
+        self.whole[:end].copy_(host[:end], non_blocking=True)
+
+    def _end(self, real: int, padded: int) -> int:
+        """Up to which row the tail has to be written, behind the real ones."""
+        end = padded if self.spec.tail is None else min(padded, self._clean)
+        if padded >= self._clean:
+            self._clean = real
+        return end
 
     def _is_front(self, value: torch.Tensor) -> bool:
         """Whether the caller has written into the buffer already."""
         return value.data_ptr() == self.whole.data_ptr() and value.stride() == self.whole.stride()
 
-    def _stage(self, value: torch.Tensor) -> None:
-        if self._staging is None:
-            self._staging = HostStaging(self.whole, num_slots=self.spec.host_slots)
-        self._staging.fill(value)
-
-    def _fill(self, real: int, end: int) -> None:
-        tail = self.whole.narrow(self.spec.dim, real, end - real)
+    def _fill(self, memory: torch.Tensor, real: int, end: int) -> None:
+        tail = memory.narrow(self.spec.dim, real, end - real)
         if self.spec.tail is None and not real:
             tail.zero_()  # there is no last value to repeat, only one of an earlier step
         elif self.spec.tail is None:
-            tail.copy_(self.whole.narrow(self.spec.dim, max(real - 1, 0), 1).expand_as(tail))
+            tail.copy_(memory.narrow(self.spec.dim, real - 1, 1).expand_as(tail))
         else:
             tail.fill_(self.spec.tail)
 
@@ -176,6 +204,7 @@ class StaticInputs:
         }
         self.buffers: dict[str, torch.Tensor] = {n: h.whole for n, h in self._held.items()}
         self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self._turns = Turns(where, max((spec.host_slots for spec in self.specs), default=1))
         self._idle: dict[str, torch.Tensor] = {}
 
     @property
@@ -191,6 +220,9 @@ class StaticInputs:
     ) -> dict[str, torch.Tensor | None]:
         """Write the rows of a step and the tails behind them. Nothing synchronises the device.
 
+        Rows of the host go through pinned memory, one copy a buffer, tails included; the host waits
+        only until the copies that last used that memory are done.
+
         Args:
             values: by name, [rows, ...] each as declared, with the real number of rows, on the
                 device or on the host; or None for an optional one. A front of the buffer itself is
@@ -204,9 +236,12 @@ class StaticInputs:
             sizes; None where a value is left out.
 
         Raises:
+            CaptureError: inside of a capture, which would record the copies; likewise.
             InputBufferError: an unknown name, a missing one, a wrong shape or dtype, or a None
                 that may not be; nothing has been written then.
         """
+        if any_capture():
+            raise CaptureError.refused("staging inputs")
         for name, value in values.items():
             self._check(name, value, real)
         for spec in self.specs if len(values) < len(self.specs) else ():
@@ -214,14 +249,31 @@ class StaticInputs:
                 raise InputBufferError.missing(spec.name)
         if padded[0] > self._most[0] or padded[1] > self._most[1]:
             raise InputBufferError.too_large(*padded, *self._most)
-        for name, value in values.items():
-            if value is not None:
-                held = self._held[name]
-                held.write(value, held.spec.rows(*padded))
+        self._write(values, padded)
         left_out = {name for name, value in values.items() if value is None}
         left_out |= {s.name for s in self.specs if s.optional and s.name not in values}
         views = self.views(*padded)
         return {name: None if name in left_out else view for name, view in views.items()}
+
+    def _write(self, values: Mapping[str, torch.Tensor | None], padded: tuple[int, int]) -> None:
+        uploads = []
+        for name, value in values.items():
+            if value is None:
+                continue
+            held = self._held[name]
+            rows = held.spec.rows(*padded)
+            if held.is_uploaded(value):
+                uploads.append((held, value, rows))
+            else:
+                held.write(value, rows)
+        if uploads:
+            self._turns.follow_stream()
+            turn = self._turns.begin()
+            try:
+                for held, value, rows in uploads:
+                    held.upload(value, rows, turn)
+            finally:
+                self._turns.end()
 
     def views(self, num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
         """The fronts of all buffers for a padded batch, by name; the same objects each time."""
@@ -258,7 +310,9 @@ class StaticInputs:
                 raise InputBufferError.missing(name)
             return
         rows = spec.rows(*real)
-        wanted = tuple(size if isinstance(size, int) else rows for size in spec.shape)
-        if tuple(value.shape) != wanted or value.dtype != spec.dtype:
-            found = f"{value.dtype} {list(value.shape)}"
-            raise InputBufferError.value(name, f"{spec.dtype} {list(wanted)}", found, spec.counts)
+        if not held.fits(value, rows):
+            wanted = [size if isinstance(size, int) else rows for size in spec.shape]
+            found = type(value).__name__
+            if isinstance(value, torch.Tensor):
+                found = f"{value.dtype} {list(value.shape)}"
+            raise InputBufferError.value(name, f"{spec.dtype} {wanted}", found, spec.counts)

@@ -58,7 +58,7 @@ def capture_set(
         descriptors: what to capture.
         step: ``step(descriptor, phase)`` runs a batch afresh; ``"warmup"`` or ``"capture"``.
         target: what counts captures.
-        settled: equal numbers once nothing compiles any more.
+        settled: equal numbers once nothing compiles any more, on any rank.
         config: ``num_warmups`` and ``strict``.
         agreement: ranks that capture the same set at the same time.
 
@@ -93,16 +93,13 @@ def capture_set(
                 step(descriptor, "warmup")
         bar.update()
 
-    def all_settled() -> int:
-        return settled() if agreement is None else agreement.largest(settled())
-
     try:
         with bar:
             found = capture_all(
                 run,
                 descriptors,
                 target,
-                settled=all_settled,
+                settled=settled,
                 warmups=config.num_warmups,
                 strict=config.strict,
             )

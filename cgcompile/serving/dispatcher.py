@@ -42,7 +42,8 @@ class CudagraphDispatcher:
     """Chooses the graph of each step.
 
     FULL first if a graph serves the batch, then PIECEWISE, else NONE with the unpadded number of
-    tokens. Of the graphs of a mode it is the smallest that serves. A graph for uniform decode
+    tokens. Of the graphs of a mode it is the smallest ready one that serves: where a size was not
+    captured or is refused, a larger one does. A graph for uniform decode
     serves uniform decode of its own query length alone; a graph with a bound serves batches that
     say a ``max_query_len`` within it.
 
@@ -159,10 +160,7 @@ class CudagraphDispatcher:
     def only_captured(self, value: bool) -> None:
         self._only_captured = value
         for slot in self._slots.values():
-            self._settle(slot)
-
-    def _settle(self, slot: Slot) -> None:
-        slot.ready = slot.captured or not (self._only_captured or slot.refused)
+            slot.settle(value)
 
     def plan(self) -> tuple[tuple[CUDAGraphMode, BatchDescriptor], ...]:
         """What to capture, in this order: PIECEWISE, then FULL, each largest first.
@@ -180,7 +178,7 @@ class CudagraphDispatcher:
         """
         slot = self._planned(mode, descriptor)
         slot.captured, slot.refused = True, ""
-        self._settle(slot)
+        slot.settle(self._only_captured)
 
     def refused(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, why: str) -> None:
         """Note that a planned graph cannot be captured: it is not dispatched, captured or not.
@@ -195,13 +193,13 @@ class CudagraphDispatcher:
         """
         slot = self._planned(mode, descriptor)
         slot.captured, slot.refused = False, why or "refused"
-        self._settle(slot)
+        slot.settle(self._only_captured)
 
     def forget(self) -> None:
         """Note that no graph exists any more, and that none is refused: after a release."""
         for slot in self._slots.values():
             slot.captured, slot.refused = False, ""
-            self._settle(slot)
+            slot.settle(self._only_captured)
 
     def is_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
         """Whether :meth:`captured` has named a graph; False for one that is not planned."""
@@ -290,7 +288,7 @@ class CudagraphDispatcher:
         max_query_len: int | None,
         uniform_decode: bool,
     ) -> Slot | None:
-        """The smallest FULL graph that serves the batch, ready or not; uniform ones first."""
+        """The smallest ready FULL graph that serves the batch, else any; uniform ones first."""
         found = None
         if uniform_decode and (tables.decode or tables.bounded):
             max_query_len, reqs = uniform_numbers(
@@ -310,9 +308,11 @@ class CudagraphDispatcher:
             return tables.mixed.find(rows)
         row = tables.bounded.get(max_query_len or 0)
         other = row.find(rows) if row is not None else None
-        if other is None or (found is not None and found.num_tokens <= other.num_tokens):
-            return found
-        return other
+        if other is None or found is None:
+            return found or other
+        if found.ready is not other.ready:
+            return found if found.ready else other
+        return found if found.num_tokens <= other.num_tokens else other
 
     def _why_not_full(
         self,

@@ -3,13 +3,11 @@
 :class:`CudaGraphManager` owns what must stay where it is: input buffers, output buffers, graphs. An
 engine gives it real rows and says how to build metadata; the manager asks the dispatcher for a
 graph, pads, stages, builds the metadata of the *padded* batch, sets the forward context and calls.
-It never begins a capture itself: a compiled model's entry records PIECEWISE graphs, a wrapper
-around the whole step FULL ones, and a model that was never compiled gets breakable capture. The
-rule: what a step returned is valid until the next one.
+The step itself is in ``stepping.py``. The rule: what a step returned is valid until the next one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -18,29 +16,27 @@ from cgcompile.backend import Backend, handle_of
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import AgreementError, BatchError, ManagerError
-from cgcompile.forward_context import set_forward_context
-from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.capture import postponed_capture
-from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Counters
 from cgcompile.serving.agreement import Agreement
+from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.captured import CapturedGraphs
-from cgcompile.serving.capturing import capture_set, largest, sets_of
+from cgcompile.serving.capturing import Planned, capture_set, largest, sets_of
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.fillers import Fillers
-from cgcompile.serving.outputs import OutputBuffers, Outputs
+from cgcompile.serving.memory import GraphMemory, MemoryMeter, MemoryPlan, plan_memory
 from cgcompile.serving.questions import Questions
 from cgcompile.serving.statistics import DispatchStatistics
-from cgcompile.serving.steps import NO_WORK, AllHooks, Batch, GraphHooks, Metadata
+from cgcompile.serving.stepping import BuildMetadata, StepRunner
+from cgcompile.serving.steps import NO_WORK, Batch, GraphHooks
 from cgcompile.serving.tables import Dispatched
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 Prepare = Callable[[BatchDescriptor, str], Batch]
-BuildMetadata = Callable[[Batch, BatchDescriptor, dict[str, Any]], Metadata]
 
 
 class CudaGraphManager(Questions):
@@ -80,6 +76,7 @@ class CudaGraphManager(Questions):
         agreement: as given.
         inputs: the input buffers.
         statistics: what was dispatched; ``print(manager.statistics.coverage())``.
+        meter: measures what graphs take.
 
     Raises:
         AgreementError: an agreement about another dispatcher.
@@ -118,29 +115,23 @@ class CudaGraphManager(Questions):
         self.statistics = DispatchStatistics(dispatcher.plan())
         self._graphs = CapturedGraphs(dispatcher, model if check_weights else None)
         self._prepare = prepare or self.dummy_batch
-        self._metadata = metadata
-        self._hooks = AllHooks(hooks)
         self._graph_capture = graph_capture
-        self._inference_mode = inference_mode
-        self._arguments = [spec.name for spec in self.inputs.specs if spec.argument]
         self._fillers = Fillers(self.inputs, dispatcher)
-        self._outputs = Outputs(outputs)
-        self._kept = OutputBuffers(self._outputs, largest(dispatcher.plan(), FULL))
         self._config = CompilationConfig.resolve(config)
         self._backend = handle_of(model) if backend is None else backend
-        self._sizes = (0, 0)  # of the step that runs, padded
-        self._across: torch.Tensor | None = None  # of the step that runs, by rank
-        found = capture_device(torch.device(device), self._config.capture_device)
-        self._pool = None if found is None else GraphPool(found)
-        self._full = self._wrapper(self._whole, FULL, "step")
-        self._pieces: Any = model
-        if self._backend is None:
-            self._pieces = self._wrapper(model, PIECEWISE, "model")
-
-    def _wrapper(
-        self, runnable: Callable[..., Any], mode: CUDAGraphMode, name: str
-    ) -> BreakableCUDAGraphWrapper:
-        return BreakableCUDAGraphWrapper(runnable, self._config, mode, pool=self._pool, name=name)
+        self._steps = StepRunner(
+            model,
+            self._backend,
+            self.inputs,
+            device=torch.device(device),
+            metadata=metadata,
+            outputs=outputs,
+            most=largest(dispatcher.plan(), FULL),
+            config=self._config,
+            hooks=hooks,
+            inference_mode=inference_mode,
+        )
+        self.meter = MemoryMeter(self._steps.pool, self._backend, self._steps.outputs)
 
     # -------------------------------------------------------------- what a user may ask
 
@@ -152,32 +143,78 @@ class CudaGraphManager(Questions):
     @property
     def counters(self) -> Counters:
         """What steps with graphs did: FULL steps, and those of the model or of its pieces."""
-        return self._full.counters + (self._backend or self._pieces).counters
+        return self._steps.counters
 
     @property
     def pool(self) -> GraphPool | None:
         """The memory of FULL graphs, and of pieces of a model that is not compiled."""
-        return self._pool
+        return self._steps.pool
 
     # -------------------------------------------------------------- capture
 
-    def capture(self) -> dict[str, BulkCapture]:
+    def plan(self, within: float = 0.25) -> MemoryPlan:
+        """What the planned graphs will take of the device, in bytes, before any is there.
+
+        Some sizes are captured and dropped again; see
+        :func:`~cgcompile.serving.memory.plan_memory`.
+
+        Args:
+            within: the width of the interval, as a share of its lower end.
+
+        Raises:
+            ManagerError: a graph is there already.
+            BaseException: what the model, ``prepare`` or ``metadata`` raised.
+        """
+        self._graphs.refuse_twice(self.dispatcher.plan())
+        return plan_memory(self, within)
+
+    def graph_memory(self) -> GraphMemory:
+        """What the graphs take of the device now, in bytes, measured."""
+        return self.meter.memory()
+
+    def capture(
+        self, max_graph_bytes: int | None = None, histogram: Mapping[int, int] | None = None
+    ) -> dict[str, BulkCapture]:
         """Warm up and capture what the dispatcher plans: PIECEWISE, then FULL, the largest first.
 
         What could not be captured is not dispatched; its reason is in the result.
+
+        Args:
+            max_graph_bytes: what all graphs may take of the device. If given, :meth:`plan` is asked
+                first, and where not all graphs fit, those worth the most are captured; see
+                :func:`~cgcompile.serving.budget.choose_graphs`. Batches of the other sizes are
+                padded to the next larger graph.
+            histogram: batch size in tokens -> number of steps: what graphs are worth; left out, all
+                sizes are equally frequent.
 
         Returns:
             How each set went, by its title.
 
         Raises:
-            ManagerError: a graph is there already, or FULL has no metadata.
+            ManagerError: a graph is there already, FULL has no metadata, or the budget is too small
+                for the largest graphs.
             DispatchError: ``strict``, and a graph could not be captured.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
-        self._graphs.refuse_twice(self.dispatcher.plan())
-        for title, mode, descriptors in sets_of(self.dispatcher.plan()):
+        planned = self.dispatcher.plan()
+        self._graphs.refuse_twice(planned)
+        chosen = planned
+        if max_graph_bytes is not None:
+            chosen = self._of_all_ranks(choose_graphs(self.plan(), max_graph_bytes, histogram))
+        for title, mode, descriptors in sets_of(chosen):
             self._capture_set(title, mode, descriptors)
+        for mode, descriptor in planned:
+            if (mode, descriptor) not in chosen:
+                why = f"max_graph_bytes={max_graph_bytes} has no room for it"
+                self.dispatcher.refused(mode, descriptor, why)
         return self.bulk
+
+    def _of_all_ranks(self, chosen: tuple[Planned, ...]) -> tuple[Planned, ...]:
+        """Those that every rank has chosen: ranks may have measured other bytes."""
+        if self.agreement is None:
+            return chosen
+        lacking = self.agreement.without(self.dispatcher.plan(), chosen)
+        return tuple(each for each in chosen if each not in lacking)
 
     def capture_graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         """Warm up and capture one planned graph.
@@ -197,26 +234,57 @@ class CudaGraphManager(Questions):
     def _capture_set(
         self, title: str, mode: CUDAGraphMode, descriptors: list[BatchDescriptor]
     ) -> None:
-        self._hooks.before_capture(self._pool)
-        agreement = self.agreement
-
-        def step(descriptor: BatchDescriptor, phase: str) -> None:
-            if agreement is not None:
-                self._across = agreement.across(descriptor.num_tokens)
-            self._step(self._prepare(descriptor, phase), mode, descriptor)
-
-        def settled() -> int:
-            return 0 if self._backend is None else self._backend.num_compilations
-
-        with self._mode(), self._graph_capture():
-            found = capture_set(
-                title, mode, descriptors, step, self, settled, self._config, agreement
-            )
+        found = self.record(title, mode, descriptors, self.meter.before_capture)
+        self.meter.end()
         self._graphs.bulk[title] = found
         for descriptor in found.captured:
             self._graphs.add(mode, descriptor)
         for descriptor, why in found.missing:
             self.dispatcher.refused(mode, descriptor, why)
+
+    def record(
+        self,
+        title: str,
+        mode: CUDAGraphMode,
+        descriptors: list[BatchDescriptor],
+        before: Callable[[BatchDescriptor], None],
+    ) -> BulkCapture:
+        """Warm up and capture some graphs, of which the dispatcher does not learn."""
+        self._steps.before_capture()
+
+        def step(descriptor: BatchDescriptor, phase: str) -> None:
+            if phase == "capture":
+                before(descriptor)
+            self.run_dummy(mode, descriptor, phase)
+
+        with ExitStack() as stack:
+            for context in self.capturing():
+                stack.enter_context(context)
+            return capture_set(
+                title,
+                mode,
+                descriptors,
+                step,
+                self,
+                self.num_compilations,
+                self._config,
+                self.agreement,
+            )
+
+    def capturing(self) -> tuple[AbstractContextManager[Any], ...]:
+        """The contexts around a set of captures."""
+        return self._steps.mode(), self._graph_capture()
+
+    def run_dummy(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, phase: str) -> None:
+        """Run the step of a planned graph on a batch of :attr:`prepare`."""
+        if self.agreement is not None:
+            self._steps.across = self.agreement.across(descriptor.num_tokens)
+        self._steps.step(self._prepare(descriptor, phase), mode, descriptor)
+
+    def num_compilations(self) -> int:
+        """How often the model was compiled so far, of all ranks the most; 0 if it never is."""
+        found = 0 if self._backend is None else self._backend.num_compilations
+        return found if self.agreement is None else self.agreement.largest(found)
 
     def dummy_batch(self, descriptor: BatchDescriptor, phase: str) -> Batch:
         """A batch of a padded size; see :func:`~cgcompile.serving.steps.dummy_batch`."""
@@ -230,11 +298,14 @@ class CudaGraphManager(Questions):
         Raises:
             CaptureError: called inside of a step or of a capture.
         """
-        self._full.clear_all_graphs()
-        self._pieces.clear_all_graphs() if self._backend is None else self._backend.release()
-        self._kept.release()
-        self._outputs.forget()
+        self._steps.drop_graphs()
+        if self._backend is not None:
+            self._backend.release()
         self._graphs.forget()
+
+    def drop_graphs(self) -> None:
+        """Drop the manager's own graphs and output buffers; a compiled model's stay."""
+        self._steps.drop_graphs()
 
     # -------------------------------------------------------------- a step
 
@@ -279,7 +350,7 @@ class CudaGraphManager(Questions):
         agreed = self.agreement.dispatch(**batch.numbers(), **restrictions)
         if not agreed.has_work:
             return None
-        chosen, self._across = agreed.dispatched, agreed.num_tokens_across_dp
+        chosen, self._steps.across = agreed.dispatched, agreed.num_tokens_across_dp
         if batch.num_tokens:
             return self._run(batch, chosen)
         phase = self._graphs.due(chosen.mode, chosen.descriptor)
@@ -290,11 +361,12 @@ class CudaGraphManager(Questions):
 
     def _run(self, batch: Batch, chosen: Dispatched) -> Any:
         mode, descriptor = chosen.mode, chosen.descriptor
-        with self._mode():
+        steps = self._steps
+        with steps.mode():
             if mode is NONE:
-                result = self._step(batch, mode, descriptor)
+                result = steps.step(batch, mode, descriptor)
             else:
-                result = self._hooks.around(lambda: self._with_graph(batch, mode, descriptor))
+                result = steps.between_hooks(lambda: self._with_graph(batch, mode, descriptor))
         self.statistics.record(batch.num_tokens, chosen)
         return result
 
@@ -319,65 +391,21 @@ class CudaGraphManager(Questions):
         descriptor = self._graphs.full(num_tokens, uniform)
         if self.agreement is not None:
             self.agreement.check_alone(FULL, descriptor)
-            self._across = self.agreement.across(num_tokens)
-        buffers = self.inputs.views(num_tokens, descriptor.num_reqs or num_tokens)
-        given = {name: buffers[name] for name in self._arguments}
-        context = set_forward_context(
-            cudagraph_runtime_mode=FULL,
-            batch_descriptor=descriptor,
-            num_tokens=num_tokens,
-            num_tokens_across_dp=self._across,
-        )
+            self._steps.across = self.agreement.across(num_tokens)
         self._graphs.check_weights(descriptor)
-        with self._mode(), context:
-            return self._hooks.around(lambda: self._full(**given))
+        return self._steps.replay(descriptor)
 
     def _with_graph(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
         if self.dispatcher.is_captured(mode, descriptor):
             if mode is FULL:
                 self._graphs.check_weights(descriptor)
-            return self._step(batch, mode, descriptor)
+            return self._steps.step(batch, mode, descriptor)
         if (mode, descriptor) not in self._graphs.warmed:
             self._graphs.warmed.add((mode, descriptor))
             with postponed_capture():
-                return self._step(batch, mode, descriptor)
+                return self._steps.step(batch, mode, descriptor)
         before = self.counters.captures
-        result = self._step(batch, mode, descriptor)
+        result = self._steps.step(batch, mode, descriptor)
         if self.counters.captures > before:
             self._graphs.add(mode, descriptor)
         return result
-
-    def _step(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
-        """Pad, stage, build metadata, call."""
-        real = (batch.num_tokens, batch.num_reqs)
-        padded = (descriptor.num_tokens, descriptor.num_reqs or batch.num_reqs)
-        buffers = self.inputs.stage(batch.inputs, real, padded)
-        metadata = Metadata()
-        if self._metadata is not None:
-            metadata = self._metadata(batch, descriptor, buffers)
-            if mode is FULL and metadata.attn_metadata is None:
-                raise ManagerError.no_metadata(str(descriptor))
-        run = {FULL: self._full, PIECEWISE: self._pieces, NONE: self.model}[mode]
-        across = metadata.num_tokens_across_dp
-        with set_forward_context(
-            metadata.attn_metadata,
-            cudagraph_runtime_mode=mode,
-            batch_descriptor=None if mode is NONE else descriptor,
-            num_tokens=padded[0],
-            num_unpadded_tokens=real[0],
-            num_tokens_across_dp=self._across if across is None else across,
-            slot_mapping=metadata.slot_mapping,
-            **metadata.additional,
-        ):
-            self._sizes = padded
-            result = run(**{name: buffers[name] for name in self._arguments})
-        return self._outputs.real(result, padded, real, same=mode is FULL)
-
-    def _whole(self, **given: Any) -> Any:
-        """What a FULL graph records: the model, the joins of others, the copy of the results."""
-        result = self.model(**given)
-        self._hooks.end_of_capture()
-        return self._kept.keep(result, self._sizes)
-
-    def _mode(self) -> AbstractContextManager[Any]:
-        return torch.inference_mode() if self._inference_mode else nullcontext()

@@ -276,20 +276,17 @@ def shapes_of(resolution: Resolution, ladders: Ladders) -> Shapes:
 def _bounded_shapes(
     ladders: Mapping[int, Iterable[int]], max_num_reqs: int
 ) -> dict[int, list[BatchDescriptor]]:
-    """Per longest query the shapes that serve it: of each size the one with the nearest bound.
+    """Per longest query all shapes that serve it, by size, of one size the nearest bound first.
 
     No query is longer than its batch: a graph of 2 tokens for queries of at most 4 is one for
     queries of at most 2.
     """
-    pairs = sorted({(min(bound, n), n) for bound, sizes in ladders.items() for n in sizes})
+    pairs = {(n, min(bound, n)) for bound, sizes in ladders.items() for n in sizes}
     table = {}
-    for longest in range(1, pairs[-1][0] + 1):
-        nearest: dict[int, int] = {}
-        for bound, size in pairs:
-            if bound >= longest:
-                nearest.setdefault(size, bound)
+    for longest in range(1, max(bound for _, bound in pairs) + 1):
         table[longest] = [
             BatchDescriptor(size, min(size, max_num_reqs), max_query_len=bound)
-            for size, bound in sorted(nearest.items())
+            for size, bound in sorted(pairs)
+            if bound >= longest
         ]
     return table

@@ -1,7 +1,8 @@
 """The tables of the dispatcher: for each variant and kind of batch, the graph of every size.
 
-Plain Python. Built once; a look-up is two list indices. The tables of sizes are shared by all
-variants, so that many of those cost little memory.
+Plain Python. A look-up is two list indices. The tables of sizes are built once, and shared by all
+variants, so that many of those cost little memory; which graph serves a size is worked out anew
+when one is captured or refused, so that a step never searches.
 """
 
 from bisect import bisect_left
@@ -33,7 +34,7 @@ class Dispatched(NamedTuple):
 class Slot:
     """One planned graph: the answer that names it, and what is known of its capture."""
 
-    __slots__ = ("captured", "num_tokens", "ready", "refused", "result")
+    __slots__ = ("captured", "num_tokens", "ready", "refused", "result", "rows")
 
     def __init__(self, result: Dispatched) -> None:
         self.result = result
@@ -41,6 +42,15 @@ class Slot:
         self.ready = True  # may be dispatched; the one field that dispatch() reads
         self.captured = False
         self.refused = ""
+        self.rows: list[Row] = []  # that it is in
+
+    def settle(self, only_captured: bool) -> None:
+        """After a change: whether it may be dispatched, and what serves its sizes if not."""
+        ready = self.captured or not (only_captured or self.refused)
+        if ready is not self.ready:
+            self.ready = ready
+            for row in self.rows:
+                row.settle()
 
     def why_not(self) -> Why:
         """Why it is not dispatched, if it is not ready."""
@@ -67,16 +77,33 @@ class _Ladder:
 class Row:
     """The graphs of one ladder in one variant; ``oversize`` says why it serves no larger batch."""
 
-    __slots__ = ("_slots", "_steps", "oversize")
+    __slots__ = ("_serving", "_slots", "_steps", "oversize")
 
     def __init__(self, ladder: _Ladder, slots: list[Slot]) -> None:
         self._steps = ladder.steps
         self._slots = slots
+        self._serving = slots
         self.oversize = ladder.oversize
+        for slot in slots:
+            slot.rows.append(self)
 
     def find(self, number: int) -> Slot | None:
-        """The smallest graph for at least ``number`` of what the ladder counts."""
-        return self._slots[self._steps[number]] if number < len(self._steps) else None
+        """The smallest ready graph for at least ``number`` of what the ladder counts.
+
+        If none of them is ready, the smallest, which can say why.
+        """
+        return self._serving[self._steps[number]] if number < len(self._steps) else None
+
+    def settle(self) -> None:
+        """For each size the first ready graph upward; look-ups see it as before, or after."""
+        serving = list(self._slots)
+        above: Slot | None = None
+        for place in reversed(range(len(serving))):
+            if serving[place].ready:
+                above = serving[place]
+            elif above is not None:
+                serving[place] = above
+        self._serving = serving
 
 
 class Tables(NamedTuple):

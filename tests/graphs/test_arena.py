@@ -175,7 +175,7 @@ def captured(device: str, sizes: tuple[int, ...], **settings: Any) -> list[int]:
             x = batch(device, size)
             assert_same(compiled(marked(x) if not place and not found else x), model(x))
         (graph,) = backend.graphs
-        found.append(graph._pool.arena.nbytes)
+        found.append(graph.pool.arena.nbytes)
     assert (backend.counters.captures, backend.counters.replays) == (len(sizes), len(sizes))
     return found
 

@@ -26,7 +26,7 @@ def rows_of(count, *trailing, start=100, dtype=torch.int64):
 
 def state(staging):
     slots = [(slot.memory.clone(), slot.real) for slot in staging._slots]
-    return staging.buffer.tolist(), slots, staging._next, staging._real
+    return staging.buffer.tolist(), slots, staging._turns._next, staging._real
 
 
 def same_state(found, expected):
@@ -299,7 +299,7 @@ def test_slots_take_turns(device, num_slots) -> None:
     for step in range(2 * num_slots):
         staging.fill(rows_of(1, start=step))
         assert staging._slots[step % num_slots].memory[0] == step
-    assert staging._next == 0
+    assert staging._turns._next == 0
 
 
 class Unread:
@@ -323,8 +323,7 @@ class Unread:
 def test_waits_only_for_the_upload_of_the_same_slot(num_slots) -> None:
     staging = HostStaging(buffer_of("cuda"), num_slots=num_slots)
     events = [Unread() for _ in range(num_slots)]
-    for slot, event in zip(staging._slots, events, strict=True):
-        slot.read = event
+    staging._turns._read = events
     for _ in range(num_slots):
         staging.fill(rows_of(3))
     assert [(event.waits, event.records) for event in events] == [(0, 1)] * num_slots
@@ -396,7 +395,7 @@ def test_host_that_runs_ahead(num_slots) -> None:
 
 @pytest.mark.gpu
 def test_the_race_is_real(monkeypatch) -> None:
-    monkeypatch.setattr(module._Slot, "wait", lambda slot: None)
+    monkeypatch.setattr(module.Turns, "begin", lambda turns: turns._next)
     right, _ = race(2)
     assert right < 200
 

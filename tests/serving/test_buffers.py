@@ -5,7 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgcompile.errors import InputBufferError
+from cgcompile.errors import CaptureError, InputBufferError
+from cgcompile.graphs.capture import capture
+from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.pool import GraphPool
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 
 TOKENS, REQS = 8, 4
@@ -146,3 +149,21 @@ def test_idle_rows_are_padding_alone(device: str) -> None:
         "starts": [0] * 5,
         "lengths": [1] * 4,
     }
+
+
+def test_a_capture_would_record_the_copies(device: str) -> None:
+    found = capture_device(torch.device(device), "host")
+    assert found is not None
+    pool = GraphPool(found)
+    inputs = StaticInputs(SPECS[:1], TOKENS, REQS, device)
+    rows = {"ids": torch.arange(1, 4)}
+    with pytest.raises(CaptureError, match="staging inputs: operation not permitted"):
+        capture(lambda: inputs.stage(rows, (3, 1), (4, 1)), pool, "a step")
+    assert not inputs.buffers["ids"].any()
+    assert inputs.stage(rows, (3, 1), (4, 1))["ids"].tolist() == [1, 2, 3, 0]
+
+
+def test_what_is_no_tensor() -> None:
+    inputs = StaticInputs(SPECS[:1], TOKENS, REQS, "cpu")
+    with pytest.raises(InputBufferError, match="list"):
+        inputs.stage({"ids": [1, 2, 3]}, (3, 1), (4, 1))

@@ -164,6 +164,33 @@ def test_a_refused_graph_is_not_dispatched_even_lazily() -> None:
         found.captured(FULL, BatchDescriptor(7))
 
 
+@pytest.mark.parametrize("lazily", [False, True])
+def test_batches_go_past_a_missing_graph_to_the_next_larger_one(lazily: bool) -> None:
+    found = dispatcher(sizes=[2, 4, 8])
+    found.only_captured = not lazily
+    for mode, key in found.plan():
+        found.captured(mode, key)
+    found.refused(FULL, BatchDescriptor(4, 4, True), "no room")
+    found.refused(PIECEWISE, BatchDescriptor(4), "no room")
+    assert short(decode(3).through(found)) == "FULL(8t,8r,u1)"
+    assert decode(3).through(found).why is None
+    assert short(Batch(3, 2).through(found)).startswith("PW(8t)")
+    found.refused(FULL, BatchDescriptor(8, 8, True), "no room either")
+    answer = decode(3).through(found)
+    assert short(answer) == "PW(8t) not_captured"
+    assert answer.why.detail.endswith("was refused: no room")  # of the size that fits best
+    found.captured(FULL, BatchDescriptor(4, 4, True))
+    assert short(decode(3).through(found)) == "FULL(4t,4r,u1)"
+
+
+def test_a_missing_bounded_graph_leaves_one_of_a_wider_bound() -> None:
+    found = dispatcher(Mode.FULL_DECODE_ONLY, [8], varlen_decode_sizes={2: [8], 4: [8]})
+    batch = Batch(8, 4, 2, False)
+    assert batch.through(found).descriptor.max_query_len == 2
+    found.refused(FULL, BatchDescriptor(8, 8, max_query_len=2), "no room")
+    assert batch.through(found).descriptor.max_query_len == 4
+
+
 # Modes of one step
 
 

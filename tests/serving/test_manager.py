@@ -194,7 +194,8 @@ def test_one_size_that_fails(device: str) -> None:
     assert [each.num_tokens for each, _ in bulk.missing] == [4]
     for lengths in ((3,), (2,), (7,)):
         check(made, requests(*lengths, device=device))
-    assert made.statistics.reasons() == {Reason.NOT_CAPTURED: 1}
+    assert not made.statistics.reasons()
+    assert made.get_cudagraph_size(3) == 8  # the next larger one
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,176 @@
+"""One step of a model in a given mode: :class:`StepRunner`.
+
+The order is what matters: pad, stage, build metadata of the *padded* batch, set the forward
+context, call, cut the real rows. It never begins a capture itself: a compiled model's entry
+records PIECEWISE graphs, a wrapper around the whole step FULL ones, and a model that was never
+compiled gets breakable capture. Which mode a batch gets is decided elsewhere.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from cgcompile.backend import Backend
+from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.descriptors import BatchDescriptor
+from cgcompile.errors import ManagerError
+from cgcompile.forward_context import set_forward_context
+from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
+from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.pool import GraphPool
+from cgcompile.reasons import Counters
+from cgcompile.serving.buffers import StaticInputs
+from cgcompile.serving.outputs import OutputBuffers, Outputs
+from cgcompile.serving.steps import Batch, GraphHooks, Metadata
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+
+BuildMetadata = Callable[[Batch, BatchDescriptor, dict[str, Any]], Metadata]
+
+
+class StepRunner:
+    """A model and what of its steps stays: buffers, wrappers, memory. Not for several threads.
+
+    Args:
+        model: as the manager was given it.
+        backend: the handle of a compiled model; None: it is not compiled.
+        inputs: the buffers.
+        device: where they are.
+        metadata: builds what the forward context holds; None: nothing.
+        outputs: what rows of results count.
+        most: (tokens, requests) of the largest FULL graph.
+        config: of the wrappers.
+        hooks: what others do around graphs.
+        inference_mode: run in inference mode; else in the caller's.
+
+    Attributes:
+        pool: memory of FULL graphs, and of pieces of a model that is not compiled; None without
+            graphs.
+        full: records and replays whole steps.
+        outputs: buffers of what whole steps return.
+        across: int32 [R] on the CPU, the tokens that each of R ranks runs in the next step; None
+            without ranks.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        backend: Backend | None,
+        inputs: StaticInputs,
+        *,
+        device: torch.device,
+        metadata: BuildMetadata | None,
+        outputs: str | Sequence[str],
+        most: tuple[int, int],
+        config: CompilationConfig,
+        hooks: Sequence[GraphHooks],
+        inference_mode: bool,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._inputs = inputs
+        self._arguments = [spec.name for spec in inputs.specs if spec.argument]
+        self._metadata = metadata
+        self._rows = Outputs(outputs)
+        self.outputs = OutputBuffers(self._rows, most)
+        self._hooks = tuple(hooks)
+        self._inference_mode = inference_mode
+        self._sizes = (0, 0)  # of the step that runs, padded
+        self.across: torch.Tensor | None = None
+        found = capture_device(device, config.capture_device)
+        self.pool = None if found is None else GraphPool(found)
+        self.full = BreakableCUDAGraphWrapper(
+            self._whole, config, FULL, pool=self.pool, name="step"
+        )
+        self._pieces: Any = model
+        if backend is None:
+            self._pieces = BreakableCUDAGraphWrapper(
+                model, config, PIECEWISE, pool=self.pool, name="model"
+            )
+
+    @property
+    def counters(self) -> Counters:
+        """What steps with graphs did: FULL steps, and those of the model or of its pieces."""
+        return self.full.counters + (self._backend or self._pieces).counters
+
+    def mode(self) -> AbstractContextManager[Any]:
+        """The autograd mode of all steps."""
+        return torch.inference_mode() if self._inference_mode else nullcontext()
+
+    def before_capture(self) -> None:
+        """Tell the hooks that captures follow."""
+        for hook in self._hooks:
+            hook.before_capture(self.pool)
+
+    def between_hooks(self, step: Callable[[], Any]) -> Any:
+        """A step that may replay graphs."""
+        for hook in self._hooks:
+            hook.before_replay()
+        result = step()
+        for hook in self._hooks:
+            hook.after_replay()
+        return result
+
+    def step(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
+        """Pad, stage, build metadata, call; in the mode of :meth:`mode`, which the caller sets.
+
+        Returns:
+            What the model returns, real rows only.
+
+        Raises:
+            ManagerError: FULL without metadata; or results with other rows than declared.
+        """
+        real = (batch.num_tokens, batch.num_reqs)
+        padded = (descriptor.num_tokens, descriptor.num_reqs or batch.num_reqs)
+        buffers = self._inputs.stage(batch.inputs, real, padded)
+        metadata = Metadata()
+        if self._metadata is not None:
+            metadata = self._metadata(batch, descriptor, buffers)
+            if mode is FULL and metadata.attn_metadata is None:
+                raise ManagerError.no_metadata(str(descriptor))
+        run = self._model if mode is NONE else self.full if mode is FULL else self._pieces
+        across = metadata.num_tokens_across_dp
+        with set_forward_context(
+            metadata.attn_metadata,
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=None if mode is NONE else descriptor,
+            num_tokens=padded[0],
+            num_unpadded_tokens=real[0],
+            num_tokens_across_dp=self.across if across is None else across,
+            slot_mapping=metadata.slot_mapping,
+            **metadata.additional,
+        ):
+            self._sizes = padded
+            result = run(**{name: buffers[name] for name in self._arguments})
+        return self._rows.real(result, padded, real, same=mode is FULL)
+
+    def replay(self, descriptor: BatchDescriptor) -> Any:
+        """Replay a FULL graph on what the buffers hold: all padded rows."""
+        num_tokens = descriptor.num_tokens
+        buffers = self._inputs.views(num_tokens, descriptor.num_reqs or num_tokens)
+        given = {name: buffers[name] for name in self._arguments}
+        context = set_forward_context(
+            cudagraph_runtime_mode=FULL,
+            batch_descriptor=descriptor,
+            num_tokens=num_tokens,
+            num_tokens_across_dp=self.across,
+        )
+        with self.mode(), context:
+            return self.between_hooks(lambda: self.full(**given))
+
+    def _whole(self, **given: Any) -> Any:
+        """What a FULL graph records: the model, the joins of others, the copy of the results."""
+        result = self._model(**given)
+        for hook in self._hooks:
+            hook.end_of_capture()
+        return self.outputs.keep(result, self._sizes)
+
+    def drop_graphs(self) -> None:
+        """Drop graphs and output buffers, and their memory; those of a compiled model stay."""
+        self.full.clear_all_graphs()
+        if self._backend is None:
+            self._pieces.clear_all_graphs()
+        self.outputs.release()
+        self._rows.forget()

@@ -1,0 +1,275 @@
+"""Memory of graphs: planned against measured, and graphs chosen within a budget."""
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import manager_support as support
+import pytest
+import torch
+from manager_support import FULL, PIECEWISE, manager, requests
+from torch import nn
+
+import cgcompile
+from cgcompile import BatchDescriptor
+from cgcompile.errors import ManagerError
+from cgcompile.graphs import host
+from cgcompile.serving import CudaGraphManager, InputBuffer, Metadata
+from cgcompile.serving.dispatcher import CudagraphDispatcher
+from cgcompile.serving.memory import GraphMemory
+
+MODES = ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
+SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56)
+
+
+class Perceptron(nn.Module):
+    """Large activations between narrow ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 1024), nn.Linear(1024, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def perceptron(mode: str, kind: str, device: str) -> CudaGraphManager:
+    torch.manual_seed(1)
+    called: Any = Perceptron().to(device).eval()
+    config = cgcompile.CompilationConfig(
+        capture_device="host" if device == "cpu" else "auto", compiler="eager"
+    )
+    if kind == "compiled":
+        called = torch.compile(called, backend=cgcompile.Backend(config), dynamic=True)
+    rows = InputBuffer("x", ("tokens", 16), torch.float32, 0)
+    return CudaGraphManager(
+        called,
+        dispatcher(mode),
+        (rows,),
+        device=device,
+        metadata=lambda batch, descriptor, buffers: Metadata(0),
+        config=config,
+    )
+
+
+def dispatcher(mode: str, sizes: tuple[int, ...] = SIZES) -> CudagraphDispatcher:
+    return CudagraphDispatcher(
+        support.CUDAGraphMode[mode],
+        sizes,
+        max_num_reqs=8,
+        max_num_tokens=64,
+        support=support.AttentionCGSupport.ALWAYS,
+    )
+
+
+def decoder(aux: bool) -> Callable[[str, str, str], CudaGraphManager]:
+    def made(mode: str, kind: str, device: str) -> CudaGraphManager:
+        model = support.Decoder(aux)
+        return manager(mode, kind, device, model=model, dispatch=dispatcher(mode))
+
+    return made
+
+
+MODELS = {"decoder": decoder(False), "with aux outputs": decoder(True), "perceptron": perceptron}
+
+
+class FakeDriver:
+    """Memory of the driver on the host: so much for each op of a graph, in steps."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, step: int, of_op: int = 100) -> None:
+        self.graphs: weakref.WeakSet[host.HostGraph] = weakref.WeakSet()
+        self.step, self.of_op = step, of_op
+        end = host.HostGraph.end
+
+        def ended(graph: host.HostGraph) -> None:
+            end(graph)
+            self.graphs.add(graph)
+
+        patch.setattr(host.HostGraph, "end", ended)
+        patch.setattr(host.HostDevice, "graph_step", step)
+        patch.setattr(host.HostDevice, "graph_bytes", lambda _: self.level)
+
+    @property
+    def level(self) -> int:
+        taken = sum(500 + self.of_op * len(graph.ops) for graph in self.graphs)
+        return 10**6 + math.ceil((taken + 777) / self.step) * self.step
+
+
+def check(made: CudaGraphManager) -> GraphMemory:
+    """Plan and capture; what was measured."""
+    planned = made.plan()
+    made.capture()
+    found = made.graph_memory()
+    assert planned.total.holds(found.total), planned.against(found)
+    assert planned.total.width <= 0.25 * found.total, planned.against(found)
+    assert found.total > 0
+    assert not planned.missing
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_interval_holds_what_is_measured(device, name, mode, kind) -> None:
+    found = check(MODELS[name](mode, kind, device))
+    assert (found.outputs > 0) is (mode != "PIECEWISE")
+
+
+@pytest.mark.parametrize("step", [1, 1024, 8192])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["decoder", "perceptron"])
+def test_memory_of_the_driver_is_in_it(monkeypatch, name, mode, step) -> None:
+    FakeDriver(monkeypatch, step)
+    assert check(MODELS[name](mode, "plain", "cpu")).driver > 0
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled"])
+def test_planning_leaves_nothing_behind(device, monkeypatch, kind) -> None:
+    driver = FakeDriver(monkeypatch, 1024)
+    made = MODELS["decoder"]("FULL_AND_PIECEWISE", kind, device)
+    refused = made.dispatcher.plan()[0]
+    made.dispatcher.refused(*refused, "by hand")
+    level = driver.level
+    made.plan()
+    assert driver.level == level
+    assert not driver.graphs
+    assert made.graph_memory().pools == made.graph_memory().outputs == 0
+    assert not made.bulk
+    assert not any(made.dispatcher.is_captured(*each) for each in made.dispatcher.plan())
+    batch = requests(3, 2, device=device)
+    assert "by hand" not in str(made.dispatched(batch).why)
+    assert made.dispatched(requests(56, device=device)).why.detail.endswith("by hand")
+    made.capture()
+    torch.testing.assert_close(made.run(batch), support.eager(made.model, batch))
+    made.release()
+    again = made.plan()
+    made.capture()
+    assert again.total.holds(made.graph_memory().total)
+
+
+def test_planning_refuses_where_graphs_are(device) -> None:
+    made = MODELS["decoder"]("PIECEWISE", "plain", device)
+    made.capture()
+    with pytest.raises(ManagerError, match="captured already"):
+        made.plan()
+
+
+def test_a_step_that_raises_leaves_nothing_behind(device) -> None:
+    made = MODELS["decoder"]("PIECEWISE", "plain", device)
+    prepare = made._prepare
+
+    def failing(descriptor: BatchDescriptor, phase: str) -> Any:
+        if phase == "warmup" and descriptor.num_tokens == 1:
+            raise RuntimeError("no such batch")
+        return prepare(descriptor, phase)
+
+    made._prepare = failing
+    with pytest.raises(RuntimeError, match="no such batch"):
+        made.plan()
+    assert made.graph_memory().total == 0
+    made._prepare = prepare
+    made.capture()
+
+
+def test_where_captures_fail_all_are_tried(device) -> None:
+    """A failed capture keeps its memory, so nothing follows for others."""
+    model = Perceptron()  # whose config asks for attention that it does not have
+    made = manager(
+        "PIECEWISE",
+        "plain",
+        device,
+        model=model,
+        dispatch=dispatcher("PIECEWISE", (1, 2, 4, 8, 16)),
+        inputs=(InputBuffer("x", ("tokens", 16), torch.float32, 0),),
+        metadata=None,
+    )
+    planned = made.plan()
+    assert len(planned.missing) == len(planned.sampled) == 5
+    assert "not captured: CaptureError" in str(planned)
+    made.capture()
+    assert planned.total.holds(made.graph_memory().total)
+
+
+def test_few_sizes_are_sampled_where_nothing_is_uncertain() -> None:
+    planned = MODELS["decoder"]("PIECEWISE", "plain", "cpu").plan()
+    assert len(planned.sampled) < len(planned.graphs) / 2
+    assert planned.total.width == 0
+
+
+def test_without_graphs_there_is_nothing_to_plan() -> None:
+    made = manager("NONE")
+    assert made.plan().total == (0, 0)
+    assert made.graph_memory() == GraphMemory()
+
+
+# a budget
+
+
+def captured(made: CudaGraphManager) -> list[tuple[str, int]]:
+    plan = made.dispatcher.plan()
+    return [(m.name, d.num_tokens) for m, d in plan if made.dispatcher.is_captured(m, d)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_budget_is_kept(monkeypatch, mode, share) -> None:
+    FakeDriver(monkeypatch, 512, of_op=1000)
+    made = MODELS["decoder"](mode, "plain", "cpu")
+    planned = made.plan()
+    kinds = {(m, d.uniform): (m, d) for m, d, _ in reversed(planned.graphs)}
+    least, most = planned.most_of(kinds.values()), planned.total.most
+    budget = int(least + share * (most - least))
+    made.capture(max_graph_bytes=budget)
+    assert made.graph_memory().total <= budget
+    found = captured(made)
+    assert {(m.name, d.num_tokens) for m, d in kinds.values()} <= set(found)
+    assert (len(found) == len(planned.graphs)) is (share == 1.0)
+    if share == 0.5:
+        assert len(kinds) < len(found)
+    for tokens in (1, 3, 9, 33):
+        batch = requests(tokens, device="cpu")
+        assert made.dispatched(batch).mode is not support.NONE
+        torch.testing.assert_close(made.run(batch), support.eager(made.model, batch))
+    made.release()
+    made.capture()
+    assert len(captured(made)) == len(planned.graphs)
+
+
+def test_what_has_no_room_says_so(monkeypatch) -> None:
+    FakeDriver(monkeypatch, 512, of_op=1000)
+    made = MODELS["decoder"]("FULL_AND_PIECEWISE", "plain", "cpu")
+    planned = made.plan()
+    firsts = [next((m, d) for m, d, _ in planned.graphs if m is mode) for mode in (PIECEWISE, FULL)]
+    least = planned.most_of(firsts)
+    with pytest.raises(ManagerError, match=f"may take {least} bytes"):
+        made.capture(max_graph_bytes=least - 1)
+    assert not captured(made)
+    made.capture(max_graph_bytes=least)
+    assert captured(made) == [("PIECEWISE", 56), ("FULL", 8)]
+    answer = made.dispatched(requests(1, 1, device="cpu", decode=True))
+    assert answer[:2] == (FULL, BatchDescriptor(8, 8, True))
+    made.dispatcher.refused(FULL, answer.descriptor, "gone")
+    answer = made.dispatched(requests(1, 1, device="cpu", decode=True))
+    assert f"max_graph_bytes={least} has no room" in str(answer.why)
+
+
+def test_frequent_sizes_come_first(monkeypatch) -> None:
+    FakeDriver(monkeypatch, 1, of_op=1000)
+    made = MODELS["decoder"]("PIECEWISE", "plain", "cpu")
+    planned = made.plan()
+    graphs = [(m, d) for m, d, _ in planned.graphs]
+    budget = planned.most_of(graphs[:3])
+    made.capture(max_graph_bytes=budget, histogram={3: 100, 12: 50, 40: 1})
+    assert captured(made) == [("PIECEWISE", 56), ("PIECEWISE", 12), ("PIECEWISE", 4)]
+
+
+def test_text_and_numbers_of_a_plan(device) -> None:
+    planned = MODELS["decoder"]("PIECEWISE", "plain", device).plan()
+    found = planned.as_dict()
+    assert found["total"] == list(planned.total)
+    assert [each["sampled"] for each in found["graphs"]].count(True) == len(planned.sampled)
+    lines = str(planned).splitlines()
+    assert len(lines) == len(planned.graphs) + 1
+    assert "OUTSIDE" in planned.against(GraphMemory(pools=2 * planned.total.most))
+    assert "inside" in planned.against(GraphMemory(pools=planned.total.most))
