@@ -278,6 +278,10 @@ def forced(shard: Shard, device: str, agreed: Agreement) -> str:
     alone = unsharded(device)
     for batch in batches(0, device):
         torch.testing.assert_close(made.run(batch), alone(batch), rtol=1e-4, atol=1e-4)
+    before = made.counters.replays
+    result = made.run(None if shard.rank else batches(0, device)[1])  # its collectives find padding
+    assert (result is None) is (shard.rank == 1)
+    assert made.counters.replays == before + 1
     made.release()
     return told
 

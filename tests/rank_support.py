@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from cgcompile.graphs.cuda import bury_graphs
+
 Work = Callable[[int, int], Any]
 
 
@@ -52,6 +54,7 @@ def _found(rank: int, work: Work, ranks: int, folder: str, seconds: float, nccl:
         torch.cuda.synchronize()
     found = work(rank, ranks)
     gc.collect()
+    bury_graphs()
     return found
 
 

@@ -4,6 +4,7 @@ Reaches capture through ``cgcompile.graphs`` alone, so that all of it works on a
 never compiled. Sizes, dispatcher and statistics are plain Python: they need no torch.
 """
 
+from cgcompile.serving.agreement import Agreement
 from cgcompile.serving.batches import is_uniform_decode
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher
@@ -24,6 +25,7 @@ from cgcompile.serving.tables import Dispatched
 from cgcompile.serving.variants import Axis, LoraCases
 
 __all__ = [
+    "Agreement",
     "Axis",
     "Batch",
     "CudaGraphManager",

@@ -59,7 +59,7 @@ class Exchange:
         AgreementError: the group takes no CPU tensors.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: "dist.ProcessGroup | None") -> None:
         self._group = dist.group.WORLD if group is None else group
         if compat.process_group_backend(self._group, "cpu") is None:
             raise AgreementError.backend(dist.get_backend(self._group))

@@ -1,14 +1,9 @@
 """Ranks agree: three processes with gloo, each step one small collective."""
 
-import datetime
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_support import said
 
 from cgcompile.config import CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
@@ -45,11 +40,8 @@ def dispatcher(sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> CudagraphDispatcher
     )
 
 
-def work(rank: int, folder: str) -> None:
-    store = dist.FileStore(os.path.join(folder, "store"), RANKS)
-    limit = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
-    said: list[Any] = []
+def work(rank: int, ranks: int) -> list[Any]:
+    told: list[Any] = []
     agreement = Agreement(dispatcher(), check=True)
     for batches, _ in STEPS:
         tokens, reqs, uniform = batches[rank]
@@ -57,51 +49,47 @@ def work(rank: int, folder: str) -> None:
         found = agreement.dispatch(tokens, reqs, length, uniform)
         mode, descriptor, _ = found.dispatched
         across = found.num_tokens_across_dp.tolist()
-        said.append((mode.name, descriptor.num_tokens, descriptor.uniform, across, found.has_work))
+        told.append((mode.name, descriptor.num_tokens, descriptor.uniform, across, found.has_work))
     # One rank forbids FULL: none takes it.
     modes = (NONE, PIECEWISE) if rank == 1 else None
-    said.append(agreement.dispatch(2, 2, 1, True, valid_modes=modes).dispatched.mode.name)
+    told.append(agreement.dispatch(2, 2, 1, True, valid_modes=modes).dispatched.mode.name)
     # One rank goes its own way: all are told which, and nobody waits.
     if rank == 2:
         agreement.dispatcher.refused(FULL, BatchDescriptor(2, 2, True), "by this rank alone")
     try:
         agreement.dispatch(*((1, 1, 1, True) if rank == 2 else (2, 2, 1, True)))
     except AgreementError as error:
-        said.append(str(error).splitlines()[0])
+        told.append(str(error).splitlines()[0])
     try:
         Agreement(dispatcher((1, 2, 4) if rank == 2 else (1, 2, 8)))
     except AgreementError as error:
-        said.append(str(error).splitlines()[0])
-    torch.save(said, os.path.join(folder, f"said.{rank}"))
-    dist.barrier()
-    dist.destroy_process_group()
+        told.append(str(error).splitlines()[0])
+    return told
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"said.{rank}") for rank in range(RANKS)]
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    return said(work, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
-def test_ranks_take_the_same_graph(said: list[list[Any]]) -> None:
+def test_ranks_take_the_same_graph(found: list[list[Any]]) -> None:
     for number, (batches, (mode, padded, uniform)) in enumerate(STEPS):
         for rank, (tokens, _, _) in enumerate(batches):
             across = [padded] * RANKS if padded else [each[0] for each in batches]
             work = any(each[0] for each in batches)
             expected = (mode, padded or tokens, uniform, across, work)
-            assert said[rank][number] == expected, (number, rank)
+            assert found[rank][number] == expected, (number, rank)
 
 
-def test_what_one_rank_forbids(said: list[list[Any]]) -> None:
-    assert [each[len(STEPS)] for each in said] == ["PIECEWISE"] * RANKS
+def test_what_one_rank_forbids(found: list[list[Any]]) -> None:
+    assert [each[len(STEPS)] for each in found] == ["PIECEWISE"] * RANKS
 
 
-def test_the_rank_that_differs_is_named(said: list[list[Any]]) -> None:
+def test_the_rank_that_differs_is_named(found: list[list[Any]]) -> None:
     text = "rank 2 is about to run PIECEWISE, 2 tokens; rank 0 FULL, 2 tokens, uniform."
-    assert [each[len(STEPS) + 1] for each in said] == [text] * RANKS
+    assert [each[len(STEPS) + 1] for each in found] == [text] * RANKS
 
 
-def test_other_tables_are_named(said: list[list[Any]]) -> None:
+def test_other_tables_are_named(found: list[list[Any]]) -> None:
     text = "the dispatchers of ranks 2 plan other graphs than that of rank 0."
-    assert [each[len(STEPS) + 2] for each in said] == [text] * RANKS
+    assert [each[len(STEPS) + 2] for each in found] == [text] * RANKS

@@ -135,3 +135,35 @@ def test_what_is_no_tensor() -> None:
     inputs = StaticInputs(SPECS[:1], TOKENS, REQS, "cpu")
     with pytest.raises(InputBufferError, match="list"):
         inputs.stage({"ids": [1, 2, 3]}, (3, 1), (4, 1))
+
+
+def test_idle_rows_are_padding_alone(device: str) -> None:
+    """Nothing of the step before is repeated, where nothing is real."""
+    specs = (
+        InputBuffer("ids", ("tokens",), torch.int64, None),
+        InputBuffer("slots", ("tokens",), torch.int64, -1),
+        InputBuffer("starts", ("reqs+1",), torch.int32, None),
+        InputBuffer("lengths", ("reqs",), torch.int32, 1),
+    )
+    inputs = StaticInputs(specs, 8, 4, device)
+    full = {
+        "ids": torch.arange(8) + 5,
+        "slots": torch.arange(8),
+        "starts": torch.tensor([0, 3, 8], dtype=torch.int32),
+        "lengths": torch.tensor([3, 5], dtype=torch.int32),
+    }
+    inputs.stage(full, (8, 2), (8, 4))
+    idle = inputs.idle()
+    assert {name: list(value.shape) for name, value in idle.items()} == {
+        "ids": [0],
+        "slots": [0],
+        "starts": [2],
+        "lengths": [1],
+    }
+    views = inputs.stage(idle, (0, 1), (4, 4))
+    assert {name: view.tolist() for name, view in views.items()} == {
+        "ids": [0] * 4,
+        "slots": [-1] * 4,
+        "starts": [0] * 5,
+        "lengths": [1] * 4,
+    }

@@ -27,6 +27,7 @@ from cgcompile.serving.agreement import Agreement
 from cgcompile.serving.buffers import InputBuffer
 from cgcompile.serving.steps import Batch, Metadata
 from cgcompile.serving.variants import Axis, LoraCases
+from cgcompile.serving.verifying import verify_full
 
 DECODE, MIXED = True, False
 IDLE: tuple[Any, ...] = ()
@@ -191,7 +192,7 @@ def test_what_one_rank_cannot_capture_no_rank_has(tmp_path: Path) -> None:
     assert found[0][0] == [(4, "rank 1 has not captured it")]
     assert found[1][0] == [(4, "CaptureError")]
     for _, runs, _ in found:
-        assert runs == {("NONE", 3): 2, ("FULL", 8): 1, ("FULL", 1): 1}
+        assert runs == {("FULL", 8): 3, ("FULL", 1): 1}  # the next larger one serves
     gave_up = "rank 1 raised an exception in its capture."
     assert [each[2] for each in found] == [gave_up, "of one rank alone"]
 
@@ -256,6 +257,31 @@ def test_ranks_agree_on_variants_and_restrictions(tmp_path: Path) -> None:
         assert (steps[6][0], steps[6][-1]) == ("FULL", ("b", 16))
 
 
+class Baking(Decoder):
+    """On one rank a number of the host ends up in the graph."""
+
+    def __init__(self, bakes: bool) -> None:
+        super().__init__()
+        self.bakes = bakes
+
+    def forward(self, input_ids, positions, inputs_embeds=None):
+        made = super().forward(input_ids, positions)
+        return made * (get_forward_context().num_unpadded_tokens if self.bakes else 1)
+
+
+def verifying(rank: int, ranks: int) -> Any:
+    made = Engine(mode="FULL_AND_PIECEWISE", model=Baking(rank == 1)).manager
+    made.capture()
+    batches = [staged(*[1] * count, decode=True) for count in (2, 3)]
+    unequal = verify_full(made, batches, rtol=1e-5, atol=1e-5)
+    made.run(batches[0])
+    return len(unequal), made.dispatched(batches[0]).mode.name
+
+
+def test_full_graphs_that_do_not_hold_on_one_rank_are_refused_on_all(tmp_path: Path) -> None:
+    assert said(verifying, 2, tmp_path) == [(0, "PIECEWISE"), (1, "PIECEWISE")]
+
+
 # ---------------------------------------------------------------- ranks that differ or stay away
 
 
@@ -279,7 +305,7 @@ def own_way(rank: int, ranks: int) -> Any:
 def test_a_rank_that_goes_its_own_way_is_named(tmp_path: Path) -> None:
     found = said(own_way, 3, tmp_path)
     assert found[0] == [
-        "rank 1 is about to run NONE, 0 tokens; rank 0 FULL, 4 tokens.",
+        "rank 1 is about to run FULL, 8 tokens; rank 0 FULL, 4 tokens.",
         "rank 1 is about to run FULL, 8 tokens; rank 0 FULL, 16 tokens.",
         "rank 1 is about to run a graph of its own choice; rank 0 asks for the graph of a step.",
     ]
