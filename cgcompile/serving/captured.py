@@ -1,6 +1,6 @@
 """What a manager has captured: the FULL graph of each size, what is warm, which weights it read."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from cgcompile.descriptors import BatchDescriptor
@@ -53,6 +53,12 @@ class CapturedGraphs:
         if mode is CUDAGraphMode.NONE or self._dispatcher.is_captured(mode, descriptor):
             return ""
         return "capture" if (mode, descriptor) in self.warmed else "warmup"
+
+    def leave_out(self, chosen: Collection[Planned], why: str) -> None:
+        """Planned graphs that were not chosen will not exist."""
+        for mode, descriptor in self._dispatcher.plan():
+            if (mode, descriptor) not in chosen:
+                self._dispatcher.refused(mode, descriptor, why)
 
     def refuse_twice(self, planned: Iterable[Planned]) -> None:
         """Raise if any of these exists already.

@@ -6,8 +6,8 @@ graph, pads, stages, builds the metadata of the *padded* batch, sets the forward
 The step itself is in ``stepping.py``. The rule: what a step returned is valid until the next one.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from cgcompile.serving.agreement import Agreement
 from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.captured import CapturedGraphs
-from cgcompile.serving.capturing import Planned, capture_set, largest, sets_of
+from cgcompile.serving.capturing import capture_set, largest, sets_of
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.fillers import Fillers
 from cgcompile.serving.memory import GraphMemory, MemoryMeter, MemoryPlan, plan_memory
@@ -200,21 +200,13 @@ class CudaGraphManager(Questions):
         self._graphs.refuse_twice(planned)
         chosen = planned
         if max_graph_bytes is not None:
-            chosen = self._of_all_ranks(choose_graphs(self.plan(), max_graph_bytes, histogram))
+            chosen = choose_graphs(self.plan(), max_graph_bytes, histogram)
+            if self.agreement is not None:  # ranks may have measured other bytes
+                chosen = self.agreement.common(planned, chosen)
         for title, mode, descriptors in sets_of(chosen):
             self._capture_set(title, mode, descriptors)
-        for mode, descriptor in planned:
-            if (mode, descriptor) not in chosen:
-                why = f"max_graph_bytes={max_graph_bytes} has no room for it"
-                self.dispatcher.refused(mode, descriptor, why)
+        self._graphs.leave_out(chosen, f"max_graph_bytes={max_graph_bytes} has no room for it")
         return self.bulk
-
-    def _of_all_ranks(self, chosen: tuple[Planned, ...]) -> tuple[Planned, ...]:
-        """Those that every rank has chosen: ranks may have measured other bytes."""
-        if self.agreement is None:
-            return chosen
-        lacking = self.agreement.without(self.dispatcher.plan(), chosen)
-        return tuple(each for each in chosen if each not in lacking)
 
     def capture_graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         """Warm up and capture one planned graph.
@@ -250,16 +242,14 @@ class CudaGraphManager(Questions):
         before: Callable[[BatchDescriptor], None],
     ) -> BulkCapture:
         """Warm up and capture some graphs, of which the dispatcher does not learn."""
-        self._steps.before_capture()
+        self._steps.hooks.before_capture(self.pool)
 
         def step(descriptor: BatchDescriptor, phase: str) -> None:
             if phase == "capture":
                 before(descriptor)
             self.run_dummy(mode, descriptor, phase)
 
-        with ExitStack() as stack:
-            for context in self.capturing():
-                stack.enter_context(context)
+        with self.capturing():
             return capture_set(
                 title,
                 mode,
@@ -271,9 +261,11 @@ class CudaGraphManager(Questions):
                 self.agreement,
             )
 
-    def capturing(self) -> tuple[AbstractContextManager[Any], ...]:
-        """The contexts around a set of captures."""
-        return self._steps.mode(), self._graph_capture()
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """What is around a set of captures."""
+        with self._steps.mode(), self._graph_capture():
+            yield
 
     def run_dummy(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, phase: str) -> None:
         """Run the step of a planned graph on a batch of :attr:`prepare`."""
@@ -366,7 +358,7 @@ class CudaGraphManager(Questions):
             if mode is NONE:
                 result = steps.step(batch, mode, descriptor)
             else:
-                result = steps.between_hooks(lambda: self._with_graph(batch, mode, descriptor))
+                result = steps.hooks.around(lambda: self._with_graph(batch, mode, descriptor))
         self.statistics.record(batch.num_tokens, chosen)
         return result
 

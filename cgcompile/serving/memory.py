@@ -8,7 +8,6 @@ sizes are captured and dropped again, and the rest is bounded; ``estimate.py`` h
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -307,9 +306,7 @@ class _Sampling:
             after = self._meter.graphs
             serving[each] = tuple(id(g) for g in after if g.counters.calls > before.get(id(g), 0))
 
-        with ExitStack() as stack:
-            for context in manager.capturing():
-                stack.enter_context(context)
+        with manager.capturing():
             warm_all(step, list(self.planned), manager.num_compilations, 1)
         kinds: dict[Any, list[int]] = {}
         for place, (mode, key) in enumerate(self.planned):

@@ -23,7 +23,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Counters
 from cgcompile.serving.buffers import StaticInputs
 from cgcompile.serving.outputs import OutputBuffers, Outputs
-from cgcompile.serving.steps import Batch, GraphHooks, Metadata
+from cgcompile.serving.steps import AllHooks, Batch, GraphHooks, Metadata
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -50,6 +50,7 @@ class StepRunner:
             graphs.
         full: records and replays whole steps.
         outputs: buffers of what whole steps return.
+        hooks: all of them, as one.
         across: int32 [R] on the CPU, the tokens that each of R ranks runs in the next step; None
             without ranks.
     """
@@ -75,7 +76,7 @@ class StepRunner:
         self._metadata = metadata
         self._rows = Outputs(outputs)
         self.outputs = OutputBuffers(self._rows, most)
-        self._hooks = tuple(hooks)
+        self.hooks = AllHooks(hooks)
         self._inference_mode = inference_mode
         self._sizes = (0, 0)  # of the step that runs, padded
         self.across: torch.Tensor | None = None
@@ -98,20 +99,6 @@ class StepRunner:
     def mode(self) -> AbstractContextManager[Any]:
         """The autograd mode of all steps."""
         return torch.inference_mode() if self._inference_mode else nullcontext()
-
-    def before_capture(self) -> None:
-        """Tell the hooks that captures follow."""
-        for hook in self._hooks:
-            hook.before_capture(self.pool)
-
-    def between_hooks(self, step: Callable[[], Any]) -> Any:
-        """A step that may replay graphs."""
-        for hook in self._hooks:
-            hook.before_replay()
-        result = step()
-        for hook in self._hooks:
-            hook.after_replay()
-        return result
 
     def step(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
         """Pad, stage, build metadata, call; in the mode of :meth:`mode`, which the caller sets.
@@ -158,13 +145,12 @@ class StepRunner:
             num_tokens_across_dp=self.across,
         )
         with self.mode(), context:
-            return self.between_hooks(lambda: self.full(**given))
+            return self.hooks.around(lambda: self.full(**given))
 
     def _whole(self, **given: Any) -> Any:
         """What a FULL graph records: the model, the joins of others, the copy of the results."""
         result = self._model(**given)
-        for hook in self._hooks:
-            hook.end_of_capture()
+        self.hooks.end_of_capture()
         return self.outputs.keep(result, self._sizes)
 
     def drop_graphs(self) -> None:

@@ -1,6 +1,6 @@
 """What an engine tells the manager about one step: :class:`Batch`, :class:`Metadata`, hooks."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,30 @@ class GraphHooks:
 
     def after_replay(self) -> None:
         """After it."""
+
+
+class AllHooks:
+    """Calls the hooks of one manager, in their order."""
+
+    def __init__(self, hooks: Iterable[GraphHooks]) -> None:
+        self._hooks = tuple(hooks)
+
+    def before_capture(self, pool: GraphPool | None) -> None:
+        for hook in self._hooks:
+            hook.before_capture(pool)
+
+    def end_of_capture(self) -> None:
+        for hook in self._hooks:
+            hook.end_of_capture()
+
+    def around(self, step: Callable[[], Any]) -> Any:
+        """Run a step that may replay, between the hooks before and after it."""
+        for hook in self._hooks:
+            hook.before_replay()
+        result = step()
+        for hook in self._hooks:
+            hook.after_replay()
+        return result
 
 
 def dummy_batch(

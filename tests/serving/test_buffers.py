@@ -119,6 +119,24 @@ def test_data_that_cannot_be_leaves_all_as_it_was() -> None:
     assert all(torch.equal(before[name], each) for name, each in inputs.buffers.items())
 
 
+def test_a_capture_would_record_the_copies(device: str) -> None:
+    found = capture_device(torch.device(device), "host")
+    assert found is not None
+    pool = GraphPool(found)
+    inputs = StaticInputs(SPECS[:1], TOKENS, REQS, device)
+    rows = {"ids": torch.arange(1, 4)}
+    with pytest.raises(CaptureError, match="staging inputs: operation not permitted"):
+        capture(lambda: inputs.stage(rows, (3, 1), (4, 1)), pool, "a step")
+    assert not inputs.buffers["ids"].any()
+    assert inputs.stage(rows, (3, 1), (4, 1))["ids"].tolist() == [1, 2, 3, 0]
+
+
+def test_what_is_no_tensor() -> None:
+    inputs = StaticInputs(SPECS[:1], TOKENS, REQS, "cpu")
+    with pytest.raises(InputBufferError, match="list"):
+        inputs.stage({"ids": [1, 2, 3]}, (3, 1), (4, 1))
+
+
 def test_idle_rows_are_padding_alone(device: str) -> None:
     """Nothing of the step before is repeated, where nothing is real."""
     specs = (
@@ -149,21 +167,3 @@ def test_idle_rows_are_padding_alone(device: str) -> None:
         "starts": [0] * 5,
         "lengths": [1] * 4,
     }
-
-
-def test_a_capture_would_record_the_copies(device: str) -> None:
-    found = capture_device(torch.device(device), "host")
-    assert found is not None
-    pool = GraphPool(found)
-    inputs = StaticInputs(SPECS[:1], TOKENS, REQS, device)
-    rows = {"ids": torch.arange(1, 4)}
-    with pytest.raises(CaptureError, match="staging inputs: operation not permitted"):
-        capture(lambda: inputs.stage(rows, (3, 1), (4, 1)), pool, "a step")
-    assert not inputs.buffers["ids"].any()
-    assert inputs.stage(rows, (3, 1), (4, 1))["ids"].tolist() == [1, 2, 3, 0]
-
-
-def test_what_is_no_tensor() -> None:
-    inputs = StaticInputs(SPECS[:1], TOKENS, REQS, "cpu")
-    with pytest.raises(InputBufferError, match="list"):
-        inputs.stage({"ids": [1, 2, 3]}, (3, 1), (4, 1))
