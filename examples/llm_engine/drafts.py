@@ -1,0 +1,129 @@
+"""Drafts for speculative decoding: guesses at the next tokens, which the target verifies at once.
+
+A draft always proposes exactly ``k`` tokens, however bad, so that all requests have the same number
+of tokens and the step stays uniform decode. A guess costs nothing but acceptance: what is not the
+target's own choice is thrown away.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from cgcompile.serving import Batch
+
+from llm_engine.runner import Runner, paged_batch
+from llm_engine.scheduler import Request
+
+LONGEST_MATCH = 3  # tokens that an n-gram draft compares at most
+
+
+class Draft(Protocol):
+    """What proposes tokens."""
+
+    def propose(self, requests: Sequence[Request], k: int) -> torch.Tensor:
+        """[R, k] int64, on whatever device."""
+        ...
+
+    def saw(self, prompts: Batch) -> None:
+        """The target has run chunks of prompts; a draft with a cache of its own must as well."""
+        ...
+
+
+class RandomDraft:
+    """Any tokens: what speculation costs where nothing is accepted."""
+
+    def __init__(self, vocab: int, seed: int) -> None:
+        self._vocab, self._seed = vocab, seed
+
+    def propose(self, requests: Sequence[Request], k: int) -> torch.Tensor:
+        rows = []
+        for each in requests:  # by request and place, so that a preemption changes nothing
+            source = random.Random(f"{self._seed} {each.number} {len(each.tokens)}")
+            rows.append([source.randrange(self._vocab) for _ in range(k)])
+        return torch.tensor(rows)
+
+    def saw(self, prompts: Batch) -> None:
+        pass
+
+
+class NgramIndex:
+    """Where the n-grams of one request ended last; grows with its tokens."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._known = 0
+
+    def propose(self, tokens: Sequence[int], k: int) -> list[int]:
+        """What followed the longest suffix that was seen before, else the last token again."""
+        self._learn(tokens)
+        follow = len(tokens) - 1
+        for length in range(min(LONGEST_MATCH, len(tokens)), 0, -1):
+            end = self._ends.get(tuple(tokens[-length:]))
+            if end is not None:
+                follow = end + 1
+                break
+        found: list[int] = []
+        for place in range(follow, follow + k):  # behind the end a cycle goes on
+            found.append(tokens[place] if place < len(tokens) else found[place - len(tokens)])
+        return found
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """All n-grams that end before the last token: the suffix itself is no match."""
+        for end in range(self._known, len(tokens) - 1):
+            for length in range(1, min(LONGEST_MATCH, end + 1) + 1):
+                self._ends[tuple(tokens[end + 1 - length : end + 1])] = end
+        self._known = max(self._known, len(tokens) - 1)
+
+
+class NgramDraft:
+    """The tokens that followed the same few tokens before, in the prompt or the output."""
+
+    def __init__(self) -> None:
+        self._indices: dict[int, NgramIndex] = {}
+
+    def propose(self, requests: Sequence[Request], k: int) -> torch.Tensor:
+        rows = []
+        for each in requests:
+            index = self._indices.setdefault(each.number, NgramIndex())
+            rows.append(index.propose(each.tokens, k))
+        return torch.tensor(rows)
+
+    def saw(self, prompts: Batch) -> None:
+        pass
+
+
+class ModelDraft:
+    """A smaller model, with a manager and caches of its own, in the blocks of the target.
+
+    Between two proposals a request gains one token at least, and all but the last two are in the
+    draft's cache by then: it has fed all that was accepted but perhaps the last draft. So each
+    proposal begins with the last two tokens of each request, which is uniform decode again; the
+    first of them is often written a second time, with equal values. Single tokens follow, which
+    never leave the device.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def propose(self, requests: Sequence[Request], k: int) -> torch.Tensor:
+        ids = torch.tensor([token for each in requests for token in each.tokens[-2:]])
+        starts = [len(each.tokens) - 2 for each in requests]
+        hidden = self._step(requests, ids, starts, 2)[1::2]
+        found = [self._runner.model.greedy(hidden)]
+        for step in range(1, k):
+            starts = [len(each.tokens) - 1 + step for each in requests]
+            found.append(self._runner.model.greedy(self._step(requests, found[-1], starts, 1)))
+        return torch.stack(found, 1)
+
+    def _step(
+        self, requests: Sequence[Request], ids: torch.Tensor, starts: list[int], count: int
+    ) -> torch.Tensor:
+        tables = [each.blocks for each in requests]
+        size, width = self._runner.model.block_size, self._runner.limits.blocks_per_req
+        counts, prefill = [count] * len(requests), [False] * len(requests)
+        batch = paged_batch(ids, starts, counts, tables, prefill, size, width)
+        return self._runner.run(batch)[0]
+
+    def saw(self, prompts: Batch) -> None:
+        self._runner.run(prompts)
