@@ -37,7 +37,7 @@ from llm_engine.checkpoint import CheckpointError, load_llama
 from llm_engine.drafts import Draft, ModelDraft, NgramDraft, RandomDraft
 from llm_engine.engine import Engine
 from llm_engine.model import Llama, LlamaConfig, random_llama, shallow_copy
-from llm_engine.report import Run, broken_promises, first_difference
+from llm_engine.report import Model, Run, broken_promises, first_difference
 from llm_engine.runner import MODES, Limits, Runner, configuration
 from llm_engine.scheduler import BlockAllocator, Scheduler
 from llm_engine.workload import Workload, scarce_blocks
@@ -70,20 +70,50 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default=default, help="default: %(default)s")
     parser.add_argument("--model", help="folder of a Llama as Hugging Face saves it")
     parser.add_argument("--draft-model", help="folder of the draft; left out: the first layers")
-    parser.add_argument("--compiler", choices=COMPILERS, help="default: inductor on CUDA, else eager")
-    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, metavar="MODE",
-                        help=f"default: {' '.join(MODES)}; the first has the tokens to match")
-    parser.add_argument("--draft", nargs="+", default=DRAFTS, choices=DRAFTS, metavar="DRAFT",
-                        help=f"default: {' '.join(DRAFTS)}")
-    parser.add_argument("--draft-modes", nargs="+", default=DRAFT_MODES, choices=MODES,
-                        metavar="MODE", help=f"with drafts; default: {' '.join(DRAFT_MODES)}")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
-                        help="bfloat16 rounds differently at other paddings: tokens are compared, "
-                        "and not promised to be the same; default: %(default)s")
-    parser.add_argument("--blocks", type=int, default=0,
-                        help="of the cache; default: so few that it gets full")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[],
-                        help="capture sizes in tokens; default: the usual ladder")
+    parser.add_argument(
+        "--compiler", choices=COMPILERS, help="default: inductor on CUDA, else eager"
+    )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        default=MODES,
+        choices=MODES,
+        metavar="MODE",
+        help=f"default: {' '.join(MODES)}; the first has the tokens to match",
+    )
+    parser.add_argument(
+        "--draft",
+        nargs="+",
+        default=DRAFTS,
+        choices=DRAFTS,
+        metavar="DRAFT",
+        help=f"default: {' '.join(DRAFTS)}",
+    )
+    parser.add_argument(
+        "--draft-modes",
+        nargs="+",
+        default=DRAFT_MODES,
+        choices=MODES,
+        metavar="MODE",
+        help=f"with drafts; default: {' '.join(DRAFT_MODES)}",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="bfloat16 rounds differently at other paddings: tokens are compared, "
+        "and not promised to be the same; default: %(default)s",
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=0, help="of the cache; default: so few that it gets full"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[],
+        help="capture sizes in tokens; default: the usual ladder",
+    )
     parser.add_argument("--coverage", action="store_true", help="print each run's table of graphs")
     for name, size in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=size, help="default: %(default)s")
@@ -170,13 +200,15 @@ class Server:
         runners = {"target": self.target}
         self.target.start(mode, [1 + k])
         if draft == "model" and self.small is not None:
-            runners["draft"] = self.small
+            runners["draft model"] = self.small
             self.small.start(mode, [1, 2])
         allocator = BlockAllocator(self._blocks(k))
-        scheduler = Scheduler(allocator, args.block_size, args.max_reqs, args.budget, k)
+        width = self.limits.blocks_per_req
+        scheduler = Scheduler(
+            allocator, args.block_size, width, args.max_reqs, args.budget, draft_tokens=k
+        )
         engine = Engine(self.target, scheduler, self._draft(draft))
         requests = self.workload.make()
-        replays = self.target.manager.counters.replays
         self._synchronize()
         begin = time.perf_counter()
         engine.serve(requests)
@@ -186,14 +218,12 @@ class Server:
             mode,
             draft,
             requests,
-            engine.tally,
+            [Model.of(title, runner) for title, runner in runners.items()],
             scheduler.pressure,
-            seconds=seconds,
-            start_seconds=sum(each.start_seconds for each in runners.values()),
-            graph_bytes=sum(each.graph_bytes for each in runners.values()),
-            replays=self.target.manager.counters.replays - replays,
-            leaked_blocks=allocator.num_blocks - 1 - allocator.num_free,
-            coverage={n: each.manager.statistics.coverage() for n, each in runners.items()},
+            engine.drafted,
+            engine.mixed_steps,
+            seconds,
+            allocator.num_blocks - 1 - allocator.num_free,
         )
         for each in runners.values():
             each.stop()
@@ -220,8 +250,8 @@ def serve_all(args: argparse.Namespace) -> list[str]:
         run = server.run(mode, draft)
         runs.append(run)
         print(run.text())
-        for title, table in run.coverage.items() if args.coverage else ():
-            print(f"  {title}:\n{table}")
+        for model in run.models if args.coverage else ():
+            print(f"{model.title}:\n{model.coverage}")
         broken += broken_promises(run, runs[0], scarce=not args.blocks, exact=exact)
     others = [run for run in runs if first_difference(runs[0].requests, run.requests)]
     distinct = {token for each in runs[0].requests for token in each.output}

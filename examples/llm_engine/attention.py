@@ -9,6 +9,8 @@ The op takes no metadata: it reads that of the present step from the forward con
 belongs to nobody: padded rows write there, and block tables point there behind their end.
 """
 
+import importlib.util
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -16,10 +18,8 @@ import torch
 
 from cgcompile import AttentionCGSupport, SplittingOp, get_forward_context
 
-try:
-    from llm_engine.triton_attention import paged_attention as triton_attention
-except ImportError:  # triton is not part of torch for the CPU
-    triton_attention = None
+# Triton is not part of torch for the CPU.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 OP = "cgcompile_serve::paged_attention"
 ROWS_AT_ONCE = 64  # of the gather path, which copies the whole context of every row
@@ -78,10 +78,17 @@ def attend(
 ) -> None:
     """The op: attention of this step's queries, by the best kernel there is."""
     metadata = get_forward_context().attn_metadata
-    if q.is_cuda and triton_attention is not None:
-        triton_attention(q, k_cache, v_cache, out, *metadata)
+    if q.is_cuda and HAS_TRITON:
+        _triton_attention()(q, k_cache, v_cache, out, *metadata)
     else:
         gather_attention(q, k_cache, v_cache, out, metadata)
+
+
+@cache
+def _triton_attention() -> Callable[..., None]:
+    from llm_engine.triton_attention import paged_attention
+
+    return paged_attention
 
 
 @cache
@@ -101,6 +108,4 @@ def library() -> torch.library.Library:
 def splitting_op() -> SplittingOp:
     """The boundary to configure: a replay calls the function, past torch's dispatcher."""
     library()
-    return SplittingOp(
-        OP, support=AttentionCGSupport.ALWAYS, impl={"cpu": attend, "cuda": attend}
-    )
+    return SplittingOp(OP, support=AttentionCGSupport.ALWAYS, impl={"cpu": attend, "cuda": attend})

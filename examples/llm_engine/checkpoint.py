@@ -77,7 +77,9 @@ def read_config(folder: Path) -> LlamaConfig:
         rope_scaling=scaling,
         norm_eps=found.get("rms_norm_eps", 1e-6),
         tied=found.get("tie_word_embeddings", False),
-        stop_tokens=frozenset(stops if isinstance(stops, list) else [] if stops is None else [stops]),
+        stop_tokens=frozenset(
+            stops if isinstance(stops, list) else [] if stops is None else [stops]
+        ),
     )
 
 
@@ -93,9 +95,9 @@ def _rope(found: dict[str, Any], path: Path) -> tuple[float, RopeScaling | None]
     if kind == "linear":
         return theta, RopeScaling(kind, given["factor"])
     if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        names += ("original_max_position_embeddings",)
-        return theta, RopeScaling(kind, *(given[name] for name in names))
+        span = (given["low_freq_factor"], given["high_freq_factor"])
+        length = given["original_max_position_embeddings"]
+        return theta, RopeScaling(kind, given["factor"], *span, length)
     supported = "'default', 'linear', 'llama3'"
     raise CheckpointError(f"{path}: the rope type is {kind!r}; supported: {supported}")
 
@@ -172,7 +174,9 @@ def _fused(name: str, parts: dict[int, torch.Tensor], shape: torch.Size) -> torc
     missing = [part for part in wanted or [0] if part not in parts]
     if missing:
         inner = [k for k, (own, part) in LAYER.items() if f".{own}." in name and part in missing]
-        raise CheckpointError(f"no tensor for {name} ({', '.join(inner) or 'the whole'} is missing)")
+        raise CheckpointError(
+            f"no tensor for {name} ({', '.join(inner) or 'the whole'} is missing)"
+        )
     found = torch.cat([parts[part] for part in sorted(parts)]) if len(parts) > 1 else parts[0]
     if found.shape != shape:
         raise CheckpointError(f"{name} is {list(found.shape)}; config.json says {list(shape)}")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from cgcompile.serving import Batch
 
-from llm_engine.runner import Runner, paged_batch
+from cgcompile.serving import Batch
+from llm_engine.runner import Runner
 from llm_engine.scheduler import Request
 
 LONGEST_MATCH = 3  # tokens that an n-gram draft compares at most
@@ -107,23 +107,16 @@ class ModelDraft:
         self._runner = runner
 
     def propose(self, requests: Sequence[Request], k: int) -> torch.Tensor:
+        model, rows = self._runner.model, [each.table.row for each in requests]
         ids = torch.tensor([token for each in requests for token in each.tokens[-2:]])
         starts = [len(each.tokens) - 2 for each in requests]
-        hidden = self._step(requests, ids, starts, 2)[1::2]
-        found = [self._runner.model.greedy(hidden)]
+        hidden = self._runner.run(self._runner.decoding(ids, starts, 2, rows))
+        found = [model.greedy(hidden[1::2])]
         for step in range(1, k):
             starts = [len(each.tokens) - 1 + step for each in requests]
-            found.append(self._runner.model.greedy(self._step(requests, found[-1], starts, 1)))
+            hidden = self._runner.run(self._runner.decoding(found[-1], starts, 1, rows))
+            found.append(model.greedy(hidden))
         return torch.stack(found, 1)
-
-    def _step(
-        self, requests: Sequence[Request], ids: torch.Tensor, starts: list[int], count: int
-    ) -> torch.Tensor:
-        tables = [each.blocks for each in requests]
-        size, width = self._runner.model.block_size, self._runner.limits.blocks_per_req
-        counts, prefill = [count] * len(requests), [False] * len(requests)
-        batch = paged_batch(ids, starts, counts, tables, prefill, size, width)
-        return self._runner.run(batch)[0]
 
     def saw(self, prompts: Batch) -> None:
         self._runner.run(prompts)

@@ -1,52 +1,28 @@
 """The loop: schedule, draft, run the target, sample, accept. Greedy, and the same in every mode."""
 
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
-from cgcompile import CUDAGraphMode
-from cgcompile.serving import Batch
 
+from cgcompile.serving import Batch
 from llm_engine.drafts import Draft
-from llm_engine.runner import Runner, make_batch
+from llm_engine.runner import Runner
 from llm_engine.scheduler import Request, Scheduler, Work
 
 
 @dataclass
-class Tally:
-    """What the steps of a run were.
+class Drafted:
+    """What became of drafts.
 
     Attributes:
-        modes: steps by runtime mode.
-        uniform: steps of uniform decode.
-        uniform_full: those of them that ran as one FULL graph.
-        mixed: steps with chunks of prompts beside decoding.
-        decode_sizes: steps of uniform decode by number of requests.
         proposed: draft tokens.
-        accepted: those that the target would have chosen, and that were taken.
+        accepted: those that were the target's own choice, and that were taken.
     """
 
-    modes: Counter[str] = field(default_factory=Counter)
-    uniform: int = 0
-    uniform_full: int = 0
-    mixed: int = 0
-    decode_sizes: Counter[int] = field(default_factory=Counter)
     proposed: int = 0
     accepted: int = 0
-
-    @property
-    def steps(self) -> int:
-        return self.modes.total()
-
-    def add(self, batch: Batch, work: Sequence[Work], mode: CUDAGraphMode) -> None:
-        self.modes[mode.name] += 1
-        if batch.uniform_decode:
-            self.uniform += 1
-            self.uniform_full += mode is CUDAGraphMode.FULL
-            self.decode_sizes[batch.num_reqs] += 1
-        self.mixed += len({each.prefill for each in work}) == 2
 
 
 class Engine:
@@ -59,6 +35,10 @@ class Engine:
 
     Raises:
         ValueError: draft tokens without a draft, or a draft without them.
+
+    Attributes:
+        mixed_steps: with chunks of prompts beside decoding.
+        drafted: what became of drafts.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, draft: Draft | None = None) -> None:
@@ -67,7 +47,8 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.draft = draft
-        self.tally = Tally()
+        self.mixed_steps = 0
+        self.drafted = Drafted()
 
     def serve(self, requests: Sequence[Request]) -> None:
         """Run until all requests are done. They arrive by the number of the step."""
@@ -85,14 +66,14 @@ class Engine:
     def step(self) -> None:
         """One step of all requests that have work."""
         work = self.scheduler.schedule()
-        block_size, width = self.runner.model.block_size, self.runner.limits.blocks_per_req
-        batch = make_batch(work, block_size, width)
+        prompts = [each for each in work if each.prefill]
+        self.mixed_steps += 0 < len(prompts) < len(work)
         deciding = [each.request for each in work if not each.prefill]
-        batch, drafts = self._with_drafts(batch, deciding)
-        hidden, chosen = self.runner.run(batch)
-        self.tally.add(batch, work, chosen.mode)
+        batch, drafts = self._with_drafts(self.runner.batch(work), deciding)
+        hidden = self.runner.run(batch)
         sampled, guesses = self._on_host(hidden, work, drafts)
-        self._show_prompts(work, block_size, width)
+        if self.draft is not None and prompts:
+            self.draft.saw(self.runner.batch(prompts))
         self._accept(work, sampled, guesses, time.perf_counter())
 
     def _with_drafts(
@@ -130,11 +111,6 @@ class Engine:
         flat, k = both[len(rows) :], drafts.shape[1]
         return both[: len(rows)], [flat[at : at + k] for at in range(0, len(flat), k)]
 
-    def _show_prompts(self, work: Sequence[Work], block_size: int, width: int) -> None:
-        prompts = [each for each in work if each.prefill]
-        if self.draft is not None and prompts:
-            self.draft.saw(make_batch(prompts, block_size, width))
-
     def _accept(
         self, work: Sequence[Work], sampled: list[int], guesses: list[list[int]], now: float
     ) -> None:
@@ -163,5 +139,5 @@ class Engine:
             right += 1
         taken = request.accept(found[: right + 1])
         request.computed += taken  # the last one taken is not in the cache yet
-        self.tally.proposed += len(guesses)
-        self.tally.accepted += min(right, taken)
+        self.drafted.proposed += len(guesses)
+        self.drafted.accepted += min(right, taken)

@@ -165,14 +165,16 @@ class Llama(nn.Module):
     def make_caches(self, num_blocks: int, block_size: int) -> None:
         """Allocate the cache of each layer; block 0 is the null block."""
         self.block_size = block_size
-        for layer in self.layers:
-            layer.attention.make_cache(num_blocks, block_size)
+        for each in self.modules():
+            if isinstance(each, Attention):
+                each.make_cache(num_blocks, block_size)
 
     def forget(self) -> None:
         """Fill the caches with NaN: whoever reads what this run has not written gets noticed."""
-        for layer in self.layers:
-            layer.attention.k_cache.fill_(float("nan"))
-            layer.attention.v_cache.fill_(float("nan"))
+        for each in self.modules():
+            if isinstance(each, Attention):
+                each.k_cache.fill_(float("nan"))
+                each.v_cache.fill_(float("nan"))
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor

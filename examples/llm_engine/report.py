@@ -1,14 +1,45 @@
 """What a run did, in print, and which promises it broke."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from llm_engine.engine import Tally
+from llm_engine.engine import Drafted
+from llm_engine.runner import Runner, Tally
 from llm_engine.scheduler import Pressure, Request
 
 UNIFORM_FULL = 0.95  # of uniform decode steps, in the modes that have FULL graphs for them
 FULL_MODES = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "breakable")
 LEAST_DECODE_SIZES = 3
+
+
+@dataclass
+class Model:
+    """What one of the models did in a run: the target or the draft."""
+
+    title: str
+    tally: Tally
+    replays: int
+    start_seconds: float
+    graph_bytes: int
+    coverage: str
+
+    @classmethod
+    def of(cls, title: str, runner: Runner) -> "Model":
+        """Of a runner that has served; before it is stopped."""
+        coverage = runner.manager.statistics.coverage()
+        return cls(
+            title, runner.tally, runner.replays, runner.start_seconds, runner.graph_bytes, coverage
+        )
+
+    def text(self) -> str:
+        """One line."""
+        tally, steps = self.tally, max(self.tally.steps, 1)
+        shares = [f"{n} {tally.modes[n] / steps:.0%}" for n in ("FULL", "PIECEWISE", "NONE")]
+        uniform = f"{tally.uniform} in {len(tally.decode_sizes)} sizes"
+        return (
+            f"{self.title}: {tally.steps} steps, {', '.join(shares)}; uniform decode {uniform}, "
+            f"{tally.uniform_full} of them FULL"
+        )
 
 
 @dataclass
@@ -19,27 +50,23 @@ class Run:
         mode: its name.
         draft: its name, ``"none"`` if there was none.
         requests: all, done or not.
-        tally: of the target's steps.
+        models: the target first, then the draft if it is a model.
         pressure: of the cache.
+        drafted: what became of drafts.
+        mixed_steps: with chunks of prompts beside decoding.
         seconds: of serving, after all was compiled and captured.
-        start_seconds: of compiling what was not compiled yet, and capturing.
-        graph_bytes: device memory that capturing took; 0 on the CPU.
-        replays: that the target's graphs counted while serving.
         leaked_blocks: that nobody gave back.
-        coverage: the tables of all managers, by title.
     """
 
     mode: str
     draft: str
     requests: Sequence[Request]
-    tally: Tally
+    models: Sequence[Model]
     pressure: Pressure
-    seconds: float = 0.0
-    start_seconds: float = 0.0
-    graph_bytes: int = 0
-    replays: int = 0
+    drafted: Drafted
+    mixed_steps: int
+    seconds: float
     leaked_blocks: int = 0
-    coverage: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -50,8 +77,8 @@ class Run:
         return sum(len(each.output) for each in self.requests)
 
     @property
-    def acceptance(self) -> float:
-        return self.tally.accepted / self.tally.proposed if self.tally.proposed else 0.0
+    def target(self) -> Tally:
+        return self.models[0].tally
 
     @property
     def seconds_per_token(self) -> float:
@@ -65,25 +92,23 @@ class Run:
 
     def text(self) -> str:
         """A few lines."""
-        tally, steps = self.tally, max(self.tally.steps, 1)
-        shares = ", ".join(
-            f"{mode} {tally.modes[mode] / steps:.0%}" for mode in ("FULL", "PIECEWISE", "NONE")
-        )
         rate = self.tokens / self.seconds if self.seconds else 0.0
+        step = self.seconds / max(self.target.steps, 1)
+        start = sum(each.start_seconds for each in self.models)
+        megabytes = sum(each.graph_bytes for each in self.models) / 2**20
         lines = [
-            f"{self.name}: {len(self.requests)} requests, {tally.steps} steps, {self.tokens} tokens",
-            f"  {rate:.1f} tokens/s, {self.seconds_per_token * 1e3:.2f} ms per output token, "
-            f"{self.seconds / steps * 1e3:.2f} ms per step; start {self.start_seconds:.1f} s"
-            + (f", graphs {self.graph_bytes / 2**20:.0f} MiB" if self.graph_bytes else ""),
-            f"  steps: {shares}; uniform decode {tally.uniform}, of which FULL "
-            f"{tally.uniform_full}, in {len(tally.decode_sizes)} sizes",
-            f"  mixed steps {tally.mixed}, preemptions {self.pressure.preemptions}, "
+            f"{self.name}: {len(self.requests)} requests, {self.tokens} tokens in "
+            f"{self.seconds:.2f} s: {rate:.1f} tokens/s, {self.seconds_per_token * 1e3:.2f} ms "
+            f"per output token, {step * 1e3:.2f} ms per step",
+            f"  start {start:.2f} s, graphs {megabytes:.0f} MiB",
+            *(f"  {each.text()}" for each in self.models),
+            f"  mixed steps {self.mixed_steps}, preemptions {self.pressure.preemptions}, "
             f"steps with a full cache {self.pressure.full_steps}",
         ]
-        if tally.proposed:
-            lines.append(
-                f"  drafts: {tally.accepted} of {tally.proposed} accepted ({self.acceptance:.1%})"
-            )
+        if self.drafted.proposed:
+            share = self.drafted.accepted / self.drafted.proposed
+            counts = f"{self.drafted.accepted} of {self.drafted.proposed}"
+            lines.append(f"  drafts: {counts} accepted ({share:.1%})")
         return "\n".join(lines)
 
 
@@ -110,18 +135,25 @@ def broken_promises(run: Run, reference: Run, *, scarce: bool, exact: bool) -> l
     difference = first_difference(reference.requests, run.requests) if exact else None
     if difference is not None:
         broken.append(f"{run.name}: tokens differ from those of {reference.name}: {difference}")
-    tally = run.tally
-    if run.mode in FULL_MODES and tally.uniform_full < UNIFORM_FULL * max(tally.uniform, 1):
-        broken.append(
-            f"{run.name}: only {tally.uniform_full} of {tally.uniform} uniform decode steps "
-            f"were FULL, less than {UNIFORM_FULL:.0%}"
-        )
-    with_graph = tally.modes["FULL"] + tally.modes["PIECEWISE"]
-    if run.replays != with_graph:
-        broken.append(f"{run.name}: {with_graph} steps with graphs made {run.replays} replays")
-    if run.draft == "ngram" and not tally.accepted:
+    for each in run.models:
+        broken += [f"{run.name}, {each.title}: {text}" for text in _missed_graphs(each, run.mode)]
+    if run.draft == "ngram" and not run.drafted.accepted:
         broken.append(f"{run.name}: no n-gram was accepted, although prompts repeat themselves")
     return broken + [f"{run.name}: {each}" for each in (_not_shown(run) if scarce else [])]
+
+
+def _missed_graphs(model: Model, mode: str) -> list[str]:
+    broken = []
+    tally = model.tally
+    if mode in FULL_MODES and tally.uniform_full < UNIFORM_FULL * tally.uniform:
+        broken.append(
+            f"only {tally.uniform_full} of {tally.uniform} uniform decode steps were FULL, "
+            f"less than {UNIFORM_FULL:.0%}"
+        )
+    with_graph = tally.modes["FULL"] + tally.modes["PIECEWISE"]
+    if model.replays != with_graph:
+        broken.append(f"{with_graph} steps with graphs made {model.replays} replays")
+    return broken
 
 
 def _unfinished(run: Run) -> list[str]:
@@ -137,11 +169,11 @@ def _unfinished(run: Run) -> list[str]:
 def _not_shown(run: Run) -> list[str]:
     """What a workload must lead to in order to show anything."""
     checks = {
-        "no step mixed chunks of prompts and decoding": run.tally.mixed,
+        "no step mixed chunks of prompts and decoding": run.mixed_steps,
         "no request was preempted": run.pressure.preemptions,
         "the cache was never full": run.pressure.full_steps,
     }
     broken = [text for text, count in checks.items() if not count]
-    if run.draft == "none" and len(run.tally.decode_sizes) < LEAST_DECODE_SIZES:
+    if run.draft == "none" and len(run.target.decode_sizes) < LEAST_DECODE_SIZES:
         broken.append(f"decoding had fewer than {LEAST_DECODE_SIZES} batch sizes")
     return broken

@@ -5,8 +5,10 @@ length, for measurements.
 """
 
 import time
+from array import array
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,15 +17,13 @@ import cgcompile
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode
 from cgcompile.serving import (
     Batch,
-    CudaGraphManager,
     CudagraphDispatcher,
-    Dispatched,
+    CudaGraphManager,
     InputBuffer,
     Metadata,
     capture_sizes,
     is_uniform_decode,
 )
-
 from llm_engine.attention import PagedMetadata, splitting_op
 from llm_engine.model import Llama
 from llm_engine.scheduler import NULL_BLOCK, Work
@@ -66,9 +66,7 @@ def input_buffers(limits: Limits) -> tuple[InputBuffer, ...]:
     )
 
 
-def paged_metadata(
-    batch: Batch, descriptor: BatchDescriptor, buffers: dict[str, Any]
-) -> Metadata:
+def paged_metadata(batch: Batch, descriptor: BatchDescriptor, buffers: dict[str, Any]) -> Metadata:
     """Views of buffers that stay: a FULL graph goes on reading those of its capture."""
     names = ("block_tables", "token_to_req", "positions")
     return Metadata(PagedMetadata(*(buffers[name] for name in names)))
@@ -87,6 +85,34 @@ def configuration(device: str, compiler: str) -> cgcompile.CompilationConfig:
     )
 
 
+@dataclass
+class Tally:
+    """What the steps of one model were.
+
+    Attributes:
+        modes: steps by runtime mode.
+        uniform: steps of uniform decode.
+        uniform_full: those of them that ran as one FULL graph.
+        decode_sizes: steps of uniform decode by number of requests.
+    """
+
+    modes: Counter[str] = field(default_factory=Counter)
+    uniform: int = 0
+    uniform_full: int = 0
+    decode_sizes: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def steps(self) -> int:
+        return sum(self.modes.values())
+
+    def add(self, batch: Batch, mode: CUDAGraphMode) -> None:
+        self.modes[mode.name] += 1
+        if batch.uniform_decode:
+            self.uniform += 1
+            self.uniform_full += mode is CUDAGraphMode.FULL
+            self.decode_sizes[batch.num_reqs] += 1
+
+
 class Runner:
     """A model, its compiled form and, one after the other, the managers of several modes.
 
@@ -97,19 +123,20 @@ class Runner:
 
     Attributes:
         manager: of the present mode; see :meth:`start`.
+        tally: of the steps since then.
         start_seconds: that compiling and capturing took.
         graph_bytes: device memory that capturing took; 0 on the CPU.
     """
 
     manager: CudaGraphManager
 
-    def __init__(
-        self, model: Llama, config: cgcompile.CompilationConfig, limits: Limits
-    ) -> None:
+    def __init__(self, model: Llama, config: cgcompile.CompilationConfig, limits: Limits) -> None:
         self.model = model
         self.config = config
         self.limits = limits
+        self.tally = Tally()
         self.start_seconds = 0.0
+        self._replays = 0
         self.graph_bytes = 0
         self.device = model.embed.weight.device
         self.compiled = torch.compile(model, backend=cgcompile.Backend(config), dynamic=True)
@@ -147,6 +174,7 @@ class Runner:
         self.manager.capture()
         self.graph_bytes = before - self._free_bytes()
         self.manager.statistics.clear()
+        self.tally, self._replays = Tally(), self.manager.counters.replays
         self.model.forget()
         self.start_seconds = time.perf_counter() - begin
 
@@ -161,66 +189,70 @@ class Runner:
         """Give the memory of the graphs back."""
         self.manager.release()
 
-    def run(self, batch: Batch) -> tuple[torch.Tensor, Dispatched]:
-        """Hidden states [T, hidden], valid until the next step, and what the step ran as."""
-        chosen = self.manager.dispatched(batch)
-        return self.manager.run(batch), chosen
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Hidden states [T, hidden], valid until the next step."""
+        self.tally.add(batch, self.manager.dispatched(batch).mode)
+        hidden: torch.Tensor = self.manager.run(batch)
+        return hidden
 
+    @property
+    def replays(self) -> int:
+        """Of graphs, since :meth:`start`."""
+        return self.manager.counters.replays - self._replays
 
-def make_batch(work: Sequence[Work], block_size: int, width: int) -> Batch:
-    """The batch of a step's work, on the host; drafts are 0 for now.
+    def batch(self, work: Sequence[Work]) -> Batch:
+        """The batch of a step's work, on the host; drafts are 0 for now."""
+        ids: list[int] = []
+        for each in work:
+            known = each.request.tokens[each.start : each.start + each.count]
+            ids += known + [0] * (each.count - len(known))
+        starts, counts = [each.start for each in work], [each.count for each in work]
+        rows = [each.request.table.row for each in work]
+        prefill = [each.prefill for each in work]
+        return paged_batch(torch.tensor(ids), starts, counts, rows, prefill, self.model.block_size)
 
-    Args:
-        work: of the step.
-        block_size: tokens in a block.
-        width: of block tables.
-    """
-    counts = [each.count for each in work]
-    ids: list[int] = []
-    for each in work:
-        known = each.request.tokens[each.start : each.start + each.count]
-        ids += known + [0] * (each.count - len(known))
-    tables = [each.request.blocks for each in work]
-    prefill = [each.prefill for each in work]
-    return paged_batch(ids, [each.start for each in work], counts, tables, prefill, block_size, width)
+    def decoding(
+        self, ids: torch.Tensor, starts: Sequence[int], query_len: int, rows: "Sequence[array[int]]"
+    ) -> Batch:
+        """A batch of uniform decode with other tokens than the requests have by now."""
+        counts, prefill = [query_len] * len(starts), [False] * len(starts)
+        return paged_batch(ids, starts, counts, rows, prefill, self.model.block_size)
 
 
 def paged_batch(
-    ids: Sequence[int] | torch.Tensor,
+    ids: torch.Tensor,
     starts: Sequence[int],
     counts: Sequence[int],
-    tables: Sequence[Sequence[int]],
+    rows: "Sequence[array[int]]",
     prefill: Sequence[bool],
     block_size: int,
-    width: int,
 ) -> Batch:
     """A batch from numbers.
 
     Args:
-        ids: of all tokens, request after request; a tensor may be on the device.
+        ids: int64 of all tokens, request after request; on the host or on the device.
         starts: each request's first position in this step.
         counts: its tokens in this step.
-        tables: its blocks.
+        rows: its row of the block table.
         prefill: whether it works on its prompt.
         block_size: tokens in a block.
-        width: of block tables.
     """
+    # Tensors, not loops: at some hundred requests the host would be slower than the device.
     count = torch.tensor(counts)
     owner = torch.repeat_interleave(torch.arange(len(counts)), count)
-    begin = count.cumsum(0) - count
-    positions = torch.arange(len(owner)) - begin[owner] + torch.tensor(starts)[owner]
-    padded = [[*table, *[NULL_BLOCK] * (width - len(table))] for table in tables]
-    blocks = torch.tensor(padded, dtype=torch.int32)
-    slots = blocks[owner, positions // block_size].long() * block_size + positions % block_size
+    shift = torch.tensor(starts) - (count.cumsum(0) - count)
+    positions = torch.arange(len(owner)) + shift[owner]
+    tables = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int32).view(len(rows), -1)
+    slots = tables[owner, positions // block_size].long() * block_size + positions % block_size
     return Batch(
         len(owner),
         len(counts),
         {
-            "input_ids": ids if isinstance(ids, torch.Tensor) else torch.tensor(ids),
+            "input_ids": ids,
             "positions": positions,
             "slot_mapping": slots,
             "token_to_req": owner.int(),
-            "block_tables": blocks,
+            "block_tables": tables,
         },
         max_query_len=max(counts),
         uniform_decode=is_uniform_decode(counts, prefill),
@@ -230,22 +262,22 @@ def paged_batch(
 def decode_batch(
     num_reqs: int, length: int, block_size: int, width: int, *, query_len: int = 1
 ) -> Batch:
-    """A decode step of requests that have ``length`` tokens each, its own included.
+    """A decode step of requests that have ``length`` tokens each, those of the step included.
 
-    Each has blocks of its own, from 1 on, in an order that is scattered as in a used cache. The
-    cache needs ``1 + num_reqs * ceil(length / block_size)`` blocks. Two rows in a step that share
-    nothing have other tokens.
+    Each has blocks of its own, from 1 on, as scattered as in a used cache; the cache needs ``1 +
+    num_reqs * ceil(length / block_size)`` of them.
 
     Args:
         num_reqs: requests.
-        length: tokens of each, those of this step included.
+        length: tokens of each.
         block_size: tokens in a block.
         width: of block tables.
         query_len: tokens of each in this step.
     """
     each = -(-length // block_size)
     order = torch.randperm(num_reqs * each, generator=torch.Generator().manual_seed(0)) + 1
-    tables = order.view(num_reqs, each).tolist()
-    ids = [number % 7 + 1 for number in range(num_reqs * query_len)]
+    rest = [NULL_BLOCK] * (width - each)
+    rows = [array("i", [*blocks, *rest]) for blocks in order.view(num_reqs, each).tolist()]
+    ids = torch.arange(num_reqs * query_len) % 7 + 1
     starts, counts = [length - query_len] * num_reqs, [query_len] * num_reqs
-    return paged_batch(ids, starts, counts, tables, [False] * num_reqs, block_size, width)
+    return paged_batch(ids, starts, counts, rows, [False] * num_reqs, block_size)

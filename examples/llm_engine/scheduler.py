@@ -6,10 +6,38 @@ request that decodes finds no block, the youngest running one is preempted: it g
 and later computes again what they held.
 """
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 NULL_BLOCK = 0
+
+
+class BlockTable:
+    """The blocks of one request, and the same padded to a row that a step copies as it is."""
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.row = array("i")
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def widen(self, width: int) -> None:
+        """Make room for so many blocks."""
+        self.row = array("i", [NULL_BLOCK] * width)
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """Append blocks."""
+        for place, block in enumerate(blocks, len(self.blocks)):
+            self.row[place] = block
+        self.blocks += blocks
+
+    def clear(self) -> list[int]:
+        """All its blocks, which are no longer its own."""
+        blocks, self.blocks = self.blocks, []
+        self.widen(len(self.row))
+        return blocks
 
 
 @dataclass(eq=False)
@@ -25,7 +53,7 @@ class Request:
         tokens: prompt and output so far.
         computed: of how many tokens the cache holds keys and values.
         prefilling: whether it still works on its prompt, or again after a preemption.
-        blocks: of the cache, in order.
+        table: its blocks of the cache, in order.
         times: seconds of the clock at which its first and its last token were known.
         preemptions: how often it lost its blocks.
     """
@@ -38,7 +66,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     prefilling: bool = True
-    blocks: list[int] = field(default_factory=list)
+    table: BlockTable = field(default_factory=BlockTable)
     times: list[float] = field(default_factory=list)
     preemptions: int = 0
 
@@ -93,9 +121,8 @@ class BlockAllocator:
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, blocks: list[int]) -> None:
-        """All blocks of the list, which is empty then; what was freed last is taken first."""
-        while blocks:
-            self._free.append(blocks.pop())
+        """Free blocks; what was freed last is taken first."""
+        self._free += reversed(blocks)
 
 
 @dataclass(frozen=True)
@@ -127,6 +154,7 @@ class Scheduler:
     Args:
         allocator: of the blocks.
         block_size: tokens in a block.
+        width: blocks that a request has at most.
         max_num_reqs: the most requests in a step.
         max_num_tokens: the most tokens in a step.
         draft_tokens: drafts of each request that decodes, each of which needs a slot.
@@ -139,6 +167,7 @@ class Scheduler:
         self,
         allocator: BlockAllocator,
         block_size: int,
+        width: int,
         max_num_reqs: int,
         max_num_tokens: int,
         draft_tokens: int = 0,
@@ -148,6 +177,7 @@ class Scheduler:
             raise ValueError(f"decoding needs up to {wanted} tokens; the budget: {max_num_tokens}")
         self.allocator = allocator
         self.block_size = block_size
+        self.width = width
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self.draft_tokens = draft_tokens
@@ -162,9 +192,10 @@ class Scheduler:
             ValueError: the cache could not hold it, were it alone.
         """
         most = self.blocks_for(request.longest + self.draft_tokens)
-        if most >= self.allocator.num_blocks:
-            has = self.allocator.num_blocks - 1
-            raise ValueError(f"request {request.number} needs {most} blocks; there are {has}")
+        has = min(self.allocator.num_blocks - 1, self.width)
+        if most > has:
+            raise ValueError(f"request {request.number} needs {most} blocks; it can have {has}")
+        request.table.widen(self.width)
         self._queue(request)
 
     def blocks_for(self, tokens: int) -> int:
@@ -206,14 +237,14 @@ class Scheduler:
         return True
 
     def _reserve(self, request: Request, tokens: int) -> bool:
-        missing = self.blocks_for(tokens) - len(request.blocks)
+        missing = self.blocks_for(tokens) - len(request.table)
         found = self.allocator.take(max(missing, 0))
-        request.blocks += found or ()
+        request.table.add(found or ())
         return found is not None
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
-        self.allocator.give_back(request.blocks)
+        self.allocator.give_back(request.table.clear())
         request.computed, request.prefilling = 0, True
         request.preemptions += 1
         self.pressure.preemptions += 1
@@ -244,4 +275,4 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """Take a request that is done out, and free its blocks."""
         self.running.remove(request)
-        self.allocator.give_back(request.blocks)
+        self.allocator.give_back(request.table.clear())

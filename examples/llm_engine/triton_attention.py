@@ -1,5 +1,5 @@
 """The kernel of paged attention on CUDA. Importing this file needs triton."""
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
 import triton
@@ -18,8 +18,10 @@ def _kernel(
     owners_ptr,
     positions_ptr,
     scale,
-    q_stride,
-    out_stride,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    out_head_stride,
     block_stride,
     slot_stride,
     table_stride,
@@ -43,8 +45,9 @@ def _kernel(
     places = tl.arange(0, TILE)
     dim_mask = dims < HEAD_DIM
     row_mask = (group < GROUP)[:, None] & dim_mask[None, :]
-    rows = (head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
-    q = tl.load(q_ptr + token * q_stride + rows, mask=row_mask, other=0.0)
+    heads = (head * GROUP + group)[:, None]
+    q_rows = token * q_token_stride + heads * q_head_stride + dims[None, :]
+    q = tl.load(q_ptr + q_rows, mask=row_mask, other=0.0)
 
     highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PADDED], tl.float32)
@@ -71,7 +74,8 @@ def _kernel(
         highest = above
     result = result / tl.where(total > 0, total, 1.0)[:, None]
     result = result.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * out_stride + rows, result, mask=row_mask)
+    out_rows = token * out_token_stride + heads * out_head_stride + dims[None, :]
+    tl.store(out_ptr + out_rows, result, mask=row_mask)
 
 
 def paged_attention(
@@ -83,7 +87,7 @@ def paged_attention(
     token_to_req: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
-    """As ``gather_attention``; the last dimension of each tensor is contiguous, heads as well."""
+    """As ``gather_attention``; caches are contiguous, and so is the last dimension of the rest."""
     tokens, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
@@ -97,7 +101,9 @@ def paged_attention(
         positions,
         head_dim**-0.5 * LOG2_E,
         q.stride(0),
+        q.stride(1),
         out.stride(0),
+        out.stride(1),
         k_cache.stride(0),
         k_cache.stride(1),
         block_tables.stride(0),

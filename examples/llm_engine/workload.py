@@ -1,4 +1,4 @@
-"""Requests to serve: random prompts, and prompts that repeat themselves, which n-grams can guess."""
+"""Requests to serve: random prompts, and prompts that repeat themselves, for n-grams to guess."""
 
 import random
 from collections.abc import Sequence
