@@ -86,7 +86,7 @@ class Run:
         spans = [
             (each.times[-1] - each.times[0]) / (len(each.output) - 1)
             for each in self.requests
-            if len(each.output) > 1
+            if len(each.times) > 1
         ]
         return sum(spans) / len(spans) if spans else 0.0
 
