@@ -28,6 +28,7 @@ from llm_engine.attention import PagedMetadata, splitting_op
 from llm_engine.model import Llama
 from llm_engine.scheduler import NULL_BLOCK, Work
 
+SUPPORT = AttentionCGSupport.ALWAYS  # of the attention op: any batch may be one FULL graph
 MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL", "breakable")
 
 
@@ -157,7 +158,7 @@ class Runner:
             max_num_tokens=limits.num_tokens,
             query_lens=query_lens,
             decode_num_reqs=capture_sizes(limits.num_reqs),
-            support=AttentionCGSupport.ALWAYS,
+            support=SUPPORT,
         )
         self.manager = CudaGraphManager(
             self.model if mode == "breakable" else self.compiled,
