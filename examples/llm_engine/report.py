@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llm_engine.engine import Drafted
+from llm_engine.judge import Parting
 from llm_engine.runner import Runner, Tally
 from llm_engine.scheduler import Pressure, Request
 
@@ -34,10 +35,11 @@ class Model:
     def text(self) -> str:
         """One line."""
         tally, steps = self.tally, max(self.tally.steps, 1)
-        shares = [f"{n} {tally.modes[n] / steps:.0%}" for n in ("FULL", "PIECEWISE", "NONE")]
+        modes = [f"{n} {tally.modes[n] / steps:.0%}" for n in ("FULL", "PIECEWISE", "NONE")]
+        shares = f"{', '.join(modes)}, {self.replays} replays"
         uniform = f"{tally.uniform} in {len(tally.decode_sizes)} sizes"
         return (
-            f"{self.title}: {tally.steps} steps, {', '.join(shares)}; uniform decode {uniform}, "
+            f"{self.title}: {tally.steps} steps, {shares}; uniform decode {uniform}, "
             f"{tally.uniform_full} of them FULL"
         )
 
@@ -56,6 +58,7 @@ class Run:
         mixed_steps: with chunks of prompts beside decoding.
         seconds: of serving, after all was compiled and captured.
         leaked_blocks: that nobody gave back.
+        partings: where its tokens are not those of the first run.
     """
 
     mode: str
@@ -67,6 +70,7 @@ class Run:
     mixed_steps: int
     seconds: float
     leaked_blocks: int = 0
+    partings: tuple[Parting, ...] = ()
 
     @property
     def name(self) -> str:
@@ -109,32 +113,30 @@ class Run:
             share = self.drafted.accepted / self.drafted.proposed
             counts = f"{self.drafted.accepted} of {self.drafted.proposed}"
             lines.append(f"  drafts: {counts} accepted ({share:.1%})")
+        if self.partings:
+            gap = max(each.gap for each in self.partings)
+            lines.append(
+                f"  {len(self.partings)} requests get other tokens, at gaps up to {gap:.2g}"
+            )
         return "\n".join(lines)
 
 
-def first_difference(expected: Sequence[Request], found: Sequence[Request]) -> str | None:
-    """Where the output of two runs differs first; None if it is the same."""
-    for one, other in zip(expected, found, strict=True):
-        if one.output != other.output:
-            pairs = list(zip(one.output, other.output, strict=False))
-            place = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-            return f"request {one.number} from output token {place} on"
-    return None
-
-
-def broken_promises(run: Run, reference: Run, *, scarce: bool, exact: bool) -> list[str]:
+def broken_promises(run: Run, reference: str, *, scarce: bool, close: float) -> list[str]:
     """What went wrong in a run, a sentence each; empty if all is well.
 
     Args:
         run: to be judged.
-        reference: whose tokens it must have.
+        reference: the name of the run whose tokens it must have.
         scarce: the cache was made too small, so that its pressure is part of what is shown.
-        exact: tokens must be the same; rounding in bfloat16 depends on the padding.
+        close: tokens may differ where their logits are at most so close.
     """
     broken = [f"{run.name}: {each}" for each in _unfinished(run)]
-    difference = first_difference(reference.requests, run.requests) if exact else None
-    if difference is not None:
-        broken.append(f"{run.name}: tokens differ from those of {reference.name}: {difference}")
+    for part in run.partings:
+        if not part.gap <= close:
+            broken.append(
+                f"{run.name}: tokens differ from those of {reference}: request {part.number} from "
+                f"output token {part.place} on, by {part.gap:.2g} standard deviations of the logits"
+            )
     for each in run.models:
         broken += [f"{run.name}, {each.title}: {text}" for text in _missed_graphs(each, run.mode)]
     if run.draft == "ngram" and not run.drafted.accepted:

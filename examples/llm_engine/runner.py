@@ -28,6 +28,7 @@ from llm_engine.attention import PagedMetadata, splitting_op
 from llm_engine.model import Llama
 from llm_engine.scheduler import NULL_BLOCK, Work
 
+FINE_SIZES = 256
 SUPPORT = AttentionCGSupport.ALWAYS  # of the attention op: any batch may be one FULL graph
 MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL", "breakable")
 
@@ -40,7 +41,7 @@ class Limits:
         num_reqs: the most requests.
         num_tokens: the most tokens.
         blocks_per_req: the width of block tables.
-        sizes: capture sizes in tokens; empty: the usual ladder.
+        sizes: capture sizes in tokens; empty: see :func:`ladder`.
     """
 
     num_reqs: int
@@ -71,6 +72,12 @@ def paged_metadata(batch: Batch, descriptor: BatchDescriptor, buffers: dict[str,
     """Views of buffers that stay: a FULL graph goes on reading those of its capture."""
     names = ("block_tables", "token_to_req", "positions")
     return Metadata(PagedMetadata(*(buffers[name] for name in names)))
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """Capture sizes: the usual ones, then coarse: chunks of prompts fill the budget or are few."""
+    coarse = range(2 * FINE_SIZES, most, FINE_SIZES)
+    return (*capture_sizes(min(most, FINE_SIZES)), *coarse, *([most] if most > FINE_SIZES else []))
 
 
 def graph_mode(mode: str) -> CUDAGraphMode:
@@ -153,7 +160,7 @@ class Runner:
         limits = self.limits
         dispatcher = CudagraphDispatcher(
             graph_mode(mode),
-            limits.sizes or capture_sizes(limits.num_tokens),
+            limits.sizes or ladder(limits.num_tokens),
             max_num_reqs=limits.num_reqs,
             max_num_tokens=limits.num_tokens,
             query_lens=query_lens,

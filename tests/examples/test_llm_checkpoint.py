@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from llm_engine.attention import PagedMetadata
 from llm_engine.checkpoint import CheckpointError, load_llama
 from llm_engine.drafts import NgramDraft
+from llm_engine.judge import plain_logits
 from llm_engine.model import Llama
-from llm_engine.scheduler import BlockTable, Request
-from llm_support import BLOCK_SIZE, NUM_BLOCKS, WIDTH, serve, with_caches
-
-from cgcompile import set_forward_context
+from llm_engine.scheduler import Request
+from llm_support import serve, with_caches
 
 transformers = pytest.importorskip("transformers")
 
@@ -61,18 +59,9 @@ def reference(**more: Any) -> Any:
 
 def logits(model: Llama, tokens: list[int]) -> torch.Tensor:
     """Of a whole prompt at once."""
-    device = model.embed.weight.device
-    with_caches(model, device.type)
+    with_caches(model, "cpu")
     model.forget()
-    table = BlockTable()
-    table.widen(WIDTH)
-    table.add([NUM_BLOCKS - 1 - place for place in range(WIDTH)])
-    positions = torch.arange(len(tokens), device=device)
-    blocks = torch.tensor([table.row.tolist()], dtype=torch.int32, device=device)
-    slots = blocks[0, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-    metadata = PagedMetadata(blocks, torch.zeros_like(positions, dtype=torch.int32), positions)
-    with torch.inference_mode(), set_forward_context(metadata):
-        return model.logits(model(torch.tensor(tokens, device=device), positions, slots))
+    return plain_logits(model, tokens)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -92,10 +81,10 @@ def test_logits_are_those_of_transformers(variant: str, shards: str, tmp_path: P
 
 def test_old_spellings_of_a_configuration(tmp_path: Path) -> None:
     """As transformers wrote it before version 5: theta outside, "type" for "rope_type"."""
-    model = reference(rope_parameters=LLAMA3)
+    model = reference(rope_parameters={**LLAMA3, "rope_theta": 500.0})
     model.save_pretrained(tmp_path)
-    change(tmp_path, rope_parameters=None, rope_theta=10000.0)
-    change(tmp_path, rope_scaling={"type": "llama3", **LLAMA3, "rope_type": "llama3"})
+    old = {k: v for k, v in LLAMA3.items() if k not in ("rope_type", "rope_theta")}
+    change(tmp_path, rope_parameters=None, rope_theta=500.0, rope_scaling={**old, "type": "llama3"})
     tokens = list(range(1, 30))
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0]
