@@ -7,7 +7,7 @@ Run it from anywhere; without a checkpoint the weights are random and nothing is
     python examples/serve_llm.py --model FOLDER_WITH_A_LLAMA
     python examples/serve_llm.py --device cuda --dtype bfloat16 --hidden 2048 --intermediate 5632 \\
         --layers 16 --heads 32 --kv-heads 8 --vocab 32000 --requests 256 --prompt 512 \\
-        --tokens 128 --max-reqs 128 --budget 2048
+        --tokens 128 --max-reqs 128 --budget 2048 --block-size 16
 
 Requests arrive over time and share a paged key-value cache. A step decodes for all that have their
 prompt behind them and works on chunks of prompts in what is left of its budget; where the cache is
@@ -179,6 +179,8 @@ class Server:
             args.prompt,
             args.tokens,
             config.vocab,
+            every=args.tokens / (2 * args.max_reqs),  # more than can be served: a queue forms
+            at_once=max(4, args.max_reqs // 2),
             seed=args.seed,
             stop_tokens=config.stop_tokens,
         )

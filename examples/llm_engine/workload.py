@@ -28,7 +28,7 @@ class Workload:
     prompt: int
     tokens: int
     vocab: int
-    every: int = 2
+    every: float = 2.0
     at_once: int = 4
     seed: int = 0
     stop_tokens: frozenset[int] = frozenset()
@@ -42,7 +42,7 @@ class Workload:
             some = min(length, PATTERN) if number % 2 else length
             pattern = [source.randrange(self.vocab) for _ in range(some)]
             prompt = (pattern * (length // some + 1))[:length]
-            arrival = max(0, number - self.at_once + 1) * self.every
+            arrival = int(max(0, number - self.at_once + 1) * self.every)
             tokens = source.randint(max(1, self.tokens // 2), self.tokens)
             made.append(Request(number, prompt, tokens, arrival, self.stop_tokens))
         return made
