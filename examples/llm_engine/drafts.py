@@ -96,11 +96,10 @@ class NgramDraft:
 class ModelDraft:
     """A smaller model, with a manager and caches of its own, in the blocks of the target.
 
-    Between two proposals a request gains one token at least, and all but the last two are in the
-    draft's cache by then: it has fed all that was accepted but perhaps the last draft. So each
-    proposal begins with the last two tokens of each request, which is uniform decode again; the
-    first of them is often written a second time, with equal values. Single tokens follow, which
-    never leave the device.
+    A proposal leaves in its cache all tokens but the newest, and its own guesses but the last; of
+    these the target takes a front. So when the next proposal begins, at most the last two tokens
+    are missing there. It always feeds these two, which is uniform decode of length two; where the
+    first was there already, it is written again. Single tokens follow, which stay on the device.
     """
 
     def __init__(self, runner: Runner) -> None:
