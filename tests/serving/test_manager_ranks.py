@@ -177,7 +177,8 @@ def refusing(rank: int, ranks: int) -> Any:
     missing = [(each.num_tokens, why.partition(":")[0]) for each, why in bulk.missing]
     for lengths in ((3,), (2, 1), (7,), (1,)):
         engine.step(lengths, MIXED)
-    runs = {(cell.mode, cell.padded): cell.hits for cell in engine.manager.statistics.cells()}
+    cells = engine.manager.statistics.cells()
+    runs = {(cell.mode, cell.unpadded, cell.padded): cell.hits for cell in cells}
     engine = Engine(mode="FULL", model=Picky(rank == 1, broken=True))
     error = ""
     try:
@@ -192,7 +193,8 @@ def test_what_one_rank_cannot_capture_no_rank_has(tmp_path: Path) -> None:
     assert found[0][0] == [(4, "rank 1 has not captured it")]
     assert found[1][0] == [(4, "CaptureError")]
     for _, runs, _ in found:
-        assert runs == {("FULL", 8): 3, ("FULL", 1): 1}  # the next larger one serves
+        # The next larger one serves what the missing one would have.
+        assert runs == {("FULL", 3, 8): 2, ("FULL", 7, 8): 1, ("FULL", 1, 1): 1}
     gave_up = "rank 1 raised an exception in its capture."
     assert [each[2] for each in found] == [gave_up, "of one rank alone"]
 

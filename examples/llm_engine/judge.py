@@ -1,0 +1,62 @@
+"""Where two runs part, and how close a call that was.
+
+Padding changes which kernel multiplies, and with it the last bits: a token that leads by less than
+rounding may lose. A wrong graph does not care how close the call was, so the distance tells the two
+apart: it is measured by the plain model, on the tokens up to where the runs part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cgcompile import set_forward_context
+from llm_engine.attention import PagedMetadata
+from llm_engine.model import Llama
+from llm_engine.scheduler import Request
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first difference in the output of a request.
+
+    Attributes:
+        number: of the request.
+        place: of the token, in its output.
+        gap: between the logits of the two tokens, in standard deviations of all logits; infinite
+            where one output ends.
+    """
+
+    number: int
+    place: int
+    gap: float
+
+
+def partings(
+    expected: Sequence[Request], found: Sequence[Request], model: Llama
+) -> tuple[Parting, ...]:
+    """Of the requests whose output differs; overwrites the model's caches."""
+    parts = []
+    for one, other in zip(expected, found, strict=True):
+        if one.output == other.output:
+            continue
+        pairs = list(zip(one.output, other.output, strict=False))
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        gap = float("inf")
+        if place < len(pairs):
+            spread = plain_logits(model, one.tokens[: len(one.prompt) + place])[-1].float()
+            first, second = spread[list(pairs[place])].tolist()
+            gap = abs(first - second) / float(spread.std())
+        parts.append(Parting(one.number, place, gap))
+    return tuple(parts)
+
+
+def plain_logits(model: Llama, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits [T, vocab] of a whole text at once, by the model as it is; overwrites its caches."""
+    device, size = model.embed.weight.device, model.block_size
+    positions = torch.arange(len(tokens), device=device)
+    blocks = 1 + torch.arange(-(-len(tokens) // size), device=device, dtype=torch.int32)[None]
+    metadata = PagedMetadata(blocks, torch.zeros_like(positions, dtype=torch.int32), positions)
+    with torch.inference_mode(), set_forward_context(metadata):
+        ids = torch.tensor(tokens, device=device)
+        return model.logits(model(ids, positions, positions + size))

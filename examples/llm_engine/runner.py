@@ -1,0 +1,291 @@
+"""A model with its manager, and how the work of a step becomes a batch.
+
+Usable without the scheduler: :func:`decode_batch` makes a decode step of any size at any context
+length, for measurements.
+"""
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import cgcompile
+from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode
+from cgcompile.serving import (
+    Batch,
+    CudagraphDispatcher,
+    CudaGraphManager,
+    InputBuffer,
+    Metadata,
+    capture_sizes,
+    is_uniform_decode,
+)
+from llm_engine.attention import PagedMetadata, splitting_op
+from llm_engine.model import Llama
+from llm_engine.scheduler import NULL_BLOCK, Work
+
+FINE_SIZES = 256
+SUPPORT = AttentionCGSupport.ALWAYS  # of the attention op: any batch may be one FULL graph
+MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL", "breakable")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a step.
+
+    Attributes:
+        num_reqs: the most requests.
+        num_tokens: the most tokens.
+        blocks_per_req: the width of block tables.
+        sizes: capture sizes in tokens; empty: see :func:`ladder`.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    blocks_per_req: int
+    sizes: tuple[int, ...] = ()
+
+
+def input_buffers(limits: Limits) -> tuple[InputBuffer, ...]:
+    """What a step reads. Padded tokens write to the null block, and see nothing."""
+    return (
+        InputBuffer("input_ids", ("tokens",), torch.int64, 0, host_slots=2),
+        InputBuffer("positions", ("tokens",), torch.int64, 0, host_slots=2),
+        InputBuffer("slot_mapping", ("tokens",), torch.int64, 0, host_slots=2),
+        InputBuffer("token_to_req", ("tokens",), torch.int32, -1, argument=False, host_slots=2),
+        InputBuffer(
+            "block_tables",
+            ("reqs", limits.blocks_per_req),
+            torch.int32,
+            NULL_BLOCK,
+            argument=False,
+            host_slots=2,
+        ),
+    )
+
+
+def paged_metadata(batch: Batch, descriptor: BatchDescriptor, buffers: dict[str, Any]) -> Metadata:
+    """Views of buffers that stay: a FULL graph goes on reading those of its capture."""
+    names = ("block_tables", "token_to_req", "positions")
+    return Metadata(PagedMetadata(*(buffers[name] for name in names)))
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """Capture sizes: the usual ones, then coarse: chunks of prompts fill the budget or are few."""
+    coarse = range(2 * FINE_SIZES, most, FINE_SIZES)
+    return (*capture_sizes(min(most, FINE_SIZES)), *coarse, *([most] if most > FINE_SIZES else []))
+
+
+def graph_mode(mode: str) -> CUDAGraphMode:
+    return CUDAGraphMode["FULL_AND_PIECEWISE" if mode == "breakable" else mode]
+
+
+def configuration(device: str, compiler: str) -> cgcompile.CompilationConfig:
+    """Of the compiled model as of the managers."""
+    return cgcompile.CompilationConfig(
+        splitting_ops=(splitting_op(),),
+        capture_device="host" if torch.device(device).type == "cpu" else "auto",
+        compiler=compiler,
+    )
+
+
+@dataclass
+class Tally:
+    """What the steps of one model were.
+
+    Attributes:
+        modes: steps by runtime mode.
+        uniform: steps of uniform decode.
+        uniform_full: those of them that ran as one FULL graph.
+        decode_sizes: steps of uniform decode by number of requests.
+    """
+
+    modes: Counter[str] = field(default_factory=Counter)
+    uniform: int = 0
+    uniform_full: int = 0
+    decode_sizes: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def steps(self) -> int:
+        return sum(self.modes.values())
+
+    def add(self, batch: Batch, mode: CUDAGraphMode) -> None:
+        self.modes[mode.name] += 1
+        if batch.uniform_decode:
+            self.uniform += 1
+            self.uniform_full += mode is CUDAGraphMode.FULL
+            self.decode_sizes[batch.num_reqs] += 1
+
+
+class Runner:
+    """A model, its compiled form and, one after the other, the managers of several modes.
+
+    Args:
+        model: on its device, with its caches.
+        config: of the compiled model and of the managers.
+        limits: of a step.
+
+    Attributes:
+        manager: of the present mode; see :meth:`start`.
+        tally: of the steps since then.
+        start_seconds: that compiling and capturing took.
+        graph_bytes: device memory that capturing took; 0 on the CPU.
+    """
+
+    manager: CudaGraphManager
+
+    def __init__(self, model: Llama, config: cgcompile.CompilationConfig, limits: Limits) -> None:
+        self.model = model
+        self.config = config
+        self.limits = limits
+        self.tally = Tally()
+        self.start_seconds = 0.0
+        self._replays = 0
+        self.graph_bytes = 0
+        self.device = model.embed.weight.device
+        self.compiled = torch.compile(model, backend=cgcompile.Backend(config), dynamic=True)
+
+    def start(self, mode: str, query_lens: Sequence[int]) -> None:
+        """Make the manager of a mode, compile whatever is not yet compiled, and capture.
+
+        Args:
+            mode: one of ``MODES``.
+            query_lens: tokens of each request in uniform decode.
+        """
+        begin = time.perf_counter()
+        limits = self.limits
+        dispatcher = CudagraphDispatcher(
+            graph_mode(mode),
+            limits.sizes or ladder(limits.num_tokens),
+            max_num_reqs=limits.num_reqs,
+            max_num_tokens=limits.num_tokens,
+            query_lens=query_lens,
+            decode_num_reqs=capture_sizes(limits.num_reqs),
+            support=SUPPORT,
+        )
+        self.manager = CudaGraphManager(
+            self.model if mode == "breakable" else self.compiled,
+            dispatcher,
+            input_buffers(limits),
+            device=self.device,
+            metadata=paged_metadata,
+            config=self.config,
+        )
+        for size in (limits.num_tokens, 2, 1):  # one token has a compiled graph of its own
+            dummy = self.manager.dummy_batch(BatchDescriptor(size), "warmup")
+            self.manager.run(dummy, valid_modes=())
+        before = self._free_bytes()
+        self.manager.capture()
+        self.graph_bytes = before - self._free_bytes()
+        self.manager.statistics.clear()
+        self.tally, self._replays = Tally(), self.manager.counters.replays
+        self.model.forget()
+        self.start_seconds = time.perf_counter() - begin
+
+    def _free_bytes(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def stop(self) -> None:
+        """Give the memory of the graphs back."""
+        self.manager.release()
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Hidden states [T, hidden], valid until the next step."""
+        self.tally.add(batch, self.manager.dispatched(batch).mode)
+        hidden: torch.Tensor = self.manager.run(batch)
+        return hidden
+
+    @property
+    def replays(self) -> int:
+        """Of graphs, since :meth:`start`."""
+        return self.manager.counters.replays - self._replays
+
+    def batch(self, work: Sequence[Work]) -> Batch:
+        """The batch of a step's work, on the host; drafts are 0 for now."""
+        ids: list[int] = []
+        for each in work:
+            known = each.request.tokens[each.start : each.start + each.count]
+            ids += known + [0] * (each.count - len(known))
+        starts, counts = [each.start for each in work], [each.count for each in work]
+        rows = [each.request.table.row for each in work]
+        prefill = [each.prefill for each in work]
+        return paged_batch(torch.tensor(ids), starts, counts, rows, prefill, self.model.block_size)
+
+    def decoding(
+        self, ids: torch.Tensor, starts: Sequence[int], query_len: int, rows: "Sequence[array[int]]"
+    ) -> Batch:
+        """A batch of uniform decode with other tokens than the requests have by now."""
+        counts, prefill = [query_len] * len(starts), [False] * len(starts)
+        return paged_batch(ids, starts, counts, rows, prefill, self.model.block_size)
+
+
+def paged_batch(
+    ids: torch.Tensor,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    rows: "Sequence[array[int]]",
+    prefill: Sequence[bool],
+    block_size: int,
+) -> Batch:
+    """A batch from numbers.
+
+    Args:
+        ids: int64 of all tokens, request after request; on the host or on the device.
+        starts: each request's first position in this step.
+        counts: its tokens in this step.
+        rows: its row of the block table.
+        prefill: whether it works on its prompt.
+        block_size: tokens in a block.
+    """
+    # Tensors, not loops: at some hundred requests the host would be slower than the device.
+    count = torch.tensor(counts)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), count)
+    shift = torch.tensor(starts) - (count.cumsum(0) - count)
+    positions = torch.arange(len(owner)) + shift[owner]
+    tables = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int32).view(len(rows), -1)
+    slots = tables[owner, positions // block_size].long() * block_size + positions % block_size
+    return Batch(
+        len(owner),
+        len(counts),
+        {
+            "input_ids": ids,
+            "positions": positions,
+            "slot_mapping": slots,
+            "token_to_req": owner.int(),
+            "block_tables": tables,
+        },
+        max_query_len=max(counts),
+        uniform_decode=is_uniform_decode(counts, prefill),
+    )
+
+
+def decode_batch(
+    num_reqs: int, length: int, block_size: int, width: int, *, query_len: int = 1
+) -> Batch:
+    """A decode step of requests that have ``length`` tokens each, those of the step included.
+
+    Each has blocks of its own, from 1 on, as scattered as in a used cache; the cache needs ``1 +
+    num_reqs * ceil(length / block_size)`` of them.
+
+    Args:
+        num_reqs: requests.
+        length: tokens of each.
+        block_size: tokens in a block.
+        width: of block tables.
+        query_len: tokens of each in this step.
+    """
+    each = -(-length // block_size)
+    order = torch.randperm(num_reqs * each, generator=torch.Generator().manual_seed(0)) + 1
+    rest = [NULL_BLOCK] * (width - each)
+    rows = [array("i", [*blocks, *rest]) for blocks in order.view(num_reqs, each).tolist()]
+    ids = torch.arange(num_reqs * query_len) % 7 + 1
+    starts, counts = [length - query_len] * num_reqs, [query_len] * num_reqs
+    return paged_batch(ids, starts, counts, rows, [False] * num_reqs, block_size)

@@ -1,0 +1,303 @@
+"""A small engine with continuous batching serves a Llama in every CUDA graph mode.
+
+Run it from anywhere; without a checkpoint the weights are random and nothing is downloaded::
+
+    pip install -e ".[examples]"
+    python examples/serve_llm.py
+    python examples/serve_llm.py --model FOLDER_WITH_A_LLAMA
+    python examples/serve_llm.py --device cuda --dtype bfloat16 --hidden 2048 --intermediate 5632 \\
+        --layers 16 --heads 32 --kv-heads 8 --vocab 32000 --requests 256 --prompt 512 \\
+        --tokens 128 --max-reqs 128 --budget 2048 --block-size 16
+
+Requests arrive over time and share a paged key-value cache. A step decodes for all that have their
+prompt behind them and works on chunks of prompts in what is left of its budget; where the cache is
+full, requests wait, and the youngest is preempted. The same workload is served in each mode, then
+with drafts that the target verifies (speculative decoding): random ones, n-grams, and those of a
+smaller model, which has a manager of its own. Without a GPU cgcompile's host recorder takes the
+place of CUDA graphs: same rules, no speed. The parts are in ``llm_engine/``.
+
+The script exits with 1 if one of these promises is broken:
+
+* every request gets the same greedy tokens in all modes, with any draft; where they differ, the
+  distance of the two logits is printed (``--close-calls`` allows some, for bfloat16 and long runs);
+* at least 95 % of uniform decode steps are one FULL graph, where the mode has such graphs;
+* every step that was given a graph replayed it;
+* some n-grams are accepted;
+* requests end, and give their blocks back;
+* unless ``--blocks`` gives a cache of one's own size: a step mixes prompts and decoding, requests
+  wait for blocks, and some are preempted.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from llm_engine.checkpoint import CheckpointError, load_llama
+from llm_engine.drafts import Draft, ModelDraft, NgramDraft, RandomDraft
+from llm_engine.engine import Engine
+from llm_engine.judge import partings
+from llm_engine.model import Llama, LlamaConfig, random_llama, shallow_copy
+from llm_engine.report import Model, Run, broken_promises
+from llm_engine.runner import MODES, Limits, Runner, configuration
+from llm_engine.scheduler import BlockAllocator, Scheduler
+from llm_engine.workload import Workload, scarce_blocks
+
+COMPILERS = ("inductor", "aot", "eager")
+DRAFTS = ("none", "random", "ngram", "model")
+DRAFT_MODES = ("NONE", "FULL_AND_PIECEWISE")
+SIZES = {
+    "layers": 2,
+    "hidden": 64,
+    "intermediate": 128,
+    "heads": 4,
+    "kv-heads": 2,
+    "vocab": 128,
+    "requests": 10,
+    "prompt": 24,
+    "tokens": 16,
+    "max-reqs": 6,
+    "budget": 32,
+    "block-size": 4,
+    "draft-tokens": 3,
+    "draft-layers": 1,
+    "seed": 0,
+}
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Continuous batching of a Llama with CUDA graphs.")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help="default: %(default)s")
+    parser.add_argument("--model", help="folder of a Llama as Hugging Face saves it")
+    parser.add_argument("--draft-model", help="folder of the draft; left out: the first layers")
+    parser.add_argument(
+        "--compiler", choices=COMPILERS, help="default: inductor on CUDA, else eager"
+    )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        default=MODES,
+        choices=MODES,
+        metavar="MODE",
+        help=f"default: {' '.join(MODES)}; the first has the tokens to match",
+    )
+    parser.add_argument(
+        "--draft",
+        nargs="+",
+        default=DRAFTS,
+        choices=DRAFTS,
+        metavar="DRAFT",
+        help=f"default: {' '.join(DRAFTS)}",
+    )
+    parser.add_argument(
+        "--draft-modes",
+        nargs="+",
+        default=DRAFT_MODES,
+        choices=MODES,
+        metavar="MODE",
+        help=f"with drafts; default: {' '.join(DRAFT_MODES)}",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--close-calls",
+        type=float,
+        help="tokens may differ where their logits are so close, in standard deviations: padding "
+        "changes the last bits; default: 0, in bfloat16, where it changes more, 0.1",
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=0, help="of the cache; default: so few that it gets full"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[],
+        help="capture sizes in tokens; default: a ladder up to the budget",
+    )
+    parser.add_argument(
+        "--coverage",
+        action="store_true",
+        help="print the table of graphs of every run",
+    )
+    for name, size in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=size, help="default: %(default)s")
+    args = parser.parse_args(argv)
+    if args.compiler is None:
+        args.compiler = "inductor" if torch.device(args.device).type == "cuda" else "eager"
+    if args.close_calls is None:
+        args.close_calls = 0.0 if args.dtype == "float32" else 0.1
+    return args
+
+
+def make_model(args: argparse.Namespace) -> Llama:
+    """The checkpoint, or random weights."""
+    if args.model:
+        model = load_llama(args.model)
+    else:
+        config = LlamaConfig(
+            vocab=args.vocab,
+            hidden=args.hidden,
+            intermediate=args.intermediate,
+            layers=args.layers,
+            heads=args.heads,
+            kv_heads=args.kv_heads,
+            head_dim=args.hidden // args.heads,
+        )
+        model = random_llama(config, args.seed)
+    return model.place(args.device, getattr(torch, args.dtype))
+
+
+def make_draft_model(args: argparse.Namespace, model: Llama) -> Llama:
+    """Another checkpoint, or the first layers of the target."""
+    if not args.draft_model:
+        return shallow_copy(model, args.draft_layers)
+    draft = load_llama(args.draft_model).place(args.device, getattr(torch, args.dtype))
+    if draft.config.vocab != model.config.vocab:
+        sizes = f"{draft.config.vocab} tokens, the target {model.config.vocab}"
+        raise CheckpointError(f"the draft model has a vocabulary of {sizes}")
+    return draft
+
+
+class Server:
+    """The models, compiled once, and the workload; each run has an engine of its own."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.most_drafts = args.draft_tokens if set(args.draft) - {"none"} else 0
+        target = make_model(args)
+        config = target.config
+        self.workload = Workload(
+            args.requests,
+            args.prompt,
+            args.tokens,
+            config.vocab,
+            every=args.tokens / (2 * args.max_reqs),  # more than can be served: a queue forms
+            at_once=max(4, args.max_reqs // 2),
+            seed=args.seed,
+            stop_tokens=config.stop_tokens,
+        )
+        longest = max(each.longest for each in self.workload.make()) + self.most_drafts
+        self.limits = Limits(
+            args.max_reqs, args.budget, -(-longest // args.block_size), tuple(args.sizes)
+        )
+        self.target = self._runner(target)
+        self.small = None
+        self._reference: Run | None = None
+        if "model" in args.draft:
+            self.small = self._runner(make_draft_model(args, target))
+
+    def _blocks(self, draft_tokens: int) -> int:
+        args = self.args
+        if args.blocks:
+            return int(args.blocks)
+        return scarce_blocks(self.workload.make(), args.max_reqs, args.block_size, draft_tokens)
+
+    def _runner(self, model: Llama) -> Runner:
+        model.make_caches(self._blocks(self.most_drafts), self.args.block_size)
+        return Runner(model, configuration(self.args.device, self.args.compiler), self.limits)
+
+    def _draft(self, name: str) -> Draft | None:
+        if name == "random":
+            return RandomDraft(self.target.model.config.vocab, self.args.seed)
+        if name == "ngram":
+            return NgramDraft()
+        return ModelDraft(self.small) if name == "model" and self.small is not None else None
+
+    def run(self, mode: str, draft: str) -> Run:
+        """Serve the workload."""
+        args, k = self.args, 0 if draft == "none" else self.args.draft_tokens
+        runners = {"target": self.target}
+        self.target.start(mode, [1 + k])
+        if draft == "model" and self.small is not None:
+            runners["draft model"] = self.small
+            self.small.start(mode, [1, 2])
+        allocator = BlockAllocator(self._blocks(k))
+        width = self.limits.blocks_per_req
+        scheduler = Scheduler(
+            allocator, args.block_size, width, args.max_reqs, args.budget, draft_tokens=k
+        )
+        engine = Engine(self.target, scheduler, self._draft(draft))
+        requests = self.workload.make()
+        self._synchronize()
+        begin = time.perf_counter()
+        engine.serve(requests)
+        self._synchronize()
+        seconds = time.perf_counter() - begin
+        found = Run(
+            mode,
+            draft,
+            requests,
+            [Model.of(title, runner) for title, runner in runners.items()],
+            scheduler.pressure,
+            engine.drafted,
+            engine.mixed_steps,
+            seconds,
+            allocator.num_blocks - 1 - allocator.num_free,
+        )
+        for each in runners.values():
+            each.stop()
+        self._reference = self._reference or found
+        given = self._reference.requests
+        return replace(found, partings=partings(given, requests, self.target.model))
+
+    def _synchronize(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+
+
+def plan(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(mode, draft) of each run; the first one has the tokens that all others must have."""
+    runs = [(mode, "none") for mode in args.modes if "none" in args.draft]
+    return runs + [(m, draft) for draft in args.draft for m in args.draft_modes if draft != "none"]
+
+
+def serve_all(args: argparse.Namespace) -> list[str]:
+    """All runs, printed as they end; returns the broken promises."""
+    server = Server(args)
+    runs: list[Run] = []
+    broken: list[str] = []
+    for mode, draft in plan(args):
+        runs.append(server.run(mode, draft))
+        print(runs[-1].text())
+        if args.coverage:
+            print_coverage(runs[-1])
+        broken += broken_promises(
+            runs[-1], runs[0].name, scarce=not args.blocks, close=args.close_calls
+        )
+    if not args.coverage:
+        print_coverage(runs[-1])
+    distinct = {token for each in runs[0].requests for token in each.output}
+    print(f"tokens: {runs[0].tokens} in the first run, {len(distinct)} different ones")
+    print(f"tokens identical: {'no' if any(run.partings for run in runs) else 'yes'}")
+    return broken
+
+
+def print_coverage(run: Run) -> None:
+    for model in run.models:
+        print(f"\n{run.name}, {model.title}:\n{model.coverage}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    torch.set_float32_matmul_precision("highest")  # no TF32: it could turn a close call
+    try:
+        broken = serve_all(args)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for each in broken:
+        print(f"BROKEN: {each}")
+    print(f"promises kept: {'no' if broken else 'yes'}")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""A tiny Llama of the example engine, and a run of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from llm_engine.drafts import Draft
+from llm_engine.engine import Engine
+from llm_engine.model import Llama, LlamaConfig, random_llama
+from llm_engine.runner import Limits, Runner, configuration
+from llm_engine.scheduler import BlockAllocator, Request, Scheduler
+from llm_engine.workload import Workload, scarce_blocks
+
+BLOCK_SIZE, MAX_REQS, BUDGET, VOCABULARY, LONGEST = 4, 4, 16, 60, 64
+NUM_BLOCKS, WIDTH = 80, LONGEST // BLOCK_SIZE
+
+
+def tiny_config(**more: object) -> LlamaConfig:
+    settings = {"vocab": VOCABULARY, "hidden": 32, "intermediate": 48, "layers": 2, "heads": 4}
+    settings |= {"kv_heads": 2, "head_dim": 8}
+    return LlamaConfig(**{**settings, **more})  # type: ignore[arg-type]
+
+
+def tiny_llama(device: str, seed: int = 1) -> Llama:
+    return with_caches(random_llama(tiny_config(), seed), device)
+
+
+def with_caches(model: Llama, device: str) -> Llama:
+    model.place(device, torch.float32).make_caches(NUM_BLOCKS, BLOCK_SIZE)
+    return model
+
+
+def runner(model: Llama, mode: str, query_lens: Sequence[int]) -> Runner:
+    """A runner that has captured its graphs."""
+    device = model.embed.weight.device.type
+    limits = Limits(MAX_REQS, BUDGET, WIDTH)
+    made = Runner(model, configuration(device, "eager"), limits)
+    made.start(mode, query_lens)
+    return made
+
+
+def workload(requests: int = 8) -> list[Request]:
+    return Workload(requests, 20, 12, VOCABULARY).make()
+
+
+@dataclass
+class Served:
+    engine: Engine
+    requests: list[Request]
+
+    @property
+    def output(self) -> list[list[int]]:
+        return [each.output for each in self.requests]
+
+
+def serve(
+    model: Llama,
+    requests: list[Request],
+    *,
+    mode: str = "breakable",
+    draft: Draft | None = None,
+    k: int = 0,
+) -> Served:
+    """Serve requests with a cache that gets full; by default without the time of a compilation."""
+    target = runner(model, mode, [1 + k])
+    blocks = scarce_blocks(requests, MAX_REQS, BLOCK_SIZE, k)
+    scheduler = Scheduler(BlockAllocator(blocks), BLOCK_SIZE, WIDTH, MAX_REQS, BUDGET, k)
+    engine = Engine(target, scheduler, draft)
+    engine.serve(requests)
+    return Served(engine, requests)
