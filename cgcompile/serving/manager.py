@@ -132,8 +132,6 @@ class CudaGraphManager(Questions):
         )
         self.meter = MemoryMeter(self._steps.pool, self._backend, self._steps.outputs)
 
-    # -------------------------------------------------------------- what a user may ask
-
     @property
     def bulk(self) -> dict[str, BulkCapture]:
         """How each set of captures went, by its title."""
