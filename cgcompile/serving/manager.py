@@ -301,11 +301,10 @@ class CudaGraphManager(Questions):
     def run(self, batch: Batch | None, **restrictions: Any) -> Any:
         """Run one batch on the graph that serves it, or without one.
 
-        With ``agreement`` every rank calls it at each step, one without work with None, or with a
-        batch of no tokens whose ``state`` its metadata wants. Such a rank runs padding, in the
-        size that was agreed, so that collectives in the model find it; its metadata is built for
-        one request without tokens (``batch.num_tokens`` is 0). In mode NONE each rank runs its own
-        tokens unpadded, one without work the smallest planned size.
+        With ``agreement`` every rank calls it at each step, one without work with None, or with no
+        tokens and a ``state`` for its metadata, which is built for one request without tokens. Such
+        a rank runs padding of the agreed size, so that collectives find it. In mode NONE each rank
+        runs its own tokens unpadded, one without work the smallest planned size.
 
         Args:
             batch: real rows.
@@ -319,8 +318,7 @@ class CudaGraphManager(Questions):
             InputBufferError: inputs that do not fit the declarations; nothing ran.
             BatchError: numbers of the batch that contradict each other.
             AddressChangedError: a weight moved since the capture.
-            AgreementError: a rank stays away or, checked, goes its own way. A rank that raises
-                anything else after the others went on leaves them waiting in the model.
+            AgreementError: a rank stays away or, checked, goes its own way.
             BaseException: what the model or ``metadata`` raised.
         """
         if self.agreement is not None:
