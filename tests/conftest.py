@@ -19,11 +19,15 @@ logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    on_cuda = torch.cuda.is_available()
+    beside_others = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1"
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" not in item.keywords:
+            continue
+        if not on_cuda:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif "alone" in item.keywords and beside_others:
+            item.add_marker(pytest.mark.skip(reason="measures the whole device: run it with -n0"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -163,9 +163,7 @@ class ArgumentGuard:
             AddressChangedError: a tensor lies elsewhere.
             HostValueChangedError: another value, layout or structure.
         """
-        if _autocast(self._tensor_type) != self._autocast:
-            now, before = _autocast(self._tensor_type), self._autocast
-            raise HostValueChangedError.changed(what, str(batch), "autocast", now, before)
+        self.check_autocast(what, batch)
         if len(args) != self._count or (kwargs and set(kwargs) != set(self._names)):
             self._structure(args, kwargs, what, batch)
         if not kwargs and self._names:
@@ -199,6 +197,16 @@ class ArgumentGuard:
                 )
             else:
                 self._check_tensor(leaf, known, self._paths[position], what, batch)
+
+    def check_autocast(self, what: str, batch: object) -> None:
+        """Compare the autocast mode alone: for arguments that cannot have changed.
+
+        Raises:
+            HostValueChangedError: another mode.
+        """
+        now = _autocast(self._tensor_type)
+        if now != self._autocast:
+            raise HostValueChangedError.changed(what, str(batch), "autocast", now, self._autocast)
 
     def _is_scalar(self, leaf: Any) -> bool:
         """Whether a leaf is a 0-dim CPU tensor among tensors of another device."""

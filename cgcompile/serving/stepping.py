@@ -18,7 +18,9 @@ from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import ManagerError
 from cgcompile.forward_context import set_forward_context
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
+from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.entries import CUDAGraphEntry, gradients_due
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Counters
 from cgcompile.serving.buffers import StaticInputs
@@ -28,6 +30,20 @@ from cgcompile.serving.steps import AllHooks, Batch, GraphHooks, Metadata
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 BuildMetadata = Callable[[Batch, BatchDescriptor, dict[str, Any]], Metadata]
+
+
+class _Whole:
+    """The whole step as a callable; ``unwrap`` tells the wrapper whose weights it has."""
+
+    def __init__(self, model: Callable[..., Any], step: Callable[..., Any]) -> None:
+        self._model = model
+        self._step = step
+
+    def __call__(self, **given: Any) -> Any:
+        return self._step(**given)
+
+    def unwrap(self) -> Callable[..., Any]:
+        return self._model
 
 
 class StepRunner:
@@ -82,9 +98,8 @@ class StepRunner:
         self.across: torch.Tensor | None = None
         found = capture_device(device, config.capture_device)
         self.pool = None if found is None else GraphPool(found)
-        self.full = BreakableCUDAGraphWrapper(
-            self._whole, config, FULL, pool=self.pool, name="step"
-        )
+        whole = _Whole(model, self._whole)
+        self.full = BreakableCUDAGraphWrapper(whole, config, FULL, pool=self.pool, name="step")
         self._pieces: Any = model
         if backend is None:
             self._pieces = BreakableCUDAGraphWrapper(
@@ -117,6 +132,9 @@ class StepRunner:
             metadata = self._metadata(batch, descriptor, buffers)
             if mode is FULL and metadata.attn_metadata is None:
                 raise ManagerError.no_metadata(str(descriptor))
+        entry = self._entry(descriptor) if mode is FULL else None
+        if entry is not None:
+            return self._rows.real(self._replay(entry), padded, real, same=True)
         run = self._model if mode is NONE else self.full if mode is FULL else self._pieces
         across = metadata.num_tokens_across_dp
         with set_forward_context(
@@ -133,8 +151,32 @@ class StepRunner:
             result = run(**{name: buffers[name] for name in self._arguments})
         return self._rows.real(result, padded, real, same=mode is FULL)
 
+    def _entry(self, descriptor: BatchDescriptor) -> CUDAGraphEntry | None:
+        """The graph of a whole step, if a replay of it is all that is to be done.
+
+        Its arguments are views of our own buffers, and nothing in it reads a context: both need no
+        look. In another mode than inference the wrapper judges whether gradients are asked for.
+        """
+        if not self._inference_mode or inside_capture():
+            return None
+        return self.full.entry_of(FULL, descriptor)
+
+    def _replay(self, entry: CUDAGraphEntry) -> Any:
+        assert self.pool is not None
+        assert entry.guard is not None
+        entry.guard.check_autocast("step", entry.batch_descriptor)
+        self.pool.follow_stream()
+        entry.sequence.replay()
+        self.full.counters.calls += 1
+        self.full.counters.replays += 1
+        return entry.output
+
     def replay(self, descriptor: BatchDescriptor) -> Any:
         """Replay a FULL graph on what the buffers hold: all padded rows."""
+        entry = self._entry(descriptor)
+        if entry is not None:
+            with self.mode():
+                return self.hooks.around(lambda: self._replay(entry))
         num_tokens = descriptor.num_tokens
         buffers = self._inputs.views(num_tokens, descriptor.num_reqs or num_tokens)
         given = {name: buffers[name] for name in self._arguments}
@@ -151,6 +193,8 @@ class StepRunner:
         """What a FULL graph records: the model, the joins of others, the copy of the results."""
         result = self._model(**given)
         self.hooks.end_of_capture()
+        if gradients_due(False, (result,), {}):  # runs plain then, and must stay differentiable
+            return result
         return self.outputs.keep(result, self._sizes)
 
     def drop_graphs(self) -> None:

@@ -22,7 +22,13 @@ from manager_support import (
 from torch import nn
 
 from cgcompile import BatchDescriptor, CUDAGraphMode
-from cgcompile.errors import AddressChangedError, BatchError, InputBufferError, ManagerError
+from cgcompile.errors import (
+    AddressChangedError,
+    BatchError,
+    HostValueChangedError,
+    InputBufferError,
+    ManagerError,
+)
 from cgcompile.reasons import Reason
 from cgcompile.serving.buffers import InputBuffer
 from cgcompile.serving.steps import Batch, GraphHooks, Metadata
@@ -342,3 +348,31 @@ def test_outputs_by_request(device: str) -> None:
             manager("FULL", model=Last(), inputs=inputs, outputs=outputs).capture()
     with pytest.raises(ManagerError, match="expected a tensor with 16 rows"):
         manager("FULL", model=Last(), inputs=inputs).capture()
+
+
+def test_another_autocast_mode_than_at_capture(device: str) -> None:
+    made = manager("FULL", device=device)
+    made.capture()
+    batch = requests(2, 1, device=device)
+    check(made, batch)
+    before = made.counters.replays
+    with (
+        torch.autocast(device, torch.bfloat16),
+        pytest.raises(HostValueChangedError, match="autocast"),
+    ):
+        made.run(batch)
+    assert made.counters.replays == before
+    check(made, batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_outside_of_inference_mode(kind: str, device: str) -> None:
+    """Where gradients are asked for, the step runs plain; the weights of the model get them."""
+    made = manager("FULL", kind, device, inference_mode=False)
+    with torch.no_grad():
+        made.capture()
+        check(made, requests(3, device=device))
+    assert made.counters.replays == 1
+    made.run(requests(3, device=device)).sum().backward()
+    assert inner(made).layers[0].out.weight.grad.abs().sum() > 0
+    assert made.counters.replays == 1

@@ -111,6 +111,7 @@ def check(made: CudaGraphManager) -> GraphMemory:
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.alone
 def test_the_interval_holds_what_is_measured(device, name, mode, kind) -> None:
     found = check(MODELS[name](mode, kind, device))
     assert (found.outputs > 0) is (mode != "PIECEWISE")
@@ -125,6 +126,7 @@ def test_memory_of_the_driver_is_in_it(monkeypatch, name, mode, step) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
+@pytest.mark.alone
 def test_planning_leaves_nothing_behind(device, monkeypatch, kind) -> None:
     driver = FakeDriver(monkeypatch, 1024)
     made = MODELS["decoder"]("FULL_AND_PIECEWISE", kind, device)
@@ -172,6 +174,7 @@ def test_a_step_that_raises_leaves_nothing_behind(device) -> None:
     made.capture()
 
 
+@pytest.mark.alone
 def test_where_captures_fail_all_are_tried(device) -> None:
     """A failed capture keeps its memory, so nothing follows for others."""
     model = Perceptron()  # whose config asks for attention that it does not have
