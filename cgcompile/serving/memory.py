@@ -230,7 +230,9 @@ def plan_memory(manager: Any, within: float = 0.25) -> MemoryPlan:
 
     Args:
         manager: a :class:`~cgcompile.serving.manager.CudaGraphManager` without graphs.
-        within: the width of the interval, as a share of its lower end.
+        within: the width of the interval, as a share of its lower end. Drivers take memory in steps
+            (2 MiB on CUDA) and two of them more or less at times, so that the interval of graphs
+            that take a few MiB stays wider.
 
     Raises:
         DispatchError: ``strict``, and a sampled graph could not be captured.

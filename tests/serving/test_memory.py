@@ -102,7 +102,9 @@ def check(made: CudaGraphManager) -> GraphMemory:
     made.capture()
     found = made.graph_memory()
     assert planned.total.holds(found.total), planned.against(found)
-    assert planned.total.width <= 0.25 * found.total, planned.against(found)
+    steps = made.pool.device.graph_step  # of what little takes, a few of them are more than that
+    narrow = max(0.25 * found.total, 5 * steps if steps > 1 else 0)
+    assert planned.total.width <= narrow, planned.against(found)
     assert found.total > 0
     assert not planned.missing
     return found
