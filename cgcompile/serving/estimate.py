@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
-
 _UNSTEADY = 2  # steps of the driver: twice what was seen
 
 
