@@ -1,0 +1,90 @@
+"""Errors of encoder graphs: items, models, buffers, ranks. See ``cgcompile/errors/__init__.py``."""
+
+from collections.abc import Sequence
+
+from cgcompile.errors.root import CGCompileError, close, listed
+
+_OLDER = (
+    "get_encoder_cudagraph_num_items",
+    "get_encoder_cudagraph_per_item_output_tokens",
+    "get_encoder_cudagraph_per_item_input_sizes",
+)
+
+
+class EncoderModelError(CGCompileError, TypeError):
+    """A model that does not speak the protocol of encoder graphs, or says what cannot be."""
+
+    @classmethod
+    def missing(cls, model: str, method: str) -> "EncoderModelError":
+        return cls(
+            f"{model} has no method {method}(), which encoder graphs need.\n"
+            "  SupportsEncoderCudaGraph tells what it takes and returns; PatchEncoder has all of "
+            "them for flattened patches with a grid."
+        )
+
+    @classmethod
+    def older(cls, model: str, found: Sequence[str]) -> "EncoderModelError":
+        return cls(
+            f"{model} has {listed(found)}, of an older protocol.\n"
+            "  One method replaces the three: get_encoder_cudagraph_item_specs(mm_kwargs) returns "
+            "[EncoderItemSpec(input_size=..., output_tokens=...), ...], one for each item."
+        )
+
+    @classmethod
+    def no_range(cls, model: str) -> "EncoderModelError":
+        return cls(
+            f"{model} has no get_encoder_cudagraph_budget_range(), and no token budgets are "
+            "given.\n  Give token_budgets=, or let the method return (least, most) output tokens of a call."
+        )
+
+    @classmethod
+    def returned(cls, method: str, found: str, expected: str) -> "EncoderModelError":
+        return cls(f"{method}() returned {found}; expected {expected}.")
+
+    @classmethod
+    def modality(
+        cls, keys: Sequence[str], found: Sequence[str], known: Sequence[str]
+    ) -> "EncoderModelError":
+        what = f"of several modalities ({listed(found)})" if found else "of no known modality"
+        return cls(
+            f"an input {what}: keys {listed(keys)}; expected those of one of {listed(known)}.\n"
+            "  Give each modality in a call of its own, or override get_input_modality()."
+        )
+
+    @classmethod
+    def nothing_to_run_on(cls, key: str) -> "EncoderModelError":
+        return cls(
+            f"encoder_eager_forward(): the replay buffers have None for {key!r}, so the forward "
+            "that graphs record cannot run on them as they are.\n"
+            "  Override encoder_eager_forward(), or always give this buffer a value."
+        )
+
+
+def older_methods() -> tuple[str, ...]:
+    """The methods that one call for item specs replaced."""
+    return _OLDER
+
+
+class EncoderItemError(CGCompileError, ValueError):
+    """The description of an item that cannot be."""
+
+    @classmethod
+    def number(cls, name: str, found: object) -> "EncoderItemError":
+        return cls(
+            f"EncoderItemSpec: {name} = {found!r}; expected a whole number of at least 0.\n"
+            "  Read grids from the host once per call: grid_thw.tolist()."
+        )
+
+    @classmethod
+    def unknown_path(cls, item: int, path: str, known: Sequence[str]) -> "EncoderItemError":
+        return cls(
+            f"item {item}: output tokens on path {path!r}, which the configuration does not have; "
+            f"paths: {listed(known)}.{close(path, known)}"
+        )
+
+    @classmethod
+    def no_axis(cls, item: int, axis: str, known: Sequence[str]) -> "EncoderItemError":
+        return cls(
+            f"item {item}: nothing is said for capture axis {axis!r}; it says {listed(known)}.\n"
+            "  Give EncoderItemSpec(axes={...}) the value that the item needs at least."
+        )
