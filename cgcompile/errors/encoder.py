@@ -34,7 +34,8 @@ class EncoderModelError(CGCompileError, TypeError):
     def no_range(cls, model: str) -> "EncoderModelError":
         return cls(
             f"{model} has no get_encoder_cudagraph_budget_range(), and no token budgets are "
-            "given.\n  Give token_budgets=, or let the method return (least, most) output tokens of a call."
+            "given.\n  Give token_budgets=, or let the method return (least, most) output tokens "
+            "of a call."
         )
 
     @classmethod
