@@ -57,6 +57,8 @@ class Reason(enum.Enum):
     UNLISTED_VARIANT = "unlisted_variant"  # a LoRA count or a value of an axis without graphs
     MODE_EXCLUDED = "mode_excluded"  # the caller forbids the mode for this batch
     NOT_CAPTURED = "not_captured"  # a planned graph that was not captured yet, or was refused
+    TOO_MANY_FRAMES = "too_many_frames"  # more sequences of attention than a graph has room for
+    CHEAPER_EAGER = "cheaper_eager"  # a graph serves it, padded so far that it is the slower way
     NOT_PIECEWISE = "not_piecewise"  # the model has no pieces: neither compiled nor breakable
 
 

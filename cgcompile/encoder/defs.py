@@ -16,6 +16,7 @@ from cgcompile.errors import ConfigError, EncoderItemError
 
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"
 KEEP, ZERO = "keep", "zero"
+_WHERE = "EncoderCudaGraphConfig"
 
 EncoderCudaGraphPaddingLogic: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 """``logic(dst, src)``: write all of the captured buffer ``dst`` from the rows ``src`` of a replay.
@@ -130,16 +131,20 @@ class EncoderCudaGraphConfig:
         buffer_keys: the tensors that graphs read; exactly these are written before each replay.
         out_hidden_size: columns H of the result [tokens, H].
         padding_logics: by key, what writes a buffer in place of zeroing its tail and copying.
-        max_frames_per_video: frames of the longest video; 1 for images alone.
+        max_frames_per_video: frames of the longest video; 1 for images alone, 0 if no frames are to
+            be counted.
         enable_dual_path_graph: two sets of graphs, ``"global"`` and ``"local"``.
         global_token_per_image: output tokens of one global image; the least budget of its path.
         local_token_per_patch: output tokens of one local patch; the least budget of its path.
         paths: several sets of graphs by name; left out: ``"default"``, or the two of dual path.
         capture_axes: further sizes that each graph is captured for.
         offset_keys: which buffers are offsets (``cu_seqlens``, one dimension, rising): entries
-            behind the real ones become the last row that the buffer had at capture, so that
-            padded rows are one real sequence at the end. Attention that leaves rows unwritten
-            leaves what the memory pool held, and that may be NaN.
+            behind the real ones go on to the last entry that the buffer had at capture, so that
+            padded rows are one real sequence at the end; or, given as ``{key: rows}``, sequences of
+            at most so many rows. Attention that leaves rows unwritten leaves what the memory pool
+            held, and that may be NaN.
+        input_rows_per_token: rows that the input buffer has for each output token; an item with
+            more of them takes the room of more tokens. 0: the input always fits.
         on_none: by key, what a ``None`` in the replay buffers does: ``"keep"`` (also where a key is
             not named) or ``"zero"``.
 
@@ -157,7 +162,8 @@ class EncoderCudaGraphConfig:
     local_token_per_patch: int = 0
     paths: Mapping[str, EncoderCudaGraphPathConfig] = field(default_factory=dict)
     capture_axes: tuple[EncoderCaptureAxis, ...] = ()
-    offset_keys: Sequence[str] = ()
+    offset_keys: Sequence[str] | Mapping[str, int | None] = ()
+    input_rows_per_token: int = 0
     on_none: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -168,9 +174,15 @@ class EncoderCudaGraphConfig:
             object.__setattr__(self, name, list(getattr(self, name)))
         for name in ("padding_logics", "on_none"):
             object.__setattr__(self, name, dict(getattr(self, name)))
-        object.__setattr__(self, "offset_keys", tuple(self.offset_keys))
+        object.__setattr__(self, "offset_keys", self.longest_padding)
         object.__setattr__(self, "capture_axes", tuple(self.capture_axes))
         object.__setattr__(self, "paths", dict(self.paths) or self._own_paths())
+
+    @property
+    def longest_padding(self) -> dict[str, int | None]:
+        """By offset key the most rows of a padding sequence; None: all of them in one."""
+        keys = self.offset_keys
+        return dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys)
 
     def _own_paths(self) -> dict[str, EncoderCudaGraphPathConfig]:
         if not self.enable_dual_path_graph:
@@ -183,7 +195,8 @@ class EncoderCudaGraphConfig:
     def _check_values(self) -> None:
         least = {
             "out_hidden_size": 1,
-            "max_frames_per_video": 1,
+            "max_frames_per_video": 0,
+            "input_rows_per_token": 0,
             "global_token_per_image": 0,
             "local_token_per_patch": 0,
         }
@@ -191,12 +204,12 @@ class EncoderCudaGraphConfig:
             found = getattr(self, name)
             if not _whole(found, lowest):
                 expected = f"a whole number of at least {lowest}"
-                raise ConfigError.bad_value(name, "EncoderCudaGraphConfig", found, expected)
+                raise ConfigError.bad_value(name, _WHERE, found, expected)
         for name in ("modalities", "buffer_keys"):
             found = getattr(self, name)
             if isinstance(found, str) or not found or len(set(found)) < len(found):
                 expected = "at least one name, each once"
-                raise ConfigError.bad_value(name, "EncoderCudaGraphConfig", found, expected)
+                raise ConfigError.bad_value(name, _WHERE, found, expected)
 
     def _check_dual_path(self) -> None:
         named = ("global_token_per_image", "local_token_per_patch")
@@ -210,6 +223,12 @@ class EncoderCudaGraphConfig:
             what = f"enable_dual_path_graph with paths {sorted(self.paths)}"
             because = "dual path means the paths 'global' and 'local'"
             raise ConfigError.impossible(what, because, "Say one of the two.")
+        if self.input_rows_per_token and (self.enable_dual_path_graph or len(self.paths) > 1):
+            what, because = (
+                "input_rows_per_token with several paths",
+                "each has an input of its own",
+            )
+            raise ConfigError.impossible(what, because, "Leave it out.")
 
     def _check_keys(self) -> None:
         said = {
@@ -221,15 +240,20 @@ class EncoderCudaGraphConfig:
             for key in keys:
                 if key not in self.buffer_keys:
                     expected = f"names among buffer_keys ({', '.join(self.buffer_keys)})"
-                    raise ConfigError.bad_value(name, "EncoderCudaGraphConfig", key, expected)
+                    raise ConfigError.bad_value(name, _WHERE, key, expected)
         for key in self.offset_keys:
             if key in self.padding_logics:
                 what = f"a padding logic for {key!r}, which is among offset_keys too,"
                 raise ConfigError.impossible(what, "each says what the tail holds", "Keep one.")
+        if isinstance(self.offset_keys, Mapping):
+            for key, rows in self.offset_keys.items():
+                if rows is not None and not _whole(rows, 1):
+                    expected = "a whole number of at least 1, or None"
+                    raise ConfigError.bad_value(f"offset_keys[{key!r}]", _WHERE, rows, expected)
         for key, what in self.on_none.items():
             if what not in (KEEP, ZERO):
                 expected = "'keep' or 'zero'"
-                raise ConfigError.bad_value(f"on_none[{key!r}]", "", what, expected)
+                raise ConfigError.bad_value(f"on_none[{key!r}]", _WHERE, what, expected)
 
 
 @dataclass

@@ -9,7 +9,7 @@ How they are called: with one path and no axes, as the source documents have it.
 ``path=`` is given by name to those that have it below, and ``axes=`` where there are capture axes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -23,6 +23,7 @@ from cgcompile.encoder.defs import (
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
 )
+from cgcompile.encoder.results import joined_rows, split_rows
 from cgcompile.errors import EncoderModelError
 from cgcompile.errors.encoder import older_methods
 
@@ -220,25 +221,6 @@ def _names(key: str, modality: str) -> bool:
     return modality in key or (modality == "image" and key == "pixel_values")
 
 
-def split_rows(tree: Any, counts: Sequence[int]) -> list[Any]:
-    """A result of several items, as views of one item each."""
-    leaves, spec = compat.tree_leaves(tree), compat.tree_spec(tree)
-    total = sum(counts)
-    parts = [leaf[:total].split(list(counts)) for leaf in leaves]
-    return [compat.tree_unflatten(list(mine), spec) for mine in zip(*parts, strict=True)]
-
-
-def joined_rows(trees: Sequence[Any]) -> Any:
-    """Results one after the other; a single one as it is, and one without rows not at all."""
-    kept = [each for each in trees if any(len(leaf) for leaf in compat.tree_leaves(each))]
-    kept = kept or list(trees[:1])
-    if len(kept) == 1:
-        return kept[0]
-    columns = zip(*map(compat.tree_leaves, kept), strict=True)
-    spec = compat.tree_spec(kept[0])
-    return compat.tree_unflatten([torch.cat(column) for column in columns], spec)
-
-
 def _is_own(model: object, name: str) -> bool:
     """Whether a model brings a method itself, on its class or on the object."""
     found = getattr(model, name, None)
@@ -274,6 +256,10 @@ class CheckedModel:
         for method in MANDATORY:
             if not _is_own(model, method):
                 raise EncoderModelError.missing(name, method)
+
+    def has_own(self, name: str) -> bool:
+        """Whether the model brings a method itself, so that the default is not used."""
+        return _is_own(self.model, name)
 
     def __getattr__(self, name: str) -> Any:
         if name not in OPTIONAL:

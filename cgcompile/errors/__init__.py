@@ -16,7 +16,12 @@ from cgcompile.errors.compilation import (
     PieceCompileError,
     SymbolError,
 )
-from cgcompile.errors.encoder import EncoderItemError, EncoderModelError
+from cgcompile.errors.encoder import (
+    EncoderBufferError,
+    EncoderItemError,
+    EncoderModelError,
+    EncoderShardError,
+)
 from cgcompile.errors.root import CGCompileError
 from cgcompile.errors.running import (
     AddressChangedError,

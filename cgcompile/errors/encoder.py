@@ -89,3 +89,62 @@ class EncoderItemError(CGCompileError, ValueError):
             f"item {item}: nothing is said for capture axis {axis!r}; it says {listed(known)}.\n"
             "  Give EncoderItemSpec(axes={...}) the value that the item needs at least."
         )
+
+
+class EncoderBufferError(CGCompileError, ValueError):
+    """What a model gives for the buffers of a graph does not fit them."""
+
+    @classmethod
+    def missing(cls, where: str, key: str, known: Sequence[str]) -> "EncoderBufferError":
+        return cls(
+            f"{where}: no value for buffer {key!r}; there are {listed(known)}.\n"
+            "  Each of buffer_keys is written before a replay. None leaves a buffer as it is."
+        )
+
+    @classmethod
+    def unknown(cls, where: str, key: str, known: Sequence[str]) -> "EncoderBufferError":
+        return cls(
+            f"{where}: {key!r} is not among buffer_keys ({listed(known)}).{close(key, known)}\n"
+            "  Add it to buffer_keys, or leave it out: it would never be refreshed."
+        )
+
+    @classmethod
+    def value(cls, key: str, found: str, expected: str) -> "EncoderBufferError":
+        return cls(
+            f"buffer {key!r}: the value is {found}; expected {expected}.\n"
+            "  Give real rows alone; the rows behind them are the manager's."
+        )
+
+    @classmethod
+    def no_room(cls, key: str, entries: int) -> "EncoderBufferError":
+        return cls(
+            f"buffer {key!r}: {entries} offsets fill it, so that none is left for the padding.\n"
+            "  Capture offset buffers with max_frames_per_batch + 2 entries: padded rows are one "
+            "sequence at the end."
+        )
+
+    @classmethod
+    def padding(cls, key: str, found: str, room: str, error: str) -> "EncoderBufferError":
+        return cls(
+            f"buffer {key!r} {room}: its padding logic failed on a value {found}: {error}\n"
+            "  It is called as logic(dst, src), and writes all of dst in place."
+        )
+
+    @classmethod
+    def moved(cls, key: str, found: str, room: str) -> "EncoderBufferError":
+        return cls(
+            f"buffer {key!r} {room}: its padding logic left {found} in its place.\n"
+            "  A graph reads the shape and address that it recorded: write dst in place."
+        )
+
+
+class EncoderShardError(CGCompileError, RuntimeError):
+    """Ranks that encode together do not fit each other."""
+
+    @classmethod
+    def structure(cls, rank: int) -> "EncoderShardError":
+        return cls(
+            f"rank {rank}: results have another structure than those of the first call.\n"
+            "  Ranks without items must know what the others send: return the same kind of result "
+            "for each item, or override Sharder.gather()."
+        )
