@@ -16,6 +16,7 @@ from cgcompile.errors.compilation import (
     PieceCompileError,
     SymbolError,
 )
+from cgcompile.errors.encoder import EncoderBudgetError, EncoderPackError
 from cgcompile.errors.root import CGCompileError
 from cgcompile.errors.running import (
     AddressChangedError,
