@@ -72,6 +72,19 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CacheError.unknown_entry": CacheError.unknown_entry("77", "/home/me/.cache/cgcompile"),
     "CacheError.ambiguous_entry": CacheError.ambiguous_entry("7", ["7a00", "7b00"]),
     "CacheError.caching_is_off": CacheError.caching_is_off(),
+    "EncoderBudgetError.number": EncoderBudgetError.number("max_items", 0, 1),
+    "EncoderBudgetError.not_a_budget": EncoderBudgetError.not_a_budget(True),
+    "EncoderBudgetError.empty": EncoderBudgetError.empty(),
+    "EncoderBudgetError.range": EncoderBudgetError.range((0, 64)),
+    "EncoderBudgetError.range_order": EncoderBudgetError.range_order(200, 100),
+    "EncoderBudgetError.items_above_range": EncoderBudgetError.items_above_range(256, 128),
+    "EncoderBudgetError.items_above_budget": EncoderBudgetError.items_above_budget(256, 64),
+    "EncoderBudgetError.ratio": EncoderBudgetError.ratio(1),
+    "EncoderBudgetError.no_sizes": EncoderBudgetError.no_sizes(),
+    "EncoderPackError.need": EncoderPackError.need(3, (-1,), 1),
+    "EncoderPackError.paths": EncoderPackError.paths(3, 1, 2),
+    "EncoderPackError.capacity": EncoderPackError.capacity(((128, 64),), 8, None),
+    "EncoderPackError.cost": EncoderPackError.cost("fixed", -1),
     "PassError.invalid": PassError.invalid("mine", "it has 2 outputs, expected 1"),
     "PassError.raised": PassError.raised("mine", KeyError("x")),
     "PassError.not_a_pass": PassError.not_a_pass(3),
@@ -435,3 +448,9 @@ SizesError.too_few_bytes: fit_sizes(nbytes=4096): the graph of size 512, which a
 SizesError.not_covered: fit_sizes(): the largest candidate is 496, and batches of 500 were observed.
   Add a candidate, or give maximum=496: larger batches then run without a graph.""",
         )
+
+    def test_encoder_budget(self) -> None:
+        self.check("EncoderBudgetError", """""")
+
+    def test_encoder_pack(self) -> None:
+        self.check("EncoderPackError", """""")

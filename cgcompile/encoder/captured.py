@@ -16,6 +16,7 @@ from cgcompile.encoder.limits import Limits
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.results import checked_rows, empty_rows, own_rows
 from cgcompile.encoder.staging import GraphInputs
+from cgcompile.errors import EncoderModelError
 from cgcompile.forward_context import set_forward_context
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.device import capture_device
@@ -246,9 +247,32 @@ class EncoderGraphs:
 
     def eager(self, path: str, mm_kwargs: dict[str, Any], rows: int) -> Any:
         """Run items without a graph: [rows, ...]."""
-        result = self._model.encoder_eager_forward(mm_kwargs, **self.named(path))
+        if self._model.has_own("encoder_eager_forward"):
+            result = self._model.encoder_eager_forward(mm_kwargs, **self.named(path))
+        else:
+            result = self._unpadded(path, mm_kwargs)
         checked_rows(result, rows, "encoder_eager_forward", exactly=True)
         return result
+
+    def _unpadded(self, path: str, mm_kwargs: dict[str, Any]) -> Any:
+        """The forward that graphs record, on what buffers would hold, without padding."""
+        specs = self._model.get_encoder_cudagraph_item_specs(mm_kwargs)
+        frames = sum(spec.frames for spec in specs)
+        needed = [
+            max((spec.axes.get(axis.name, 0) for spec in specs), default=0)
+            for axis in self._config.capture_axes
+        ]
+        named = self.named(path, needed)
+        made = self._model.prepare_encoder_cudagraph_replay_buffers(
+            mm_kwargs, len(specs), frames, **named
+        )
+        like = self.inputs(min(key for key in self._descriptors if key.path == path)).values
+        values: dict[str, torch.Tensor] = {}
+        for key in self._config.buffer_keys:
+            if made.values[key] is None:
+                raise EncoderModelError.nothing_to_run_on(key)
+            values[key] = made.values[key].to(self._device, like[key].dtype)
+        return self._forward(values, **named)
 
     def plain(self, key: GraphKey) -> Any:
         """What a graph records, without it."""

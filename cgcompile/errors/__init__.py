@@ -17,9 +17,11 @@ from cgcompile.errors.compilation import (
     SymbolError,
 )
 from cgcompile.errors.encoder import (
+    EncoderBudgetError,
     EncoderBufferError,
     EncoderItemError,
     EncoderModelError,
+    EncoderPackError,
     EncoderShardError,
 )
 from cgcompile.errors.root import CGCompileError
