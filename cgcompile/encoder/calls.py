@@ -142,7 +142,7 @@ class EncoderCalls:
             if key is not None:
                 outputs[path] = self._graphs.replay(key, mm_kwargs, tokens)
             else:
-                outputs[path] = self._graphs.eager(path, mm_kwargs, tokens)
+                outputs[path] = self._graphs.eager(path, mm_kwargs, specs)
             ran.append(Ran(path, key.budget if key else None, counts[path], reason))
         self._statistics.record(ran, len(specs))
         if not outputs:
