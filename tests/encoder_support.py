@@ -53,7 +53,9 @@ def cells(grids: Sequence[Grid]) -> torch.Tensor:
 
 def scale(grids: Sequence[Grid]) -> torch.Tensor:
     """float32 [patches, 1]: something that depends on the whole image, as interpolation does."""
-    return torch.cat([torch.full((t * h * w, 1), 1.0 / (h + w)) for t, h, w in grids] or [torch.zeros(0, 1)])
+    return torch.cat(
+        [torch.full((t * h * w, 1), 1.0 / (h + w)) for t, h, w in grids] or [torch.zeros(0, 1)]
+    )
 
 
 class Tower(nn.Module):
@@ -84,10 +86,10 @@ class Tower(nn.Module):
 def attend(qkv: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     q, k, v = qkv.chunk(3, -1)
     rows = torch.arange(q.shape[0], device=q.device, dtype=starts.dtype)
-    owner = torch.searchsorted(starts[1:].contiguous(), rows, right=True)
+    owner = (rows[:, None] >= starts[None, 1:]).sum(1)
     scores = (q @ k.T).masked_fill(owner[:, None] != owner[None, :], float("-inf"))
-    out = torch.empty_like(q)
-    return torch.where((rows < starts[-1])[:, None], scores.softmax(-1) @ v, out)
+    out = torch.full_like(q, float("nan"))  # what memory may hold
+    return torch.where((rows < starts.max())[:, None], scores.softmax(-1) @ v, out)
 
 
 TABLES = {
@@ -156,7 +158,8 @@ class Rows(nn.Module):
         self.count("specs")
         frames = mm_kwargs.get("frames", [1] * len(mm_kwargs["lengths"]))
         return [
-            EncoderItemSpec(n, n, frames=f) for n, f in zip(mm_kwargs["lengths"], frames, strict=True)
+            EncoderItemSpec(n, n, frames=f)
+            for n, f in zip(mm_kwargs["lengths"], frames, strict=True)
         ]
 
     def select_encoder_cudagraph_items(
@@ -272,6 +275,28 @@ class DualPath(SupportsEncoderCudaGraph):
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], *, path: str = "default") -> Any:
         self.ran.append(("eager", path))
         return self.towers[path](mm_kwargs[path])
+
+
+class Merges(DualPath):
+    """Puts the parts together itself, the local ones first, and a row between them."""
+
+    def postprocess_encoder_output(
+        self,
+        output: Any,
+        indices: list[int],
+        per_item_out_tokens: Any,
+        dest: dict[int, Any],
+        clone: bool = False,
+        batch_mm_kwargs: Any = None,
+    ) -> None:
+        assert not clone
+        assert len(batch_mm_kwargs["counts"]) == len(indices)
+        whole = output["global"].split(per_item_out_tokens["global"])
+        local = [whole[0][:0]] * len(indices)
+        if "local" in output:
+            local = output["local"].split(per_item_out_tokens["local"])
+        for index, one, two in zip(indices, whole, local, strict=True):
+            dest[index] = torch.cat([two, two.new_ones(1, H), one])
 
 
 def dual(*counts: int, device: str = "cpu") -> dict[str, Any]:

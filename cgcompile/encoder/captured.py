@@ -245,9 +245,7 @@ class EncoderGraphs:
             self.kept_keys[name] = self.kept_keys.get(name, 0) + 1
         return own_rows(self._run(key), rows)
 
-    def eager(
-        self, path: str, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]
-    ) -> Any:
+    def eager(self, path: str, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Any:
         """Run items without a graph: [output tokens, ...]."""
         if self._model.has_own("encoder_eager_forward"):
             result = self._model.encoder_eager_forward(mm_kwargs, **self.named(path))

@@ -74,7 +74,9 @@ def test_config_defaults_beyond_it() -> None:
     assert dict(made.paths) == {"default": EncoderCudaGraphPathConfig(None)}
     assert (made.capture_axes, made.offset_keys, made.on_none) == ((), {}, {})
     assert made.input_rows_per_token == 0
-    dual = config(enable_dual_path_graph=True, global_token_per_image=272, local_token_per_patch=100)
+    dual = config(
+        enable_dual_path_graph=True, global_token_per_image=272, local_token_per_patch=100
+    )
     assert dual.paths == {
         "global": EncoderCudaGraphPathConfig(272),
         "local": EncoderCudaGraphPathConfig(100),

@@ -292,7 +292,9 @@ def test_statistics(device: str) -> None:
     model = Rows()
     made = manager(model, device, captured=False)
     assert tuple(made.get_cumulative_stats()) == STATS
-    assert made.get_cumulative_stats() == dict(zip(STATS, (0, 0, 0.0, 0, list(BUDGETS)), strict=True))
+    assert made.get_cumulative_stats() == dict(
+        zip(STATS, (0, 0, 0.0, 0, list(BUDGETS)), strict=True)
+    )
     made.execute(rows(3, device=device))
     assert made.get_cumulative_stats()["hit_rate"] == 0.0
     made.statistics.clear()
@@ -310,7 +312,16 @@ def test_coverage() -> None:
     made = manager(Rows())
     made.execute(rows(3, 4, 70, 0))
     lines = made.coverage().splitlines()
-    assert lines[0].split() == ["path", "budget", "graph", "replays", "items", "padding", "replay", "ms"]
+    assert lines[0].split() == [
+        "path",
+        "budget",
+        "graph",
+        "replays",
+        "items",
+        "padding",
+        "replay",
+        "ms",
+    ]
     assert lines[1].split() == ["default", "8", "yes", "1", "2", "12.5%", "-"]
     assert lines[-2] == "eager on default: oversize: 1 items, 70..70 tokens"
     assert lines[-1] == "2 hits, 1 misses, 1 without tokens"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_support import C, H, Rows, images, manager, patches, rows, videos
+from encoder_support import H, Rows, images, manager, patches, rows, videos
 from torch import nn
 
 from cgcompile.encoder import (
@@ -82,7 +82,9 @@ def test_the_default_eager_forward_of_the_protocol() -> None:
     model, call = Mine(), rows(4)
     expected = model.linear(call["x"]).tanh()
     torch.testing.assert_close(model.encoder_eager_forward(call), expected)
-    model.prepare_encoder_cudagraph_replay_buffers = lambda *_: type("B", (), {"values": {"x": None}})  # type: ignore[assignment]
+    model.prepare_encoder_cudagraph_replay_buffers = lambda *_: type(
+        "B", (), {"values": {"x": None}}
+    )  # type: ignore[assignment]
     with pytest.raises(EncoderModelError, match="None for 'x'"):
         model.encoder_eager_forward(call)
     with pytest.raises(EncoderModelError, match="None for 'x'"):
@@ -110,7 +112,9 @@ def test_modality() -> None:
     assert both.get_input_modality(videos((1, 2, 2))) == "video"
     assert both.get_input_modality(images((2, 2))) == "image"
     assert both.get_input_modality({"pixel_values": 1, "pixel_values_videos": None}) == "image"
-    with pytest.raises(EncoderModelError, match="several modalities.*image_grid_thw.*video_grid_thw"):
+    with pytest.raises(
+        EncoderModelError, match=r"several modalities.*image_grid_thw.*video_grid_thw"
+    ):
         both.get_input_modality({**images((2, 2)), **videos((1, 2, 2))})
     with pytest.raises(EncoderModelError, match="no known modality: keys input_ids"):
         both.get_input_modality({"input_ids": 1})
@@ -219,4 +223,3 @@ def test_the_configuration_is_asked_once_and_copied() -> None:
     made.execute(rows(3))
     assert model.calls["config"] == 1
     assert (made.config.buffer_keys, made.supports_modality("video")) == (["x"], False)
-    assert C == 3
