@@ -18,6 +18,8 @@ from cgcompile.errors import (
     ConfigError,
     DescriptorError,
     DispatchError,
+    EncoderBudgetError,
+    EncoderPackError,
     ForwardContextError,
     GradientError,
     HostValueChangedError,
@@ -450,7 +452,37 @@ SizesError.not_covered: fit_sizes(): the largest candidate is 496, and batches o
         )
 
     def test_encoder_budget(self) -> None:
-        self.check("EncoderBudgetError", """""")
+        self.check(
+            "EncoderBudgetError",
+            """\
+EncoderBudgetError.number: max_items = 0; expected a whole number of at least 1.
+EncoderBudgetError.not_a_budget: encoder budgets: True is none; expected whole numbers of at least 1.
+  A budget is the number of output tokens of one graph.
+EncoderBudgetError.empty: encoder budgets: the list is empty; expected at least one.
+  Give budgets=None to have them generated from budget_range.
+EncoderBudgetError.range: budget_range = (0, 64); expected the least and the most output tokens of a graph.
+  Both must be positive whole numbers.
+EncoderBudgetError.range_order: budget_range = (200, 100): the least, 200, is above the most, 100.
+  Swap them, or raise the most: it is the largest budget that is captured.
+EncoderBudgetError.items_above_range: max_items = 256 is above 128, the largest budget of budget_range.
+  Each item needs at least one token of every budget. Lower max_items, or raise the most of budget_range.
+EncoderBudgetError.items_above_budget: max_items = 256; it must be <= the smallest token budget, 64.
+  Each item needs at least one token of every budget: a graph whose share per item is empty cannot be captured. Lower max_items, or leave the small budgets out.
+EncoderBudgetError.ratio: ratio = 1; expected a finite number above 1.
+  It is how much larger each budget is than the one before.
+EncoderBudgetError.no_sizes: fitted_budgets(): nothing was observed, so there is nothing to fit.
+  Count the output tokens of real groups of items, or take generated_budgets().""",
+        )
 
     def test_encoder_pack(self) -> None:
-        self.check("EncoderPackError", """""")
+        self.check(
+            "EncoderPackError",
+            """\
+EncoderPackError.need: item 3: tokens=(-1,), frames=1; expected whole numbers of at least 0.
+  An item without part in a path has 0 tokens there.
+EncoderPackError.paths: item 3: 1 numbers of tokens; the capacity has 2 paths.
+  Give one number per path, in the order of the paths.
+EncoderPackError.capacity: Capacity(budgets=((128, 64),), max_items=8, max_frames=None); expected the budgets of one path or more, each ascending from at least 1, at least one item, and frames of at least 0 or None.
+EncoderPackError.cost: Costs: fixed = -1; expected a finite number of at least 0, in tokens.
+  Divide measured times by the time of one token more in a graph.""",
+        )
