@@ -289,7 +289,9 @@ def _grouped(
         tokens = [needs[index].tokens[0] for index in ordinary]
         places = sorted(range(len(tokens)), key=tokens.__getitem__)
         keys = [tokens[place] for place in places]
-        problem = Problem(keys, table.by_tokens, table.tops[0], table.items, _TRIES)
+        problem = Problem(
+            keys, table.by_tokens, table.tops[0], table.items, _TRIES, table.budgets[0]
+        )
     else:
         columns = zip(*(needs[index].tokens for index in ordinary), strict=True)
         several = _Several(table, [sum(column) for column in columns])
