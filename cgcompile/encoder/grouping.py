@@ -156,11 +156,12 @@ def _filled(problem: Problem) -> list[list[int]]:
     left, total, spent = list(range(len(keys)))[::-1], sum(keys), 0.0
     groups: list[list[int]] = []
     least, end, last = math.inf, 0, left
+    rate = min([cost[budget] / budget for budget in budgets])  # no token is cheaper
     while left:
         if total <= top and len(left) <= most and spent + cost[total] < least:
             least, end, last = spent + cost[total], len(groups), left
         place = bisect_right(budgets, total)
-        if not place or spent >= least:
+        if not place or spent + rate * total >= least:
             break
         group = _fullest([keys[at] for at in left], budgets[place - 1])
         if not group or len(group) > most:
