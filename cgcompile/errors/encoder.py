@@ -11,7 +11,7 @@ _OLDER = (
 )
 
 
-class EncoderModelError(CGCompileError, TypeError):
+class EncoderModelError(CGCompileError, ValueError):
     """A model that does not speak the protocol of encoder graphs, or says what cannot be."""
 
     @classmethod
