@@ -450,7 +450,9 @@ PieceCompileError.not_callable: piece_0: compiler 'mine' returned None; expected
         )
 
     def test_encoder_model(self) -> None:
-        self.check("EncoderModelError", """\
+        self.check(
+            "EncoderModelError",
+            """\
 EncoderModelError.missing: Tower has no method get_encoder_cudagraph_config(), which encoder graphs need.
   SupportsEncoderCudaGraph tells what it takes and returns; PatchEncoder has all of them for flattened patches with a grid.
 EncoderModelError.older: Tower has get_encoder_cudagraph_num_items, of an older protocol.
@@ -461,18 +463,24 @@ EncoderModelError.returned: encoder_cudagraph_forward() returned [60, 8]; expect
 EncoderModelError.modality: an input of no known modality: keys ids; expected those of one of image, video.
   Give each modality in a call of its own, or override get_input_modality().
 EncoderModelError.nothing_to_run_on: encoder_eager_forward(): the replay buffers have None for 'max_seqlen', so the forward that graphs record cannot run on them as they are.
-  Override encoder_eager_forward(), or always give this buffer a value.""")
+  Override encoder_eager_forward(), or always give this buffer a value.""",
+        )
 
     def test_encoder_item(self) -> None:
-        self.check("EncoderItemError", """\
+        self.check(
+            "EncoderItemError",
+            """\
 EncoderItemError.number: EncoderItemSpec: output_tokens = -1; expected a whole number of at least 0.
   Read grids from the host once per call: grid_thw.tolist().
 EncoderItemError.unknown_path: item 2: output tokens on path 'lokal', which the configuration does not have; paths: global, local. Did you mean 'local' or 'global'?
 EncoderItemError.no_axis: item 2: nothing is said for capture axis 'tier'; it says (none).
-  Give EncoderItemSpec(axes={...}) the value that the item needs at least.""")
+  Give EncoderItemSpec(axes={...}) the value that the item needs at least.""",
+        )
 
     def test_encoder_buffer(self) -> None:
-        self.check("EncoderBufferError", """\
+        self.check(
+            "EncoderBufferError",
+            """\
 EncoderBufferError.missing: replay: no value for buffer 'cu_seqlens'; there are x.
   Each of buffer_keys is written before a replay. None leaves a buffer as it is.
 EncoderBufferError.unknown: replay: 'cu_seqlen' is not among buffer_keys (cu_seqlens). Did you mean 'cu_seqlens'?
@@ -484,12 +492,16 @@ EncoderBufferError.no_room: buffer 'cu_seqlens': 9 offsets fill it, so that none
 EncoderBufferError.padding: buffer 'x' [4]: its padding logic failed on a value [3]: RuntimeError: no
   It is called as logic(dst, src), and writes all of dst in place.
 EncoderBufferError.moved: buffer 'x' [4]: its padding logic left [3] in its place.
-  A graph reads the shape and address that it recorded: write dst in place.""")
+  A graph reads the shape and address that it recorded: write dst in place.""",
+        )
 
     def test_encoder_shard(self) -> None:
-        self.check("EncoderShardError", """\
+        self.check(
+            "EncoderShardError",
+            """\
 EncoderShardError.structure: rank 1: results have another structure than those of the first call.
-  Ranks without items must know what the others send: return the same kind of result for each item, or override Sharder.gather().""")
+  Ranks without items must know what the others send: return the same kind of result for each item, or override Sharder.gather().""",
+        )
 
     def test_sizes(self) -> None:
         self.check(
