@@ -1,8 +1,8 @@
 """The graphs of one encoder, their keys, buffers, capture and replay: :class:`EncoderGraphs`."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -89,8 +89,9 @@ class EncoderGraphs:
             found = capture_device(device, settings.capture_device)
             pool = None if found is None else GraphPool(found)
         self.pool = pool
-        self._wrapper = CUDAGraphWrapper(self._forward, settings, FULL, pool=pool, name="encoder")
+        self._wrapper = CUDAGraphWrapper(self._recorded, settings, FULL, pool=pool, name="encoder")
         self._wrapper.closed = True  # but in capture()
+        self._runs: GraphKey | None = None
         self._check_weights = check_weights
         self._weights: list[WeightsGuard] = []
         self._inputs: dict[GraphKey, GraphInputs] = {}
@@ -178,7 +179,7 @@ class EncoderGraphs:
         missing = {each: key for key, each in self._descriptors.items() if not self.has(key)}
         self._wrapper.closed = False
         try:
-            with around():
+            with around(), self._uncompiled():
                 found = capture_set(
                     "Capturing encoder CUDA graphs",
                     list(missing),
@@ -194,6 +195,13 @@ class EncoderGraphs:
         for key in self.captured():
             timed(key, lambda key=key: self._run(key))  # type: ignore[misc]
         return found
+
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        """What a device asks for around compiled code: the host recorder cannot look into it."""
+        held = modules_of(self._model.model)
+        if self.pool is None or not any(map(compat.holds_compiled_code, held)):
+            return nullcontext()
+        return self.pool.device.around()
 
     def _first_run(self, key: GraphKey) -> None:
         result = self._run(key)
@@ -289,22 +297,28 @@ class EncoderGraphs:
         return compat.tree_map(torch.clone, found)
 
     def _run(self, key: GraphKey) -> Any:
-        values = self.inputs(key).values
+        self._runs = key
         with set_forward_context(
             None,
             cudagraph_runtime_mode=FULL,
             batch_descriptor=self._descriptors[key],
             num_tokens=key.budget,
         ):
-            return self._wrapper(values, **self.named(key.path, key.axes))
+            return self._wrapper(**self.inputs(key).values)
+
+    def _recorded(self, **values: torch.Tensor) -> Any:
+        """What a graph records. Its key is no argument: flat ones are compared sooner."""
+        assert self._runs is not None
+        return self._forward(values, **self.named(self._runs.path, self._runs.axes))
 
     def _forward(self, values: dict[str, torch.Tensor], **named: Any) -> Any:
-        """What a graph records; the model may take from its dictionary."""
+        """The model may take from its dictionary."""
         return self._model.encoder_cudagraph_forward(dict(values), **named)
 
 
-def modules_of(model: Any) -> Iterable[torch.nn.Module]:
+def modules_of(model: Any) -> list[torch.nn.Module]:
     """The modules whose weights graphs read: the model, or those that it holds."""
     if isinstance(model, torch.nn.Module):
         return [model]
-    return [each for each in vars(model).values() if isinstance(each, torch.nn.Module)]
+    held = [each for each in vars(model).values() if isinstance(each, torch.nn.Module)]
+    return list(dict.fromkeys(held))  # a tower may be its own forward

@@ -8,6 +8,7 @@ from encoder_support import (
     H,
     Rows,
     check,
+    close,
     config,
     images,
     manager,
@@ -169,7 +170,7 @@ def test_values_are_converted_to_the_dtype_of_the_buffer(device: str) -> None:
     call = rows(3, device="cpu")  # on the host, and of another dtype
     found = made.execute({**call, "x": call["x"].double()})
     expected = model.linear(call["x"].to(device)).tanh()
-    torch.testing.assert_close(found[0], expected)
+    close(found[0], expected)
 
 
 # ------------------------------------------------------------------ NaN
@@ -255,7 +256,7 @@ def test_kept_keys_are_counted() -> None:
     for bias, expected in ((None, 2.0), (torch.full((H,), 5.0), 5.0), (None, 5.0)):
         call = rows(8)
         found = made.execute(call if bias is None else {**call, "bias": bias})
-        torch.testing.assert_close(found[0], model.linear(call["x"]) + expected)
+        close(found[0], model.linear(call["x"]) + expected)
     assert made.kept_keys == {"bias": 2}
     assert made.coverage().endswith("kept bias: 2 times")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from encoder_support import DualPath, H, Merges, dual, images, manager, one_by_one, patches
+from encoder_support import DualPath, H, Merges, close, dual, images, manager, one_by_one, patches
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,7 +55,7 @@ def run(rank: int) -> dict[str, Any]:
         for number, sizes in enumerate(CALLS):
             call = images(*sizes)
             found = made.execute(call)
-            torch.testing.assert_close(found, one_by_one(model, call), rtol=1e-4, atol=1e-5)
+            close(found, one_by_one(model, call))
             said[f"{deep} {number}"] = [
                 len(each["deep"][0]) if deep else len(each) for each in found
             ]
@@ -68,7 +68,7 @@ def run(rank: int) -> dict[str, Any]:
             call = dual(*counts)
             found = made.execute(call)
             alone = manager(model, token_budgets=None).execute(call)
-            torch.testing.assert_close(found, alone)
+            close(found, alone)
             said[f"{type(model).__name__} {counts}"] = [len(each) for each in found]
     try:
         used = Sharder()
