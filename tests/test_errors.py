@@ -99,6 +99,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "EncoderModelError.nothing_to_run_on": EncoderModelError.nothing_to_run_on("max_seqlen"),
     "EncoderItemError.number": EncoderItemError.number("output_tokens", -1),
     "EncoderItemError.unknown_path": EncoderItemError.unknown_path(2, "lokal", ["global", "local"]),
+    "EncoderItemError.no_path": EncoderItemError.no_path(2, 7, ["global", "local"]),
     "EncoderItemError.no_axis": EncoderItemError.no_axis(2, "tier", []),
     "EncoderBufferError.missing": EncoderBufferError.missing("replay", "cu_seqlens", ["x"]),
     "EncoderBufferError.unknown": EncoderBufferError.unknown("replay", "cu_seqlen", ["cu_seqlens"]),
@@ -473,6 +474,8 @@ EncoderModelError.nothing_to_run_on: encoder_eager_forward(): the replay buffers
 EncoderItemError.number: EncoderItemSpec: output_tokens = -1; expected a whole number of at least 0.
   Read grids from the host once per call: grid_thw.tolist().
 EncoderItemError.unknown_path: item 2: output tokens on path 'lokal', which the configuration does not have; paths: global, local. Did you mean 'local' or 'global'?
+EncoderItemError.no_path: item 2: 7 output tokens, and none of them on a path; paths: global, local.
+  Say how many each path makes: global_output_tokens and local_output_tokens, or path_output_tokens={...}.
 EncoderItemError.no_axis: item 2: nothing is said for capture axis 'tier'; it says (none).
   Give EncoderItemSpec(axes={...}) the value that the item needs at least.""",
         )

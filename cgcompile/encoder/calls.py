@@ -79,6 +79,8 @@ class EncoderCalls:
         for path in spec.path_output_tokens:
             if path not in self._paths:
                 raise EncoderItemError.unknown_path(item, path, self._paths)
+        if spec.output_tokens and not any(map(spec.tokens, self._paths)):
+            raise EncoderItemError.no_path(item, spec.output_tokens, self._paths)
         if self._config.enable_dual_path_graph or GLOBAL in self._paths:
             return
         if spec.global_output_tokens or spec.local_output_tokens:

@@ -84,6 +84,14 @@ class EncoderItemError(CGCompileError, ValueError):
         )
 
     @classmethod
+    def no_path(cls, item: int, tokens: int, known: Sequence[str]) -> "EncoderItemError":
+        return cls(
+            f"item {item}: {tokens} output tokens, and none of them on a path; paths: "
+            f"{listed(known)}.\n  Say how many each path makes: global_output_tokens and "
+            "local_output_tokens, or path_output_tokens={...}."
+        )
+
+    @classmethod
     def no_axis(cls, item: int, axis: str, known: Sequence[str]) -> "EncoderItemError":
         return cls(
             f"item {item}: nothing is said for capture axis {axis!r}; it says {listed(known)}.\n"

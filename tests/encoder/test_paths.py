@@ -82,6 +82,17 @@ def test_one_path_replays_while_the_other_runs_eager(device: str) -> None:
     assert (made.statistics.hits, made.statistics.misses) == (3, 2)
 
 
+def test_tokens_that_are_on_no_path() -> None:
+    class Mine(DualPath):
+        def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> Any:
+            return [EncoderItemSpec(7, 7)]
+
+    with pytest.raises(
+        EncoderItemError, match="item 0: 7 output tokens, and none of them on a path"
+    ):
+        manager(Mine(), token_budgets=None, captured=False).execute(dual(1))
+
+
 def test_nothing_of_dual_path_is_left_out() -> None:
     made = manager(DualPath(), token_budgets=None)
     assert made.execute(dual()) == []
