@@ -18,7 +18,6 @@ from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.statistics import EncoderStatistics, Ran
 from cgcompile.errors import ConfigError, EncoderItemError, EncoderModelError
-from cgcompile.graphs.capture import inside_capture
 from cgcompile.reasons import Reason
 
 
@@ -96,7 +95,7 @@ class EncoderCalls:
         return found
 
     def _capacity(self) -> Capacity:
-        if inside_capture():
+        if self._graphs.blocked():
             return Capacity(((),) * len(self._paths), *self._limits[1:])
         if self._version != self._graphs.version:
             captured = {(key.path, key.budget) for key in self._graphs.captured()}
@@ -177,15 +176,15 @@ class EncoderCalls:
         return (key, None) if self._graphs.has(key) else (None, Reason.NOT_CAPTURED)
 
     def _why_eager(self, path: str, specs: list[EncoderItemSpec]) -> Reason:
-        if inside_capture():
-            return Reason.INSIDE_CAPTURE
+        blocked = self._graphs.blocked()
+        if blocked is not None:
+            return blocked
         budgets = self._capacity().budgets[self._paths.index(path)]
         if not budgets:
             return Reason.NO_DEVICE if self._graphs.pool is None else Reason.NOT_CAPTURED
         if sum(self._room(path, spec) for spec in specs) > budgets[-1]:
             return Reason.OVERSIZE
-        most = self._limits.max_frames
-        if most and sum(spec.frames for spec in specs) > most:
+        if sum(spec.frames for spec in specs) > (self._limits.max_frames or self._limits.max_items):
             return Reason.TOO_MANY_FRAMES
         return Reason.CHEAPER_EAGER
 

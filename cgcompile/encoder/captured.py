@@ -15,15 +15,17 @@ from cgcompile.encoder.defs import DEFAULT, EncoderCudaGraphConfig, EncoderItemS
 from cgcompile.encoder.limits import Limits
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.results import checked_rows, empty_rows, own_rows
-from cgcompile.encoder.staging import GraphInputs
+from cgcompile.encoder.staging import GraphInputs, check_keys
 from cgcompile.errors import EncoderModelError
 from cgcompile.forward_context import set_forward_context
 from cgcompile.graphs.bulk import BulkCapture
+from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.entries import holds_parameters_with_grad
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.reasons import Counters
+from cgcompile.reasons import Counters, Reason
 from cgcompile.serving.capturing import capture_set
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class EncoderGraphs:
         self._wrapper = CUDAGraphWrapper(self._recorded, settings, FULL, pool=pool, name="encoder")
         self._wrapper.closed = True  # but in capture()
         self._runs: GraphKey | None = None
+        self._modules = modules_of(model.model)
         self._check_weights = check_weights
         self._weights: list[WeightsGuard] = []
         self._inputs: dict[GraphKey, GraphInputs] = {}
@@ -177,6 +180,8 @@ class EncoderGraphs:
             timed: called with each captured key and what replays it, in no capture.
         """
         missing = {each: key for key, each in self._descriptors.items() if not self.has(key)}
+        if len(missing) == len(self._descriptors):
+            self._weights = []  # the graphs that read them are gone
         self._wrapper.closed = False
         try:
             with around(), self._uncompiled():
@@ -191,15 +196,14 @@ class EncoderGraphs:
         finally:
             self._wrapper.closed = True
         if self._check_weights and not self._weights:
-            self._weights = [WeightsGuard(each) for each in modules_of(self._model.model)]
+            self._weights = [WeightsGuard(each) for each in self._modules]
         for key in self.captured():
             timed(key, lambda key=key: self._run(key))  # type: ignore[misc]
         return found
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
         """What a device asks for around compiled code: the host recorder cannot look into it."""
-        held = modules_of(self._model.model)
-        if self.pool is None or not any(map(compat.holds_compiled_code, held)):
+        if self.pool is None or not any(map(compat.holds_compiled_code, self._modules)):
             return nullcontext()
         return self.pool.device.around()
 
@@ -211,13 +215,23 @@ class EncoderGraphs:
 
     def forget(self) -> None:
         """Drop graphs, buffers and memory; those of others that share the pool stay."""
-        self._wrapper.clear_graphs()
+        if self.pool is not None:
+            self.pool.device.synchronize()  # a replay may still read the buffers
         if self._owns_pool:
             self._wrapper.clear_all_graphs()
+        self._wrapper.clear_graphs()
         self._inputs.clear()
         self._weights = []
 
     # -------------------------------------------------------------- replay
+
+    def blocked(self) -> Reason | None:
+        """Why nothing may be replayed now, whatever is captured."""
+        if inside_capture():
+            return Reason.INSIDE_CAPTURE
+        if torch.is_grad_enabled() and any(map(holds_parameters_with_grad, self._modules)):
+            return Reason.GRADIENTS
+        return None
 
     def check_weights(self) -> None:
         """Raise if a weight is not what and where it was.
@@ -276,6 +290,7 @@ class EncoderGraphs:
         made = self._model.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs, len(specs), frames, **named
         )
+        check_keys(made.values, self._config, "prepare_encoder_cudagraph_replay_buffers()")
         like = self.inputs(min(key for key in self._descriptors if key.path == path)).values
         values: dict[str, torch.Tensor] = {}
         for key in self._config.buffer_keys:

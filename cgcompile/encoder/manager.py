@@ -134,7 +134,7 @@ class EncoderCudaGraphManager:
 
     @property
     def max_frames_per_batch(self) -> int:
-        """Most frames of a replay; 0 if they are not counted."""
+        """Most frames of a replay; 0, of a model without videos: one for each item."""
         return self._limits.max_frames
 
     @property

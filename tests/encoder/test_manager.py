@@ -500,6 +500,41 @@ def test_inference_mode() -> None:
     assert counts(made) == (1, 0)
 
 
+def test_with_gradients_nothing_is_replayed() -> None:
+    model = Rows()
+    made = manager(model, inference_mode=False, captured=False)
+    with torch.no_grad():
+        made.capture()
+    call = rows(3)
+    made.execute(call)[0].sum().backward()
+    assert model.linear.weight.grad is not None
+    assert made.statistics.reasons() == {Reason.GRADIENTS: 1}
+    with torch.no_grad():
+        close(made.execute(call)[0], model.linear(call["x"]).tanh())
+    assert counts(made) == (1, 1)
+
+
+def test_a_model_without_videos_has_one_frame_for_each_item() -> None:
+    model = Rows(max_frames_per_video=0)
+    made = manager(model)
+    assert made.max_frames_per_batch == 0
+    check(made, model, rows(3, 4, 5, frames=[1, 9, 1]))
+    assert counts(made) == (2, 1)
+    assert made.statistics.reasons() == {Reason.TOO_MANY_FRAMES: 1}
+
+
+def test_weights_of_graphs_that_are_gone_are_forgotten() -> None:
+    model = Rows()
+    made = manager(model)
+    assert made.pool is not None
+    made.pool.release()
+    model.linear.weight = torch.nn.Parameter(torch.randn_like(model.linear.weight))
+    check(made, model, rows(3))
+    made.capture()
+    check(made, model, rows(3))
+    assert counts(made) == (1, 1)
+
+
 def test_many_graphs_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     manager(Rows(), token_budgets=list(range(8, 80)), captured=False)
     assert "72 encoder graphs are planned" in caplog.text

@@ -164,6 +164,15 @@ def test_capture_inputs_have_exactly_the_keys() -> None:
         manager(Rows(buffer_keys=["pixels"]))
 
 
+def test_eager_values_have_exactly_the_keys() -> None:
+    class Mine(Rows):
+        def prepare_encoder_cudagraph_replay_buffers(self, *args: Any) -> Any:
+            return EncoderCudaGraphReplayBuffers({})
+
+    with pytest.raises(EncoderBufferError, match="no value for buffer 'x'"):
+        manager(Mine(), captured=False).execute(rows(3))
+
+
 def test_values_are_converted_to_the_dtype_of_the_buffer(device: str) -> None:
     model = Rows()
     made = manager(model, device)
