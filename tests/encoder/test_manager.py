@@ -265,7 +265,7 @@ def test_the_recorded_tensors_stay_the_same_objects(device: str) -> None:
 
 
 def test_the_model_may_take_from_the_inputs(device: str) -> None:
-    made = manager(Rows(), device)  # its forward pops
+    made = manager(Rows(), device, calibrate=True)  # its forward pops
     for _ in range(2):
         made.execute(rows(3, device=device))
     assert list(made.graph_inputs(GraphKey("default", 8))) == ["x"]
@@ -477,6 +477,23 @@ def test_results_are_ready_on_the_stream_of_the_caller() -> None:
         stream.synchronize()
         for mine, other in zip(doubled, expected, strict=True):
             close(mine, other * 2)
+
+
+@pytest.mark.gpu
+def test_a_call_on_another_stream_waits_before_it_writes_the_buffers() -> None:
+    model = patches("cuda")
+    made = manager(model, "cuda", token_budgets=[16])
+    calls = [images((8, 8), device="cuda") for _ in range(4)]
+    expected = [one_by_one(model, call) for call in calls]
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in calls], []
+    for stream, call in zip(streams, calls, strict=True):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            found.append(made.execute(call))
+    torch.cuda.synchronize()
+    for mine, other in zip(found, expected, strict=True):
+        close(mine, other)
 
 
 def test_inside_of_a_capture_of_others_nothing_is_replayed() -> None:
