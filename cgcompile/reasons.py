@@ -58,6 +58,8 @@ class Reason(enum.Enum):
     MODE_EXCLUDED = "mode_excluded"  # the caller forbids the mode for this batch
     NOT_CAPTURED = "not_captured"  # a planned graph that was not captured yet, or was refused
     OTHER_RANK = "other_rank"  # ranks agree on one mode, and another rank has a lesser one
+    TOO_MANY_FRAMES = "too_many_frames"  # more sequences of attention than a graph has room for
+    CHEAPER_EAGER = "cheaper_eager"  # a graph serves it, padded so far that it is the slower way
     NOT_PIECEWISE = "not_piecewise"  # the model has no pieces: neither compiled nor breakable
 
 

@@ -16,6 +16,14 @@ from cgcompile.errors.compilation import (
     PieceCompileError,
     SymbolError,
 )
+from cgcompile.errors.encoder import (
+    EncoderBudgetError,
+    EncoderBufferError,
+    EncoderItemError,
+    EncoderModelError,
+    EncoderPackError,
+    EncoderShardError,
+)
 from cgcompile.errors.root import CGCompileError
 from cgcompile.errors.running import (
     AddressChangedError,

@@ -4,6 +4,7 @@ Graphs of one pool use each other's memory, so they must never run at the same t
 them returned is valid until another one runs. The rule: one owner, one pool.
 """
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -33,6 +34,8 @@ class GraphPool:
         generation: grows when graphs are dropped; what was built on those of before is void.
         stream: what captures run on; replays run on the caller's stream.
         arena: memory of our own for the steps that these graphs are part of.
+        lock: for owners that several threads call: held from the writing of inputs to the copying
+            of results.
     """
 
     def __init__(self, device: CaptureDevice) -> None:
@@ -40,6 +43,7 @@ class GraphPool:
         self.generation = 0
         self.stream = device.new_stream()
         self.arena = Arena()
+        self.lock = threading.RLock()
         self._memory: Any = None
         self._stream_key: int | None = None
         self._last_stream: Any = None

@@ -1,0 +1,62 @@
+"""Encoder graphs: images and videos packed into graphs of fixed token budgets.
+
+A neighbour of ``cgcompile.serving``; it reaches capture through ``cgcompile.graphs`` alone, so that
+it works on a model that was never compiled. Budgets and packing are plain Python: they need no
+torch.
+"""
+
+from cgcompile.encoder.budgets import (
+    Budgets,
+    fitted_budgets,
+    generated_budgets,
+    resolve_budgets,
+    resolve_frames,
+    smallest_budget,
+)
+from cgcompile.encoder.captured import GraphKey
+from cgcompile.encoder.defs import (
+    EncoderCaptureAxis,
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphPaddingLogic,
+    EncoderCudaGraphPathConfig,
+    EncoderCudaGraphReplayBuffers,
+    EncoderItemSpec,
+)
+from cgcompile.encoder.manager import EncoderCudaGraphManager
+from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
+from cgcompile.encoder.patches import PatchEncoder, PatchOffsets, PatchTable
+from cgcompile.encoder.protocol import SupportsEncoderCudaGraph, supports_encoder_cudagraph
+from cgcompile.encoder.sharding import Sharder, shares_by_load
+from cgcompile.encoder.statistics import EncoderStatistics
+
+__all__ = [
+    "Budgets",
+    "Capacity",
+    "Costs",
+    "EncoderCaptureAxis",
+    "EncoderCudaGraphCaptureInputs",
+    "EncoderCudaGraphConfig",
+    "EncoderCudaGraphManager",
+    "EncoderCudaGraphPaddingLogic",
+    "EncoderCudaGraphPathConfig",
+    "EncoderCudaGraphReplayBuffers",
+    "EncoderItemSpec",
+    "EncoderStatistics",
+    "GraphKey",
+    "Group",
+    "Need",
+    "PatchEncoder",
+    "PatchOffsets",
+    "PatchTable",
+    "Sharder",
+    "SupportsEncoderCudaGraph",
+    "fitted_budgets",
+    "generated_budgets",
+    "pack",
+    "resolve_budgets",
+    "resolve_frames",
+    "shares_by_load",
+    "smallest_budget",
+    "supports_encoder_cudagraph",
+]

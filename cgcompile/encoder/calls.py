@@ -1,0 +1,203 @@
+"""What happens to the items of one call: :class:`EncoderCalls`.
+
+Specs, packing, one run per group and path, and the results back in the order of the items. What has
+no graph runs eager, under a reason.
+"""
+
+from typing import Any
+
+from cgcompile.encoder.captured import EncoderGraphs, GraphKey
+from cgcompile.encoder.defs import (
+    DEFAULT,
+    GLOBAL,
+    EncoderCudaGraphConfig,
+    EncoderItemSpec,
+)
+from cgcompile.encoder.limits import Limits
+from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
+from cgcompile.encoder.protocol import CheckedModel
+from cgcompile.encoder.statistics import EncoderStatistics, Ran
+from cgcompile.errors import ConfigError, EncoderItemError, EncoderModelError
+from cgcompile.reasons import Reason
+
+
+class EncoderCalls:
+    """Not for several threads at a time.
+
+    Args:
+        model: what speaks the protocol.
+        config: of the encoder.
+        limits: of each replay.
+        graphs: what is captured.
+        statistics: counts what runs.
+        costs: what packing estimates with.
+
+    Attributes:
+        costs: as given; may be replaced.
+    """
+
+    def __init__(
+        self,
+        model: CheckedModel,
+        config: EncoderCudaGraphConfig,
+        limits: Limits,
+        graphs: EncoderGraphs,
+        statistics: EncoderStatistics,
+        costs: Costs,
+    ) -> None:
+        self._model, self._config, self._limits = model, config, limits
+        self._graphs, self._statistics = graphs, statistics
+        self._paths = list(config.paths)
+        self._version: tuple[int, int] | None = None
+        self._known = Capacity(((),) * len(config.paths), *limits[1:])
+        self.costs = costs
+
+    def _room(self, path: str, spec: EncoderItemSpec) -> int:
+        """Output tokens whose room an item takes: as its result has, or as its input needs."""
+        rows = self._config.input_rows_per_token
+        return max(spec.tokens(path), -(-spec.input_size // rows) if rows else 0)
+
+    def _need(self, spec: EncoderItemSpec) -> Need:
+        return Need(tuple([self._room(path, spec) for path in self._paths]), spec.frames)
+
+    def make_tables(self) -> None:
+        """What packing looks up, made now rather than at the first call."""
+        pack((), self._capacity(), self.costs)
+
+    def specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+        """The items of a call, checked."""
+        specs = list(self._model.get_encoder_cudagraph_item_specs(mm_kwargs))
+        for item, spec in enumerate(specs):
+            if not isinstance(spec, EncoderItemSpec):
+                method, found = "get_encoder_cudagraph_item_specs", type(spec).__name__
+                raise EncoderModelError.returned(method, found, "a list of EncoderItemSpec")
+            self._check_paths(item, spec)
+        return specs
+
+    def _check_paths(self, item: int, spec: EncoderItemSpec) -> None:
+        for path in spec.path_output_tokens:
+            if path not in self._paths:
+                raise EncoderItemError.unknown_path(item, path, self._paths)
+        if spec.output_tokens and not any(map(spec.tokens, self._paths)):
+            raise EncoderItemError.no_path(item, spec.output_tokens, self._paths)
+        if self._config.enable_dual_path_graph or GLOBAL in self._paths:
+            return
+        if spec.global_output_tokens or spec.local_output_tokens:
+            what = f"item {item}: global_output_tokens or local_output_tokens"
+            because = "the configuration has no dual path"
+            raise ConfigError.impossible(what, because, "Set enable_dual_path_graph=True.")
+
+    def selected(self, mm_kwargs: dict[str, Any], items: list[int], count: int) -> dict[str, Any]:
+        """A call of some of the items."""
+        if items == list(range(count)):
+            return mm_kwargs
+        found: dict[str, Any] = self._model.select_encoder_cudagraph_items(mm_kwargs, items)
+        return found
+
+    def _capacity(self) -> Capacity:
+        if self._graphs.blocked():
+            return Capacity(((),) * len(self._paths), *self._limits[1:])
+        if self._version != self._graphs.version:
+            captured = {(key.path, key.budget) for key in self._graphs.captured()}
+            budgets = tuple(
+                tuple(budget for budget in budgets if (path, budget) in captured)
+                for path, budgets in self._limits.budgets.items()
+            )
+            self._known = Capacity(budgets, *self._limits[1:])
+            self._version = self._graphs.version
+        return self._known
+
+    def encoded(self, mm_kwargs: dict[str, Any], specs: list[EncoderItemSpec]) -> list[Any]:
+        """All items of a call, in groups."""
+        dest: dict[int, Any] = {}
+        full: list[int] = []  # what has any output; the others need not run
+        for item, spec in enumerate(specs):
+            if any(map(spec.tokens, self._paths)):
+                full.append(item)
+            else:
+                dest[item] = self._graphs.empty(self._paths[0])
+        self._statistics.record((), len(dest))
+        capacity = self._capacity()
+        if any(capacity.budgets):
+            self._graphs.check_weights()
+        for group in pack([self._need(specs[item]) for item in full], capacity, self.costs):
+            self._run_group([full[place] for place in group.items], group, mm_kwargs, specs, dest)
+        missing = [place for place in range(len(specs)) if place not in dest]
+        if missing:
+            found = f"no result for item {missing[0]}"
+            raise EncoderModelError.returned("postprocess_encoder_output", found, "one for each")
+        return [dest[place] for place in range(len(specs))]
+
+    def _run_group(
+        self,
+        items: list[int],
+        group: Group,
+        mm_kwargs: dict[str, Any],
+        all_specs: list[EncoderItemSpec],
+        dest: dict[int, Any],
+    ) -> None:
+        """One group on all paths, and its parts to the items."""
+        mm_kwargs = self.selected(mm_kwargs, items, len(all_specs))
+        specs = [all_specs[item] for item in items]
+        ran: list[Ran] = []
+        outputs: dict[str, Any] = {}
+        counts = {path: [spec.tokens(path) for spec in specs] for path in self._paths}
+        for path, budget in zip(self._paths, group.budgets, strict=True):
+            tokens = sum(counts[path])
+            if not tokens:
+                continue
+            key, reason = self._graph_for(path, budget, specs)
+            if key is not None:
+                outputs[path] = self._graphs.replay(key, mm_kwargs, tokens)
+            else:
+                outputs[path] = self._graphs.eager(path, mm_kwargs, specs)
+            ran.append(Ran(path, key.budget if key else None, counts[path], reason))
+        self._statistics.record(ran, len(specs))
+        single = self._paths == [DEFAULT]
+        self._model.postprocess_encoder_output(
+            outputs[DEFAULT] if single else outputs,
+            items,
+            counts[DEFAULT] if single else counts,
+            dest,
+            clone=False,
+            batch_mm_kwargs=mm_kwargs,
+        )
+
+    def _graph_for(
+        self, path: str, budget: int | None, specs: list[EncoderItemSpec]
+    ) -> tuple[GraphKey | None, Reason | None]:
+        """The graph that serves a group on one path; or why none does."""
+        if not budget:
+            return None, self._why_eager(path, specs)
+        axes = self._axes(specs)
+        if axes is None:
+            return None, Reason.UNLISTED_VARIANT
+        key = GraphKey(path, budget, axes)
+        return (key, None) if self._graphs.has(key) else (None, Reason.NOT_CAPTURED)
+
+    def _why_eager(self, path: str, specs: list[EncoderItemSpec]) -> Reason:
+        blocked = self._graphs.blocked()
+        if blocked is not None:
+            return blocked
+        budgets = self._capacity().budgets[self._paths.index(path)]
+        if not budgets:
+            return Reason.NO_DEVICE if self._graphs.pool is None else Reason.NOT_CAPTURED
+        if sum(self._room(path, spec) for spec in specs) > budgets[-1]:
+            return Reason.OVERSIZE
+        if sum(spec.frames for spec in specs) > (self._limits.max_frames or self._limits.max_items):
+            return Reason.TOO_MANY_FRAMES
+        return Reason.CHEAPER_EAGER
+
+    def _axes(self, specs: list[EncoderItemSpec]) -> tuple[int, ...] | None:
+        """For each capture axis the least value that is enough for all items; None if none is."""
+        found = []
+        for axis in self._config.capture_axes:
+            for item, spec in enumerate(specs):
+                if axis.name not in spec.axes:
+                    raise EncoderItemError.no_axis(item, axis.name, sorted(spec.axes))
+            needed = max(spec.axes[axis.name] for spec in specs)
+            enough = [value for value in axis.values if value >= needed]
+            if not enough:
+                return None
+            found.append(enough[0])
+        return tuple(found)

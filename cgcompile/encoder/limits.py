@@ -1,0 +1,92 @@
+"""How large graphs are, from what a user gives and what a model says: :func:`resolved_limits`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from cgcompile.encoder.budgets import Budgets, generated_budgets, resolve_budgets, resolve_frames
+from cgcompile.encoder.defs import EncoderCudaGraphConfig
+from cgcompile.errors import ConfigError
+
+Budgeted = Sequence[int] | Mapping[str, Sequence[int]]
+Range = Callable[[], tuple[int, int]]
+
+
+class Limits(NamedTuple):
+    """What all graphs of a manager hold.
+
+    Attributes:
+        budgets: by path, output tokens, ascending.
+        max_items: of one replay; at most the least budget.
+        max_frames: of one replay; 0, of a model without videos: one for each item.
+    """
+
+    budgets: Mapping[str, tuple[int, ...]]
+    max_items: int
+    max_frames: int
+
+
+def resolved_limits(
+    config: EncoderCudaGraphConfig,
+    token_budgets: Budgeted | None,
+    max_items: int | None,
+    max_frames: int | None,
+    budget_range: Range,
+) -> Limits:
+    """Budgets of each path, and the items and frames of all.
+
+    Args:
+        config: of the encoder.
+        token_budgets: what a user gives, for all paths or by path; None: inferred.
+        max_items: what a user gives.
+        max_frames: what a user gives.
+        budget_range: (least, most) output tokens; asked only where something is inferred.
+
+    Raises:
+        EncoderBudgetError: numbers that cannot be.
+        ConfigError: budgets by path, for other paths than the model has.
+    """
+    if token_budgets is None:
+        budgets, items = _inferred(config, max_items, budget_range())
+    else:
+        budgets, items = _given(_by_path(config, token_budgets), max_items)
+    frames = resolve_frames(items, config.max_frames_per_video, max_frames)
+    return Limits(budgets, items, frames)
+
+
+def _by_path(config: EncoderCudaGraphConfig, given: Budgeted) -> dict[str, Sequence[int]]:
+    if not isinstance(given, Mapping):
+        return {path: tuple(given) for path in config.paths}
+    if set(given) != set(config.paths):
+        expected = f"budgets for each of {', '.join(config.paths)}"
+        raise ConfigError.bad_value("token_budgets", "encoder graphs", dict(given), expected)
+    return {path: tuple(given[path]) for path in config.paths}
+
+
+def _given(
+    by_path: dict[str, Sequence[int]], max_items: int | None
+) -> tuple[dict[str, tuple[int, ...]], int]:
+    found: dict[str, Budgets] = {}
+    for path, budgets in by_path.items():
+        # numbers that are none are for resolve_budgets to name
+        whole = [each for each in budgets if isinstance(each, int) and each > 0]
+        span = (min(whole, default=1), max(whole, default=1))
+        found[path] = resolve_budgets(budgets, max_items, budget_range=span)
+    items = min(each.max_items for each in found.values())
+    return {path: each.budgets for path, each in found.items()}, items
+
+
+def _inferred(
+    config: EncoderCudaGraphConfig, max_items: int | None, span: tuple[int, int]
+) -> tuple[dict[str, tuple[int, ...]], int]:
+    base = resolve_budgets(None, max_items, budget_range=span)
+    most = base.budgets[-1]
+    starts = {
+        path: min(each.min_token_budget or base.budgets[0], most)
+        for path, each in config.paths.items()
+    }
+    items = base.max_items
+    if max_items is None:
+        items = min(items, *starts.values())
+    return {
+        path: generated_budgets(max(least, items), most) for path, least in starts.items()
+    }, items

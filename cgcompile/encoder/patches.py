@@ -1,0 +1,270 @@
+"""The protocol for the common layout, from a handful of functions: :class:`PatchEncoder`.
+
+Many vision towers take patches of all images one after the other, [rows, C], with a grid (t, h, w)
+for each image or video, and merge m x m neighbours into one output token. What they compute from
+the grids on the host, tables by row and offsets of sequences, becomes a buffer of each graph. The
+rule: the forward that is recorded reads these buffers alone, never a grid.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgcompile.encoder.defs import (
+    DEFAULT,
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphPaddingLogic,
+    EncoderCudaGraphReplayBuffers,
+    EncoderItemSpec,
+)
+from cgcompile.encoder.protocol import SupportsEncoderCudaGraph
+from cgcompile.errors import ConfigError
+
+Grid = tuple[int, int, int]
+"""Frames, rows and columns of one image or video, in patches."""
+
+PIXELS = "pixel_values"
+PATCHES, TOKENS = "patches", "tokens"
+ZEROS, POSITIONS = "zeros", "positions"
+
+
+@dataclass(frozen=True)
+class PatchTable:
+    """Something that a tower reads for each patch, or for each output token.
+
+    Attributes:
+        make: ``make(grids)``: [rows, *shape] for these items together, on the CPU or the device.
+        shape: sizes behind the first.
+        dtype: of the buffer; None: that of the encoder.
+        rows: what the first dimension counts, ``"patches"`` or ``"tokens"``.
+        tail: what rows hold that are not real: ``"zeros"``, or ``"positions"``, the number of the
+            row itself, which makes a permutation of all real rows one of all rows.
+    """
+
+    make: Callable[[Sequence[Grid]], torch.Tensor]
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    rows: str = PATCHES
+    tail: str = ZEROS
+
+    def __post_init__(self) -> None:
+        for name, known in (("rows", (PATCHES, TOKENS)), ("tail", (ZEROS, POSITIONS))):
+            if getattr(self, name) not in known:
+                expected = " or ".join(map(repr, known))
+                raise ConfigError.bad_value(name, "PatchTable", getattr(self, name), expected)
+
+
+@dataclass(frozen=True)
+class PatchOffsets:
+    """Where sequences of attention begin and end, such as ``cu_seqlens``.
+
+    Attributes:
+        make: ``make(grids)``: integers [sequences + 1], from 0 to the number of rows.
+        most: ``most(token_budget, max_items, max_frames)``: how many sequences there can be in a
+            replay; left out: one for each frame.
+        longest_padding: padded rows are sequences of at most so many rows. One long sequence would
+            cost more attention than all real ones.
+        rows: what offsets count, ``"patches"`` or ``"tokens"``.
+        dtype: of the buffer.
+    """
+
+    make: Callable[[Sequence[Grid]], torch.Tensor]
+    most: Callable[[int, int, int], int] | None = None
+    longest_padding: int | None = 1024
+    rows: str = PATCHES
+    dtype: torch.dtype = torch.int32
+
+
+def frame_offsets(grids: Sequence[Grid]) -> torch.Tensor:
+    """int32 [frames + 1] on the CPU: one sequence of h * w patches for each frame."""
+    lengths = [h * w for t, h, w in grids for _ in range(t)]
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def _positions(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Rows, and behind them the number of each row."""
+    dst[: len(src)].copy_(src, non_blocking=True)
+    tail = torch.arange(len(src), len(dst), dtype=dst.dtype, device=dst.device)
+    dst[len(src) :].copy_(tail.view(-1, *[1] * (dst.dim() - 1)).expand_as(dst[len(src) :]))
+
+
+class PatchEncoder(SupportsEncoderCudaGraph):
+    """Makes a tower of flattened patches fit for :class:`EncoderCudaGraphManager`.
+
+    A call is ``{"pixel_values": [rows, C], "image_grid_thw": [items, 3]}``, or with
+    ``pixel_values_videos`` and ``video_grid_thw``. Grids may be lists; a tensor of them is read by
+    the host, so keep it on the CPU. An item of (t, h, w) has t * h * w rows of input, t sequences,
+    and t * (h // m) * (w // m) rows of output; odd grids are the business of the tower.
+
+    Args:
+        forward: ``forward(buffers)``: what graphs record. ``buffers`` has ``pixel_values`` and all
+            of ``tables`` and ``offsets``, of one length each. Returns [tokens, H], or several such
+            tensors in dicts or tuples.
+        merge_size: m.
+        in_features: C.
+        out_hidden_size: H.
+        tables: by name.
+        offsets: by name; left out: ``cu_seqlens``, one sequence for each frame.
+        tower: the modules whose weights ``forward`` reads.
+        eager: ``eager(pixel_values, grids)``, the same without graphs; left out: ``forward`` on
+            buffers without padding.
+        max_frames_per_video: t of the longest video; 1: images alone.
+        budget_range: (least, most) output tokens, from which budgets are made.
+        inputs: by modality the names of the patches and of their grids.
+        padding_logics: of other tails than tables have.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[dict[str, torch.Tensor]], Any],
+        *,
+        merge_size: int,
+        in_features: int,
+        out_hidden_size: int,
+        tables: Mapping[str, PatchTable] | None = None,
+        offsets: Mapping[str, PatchOffsets] | None = None,
+        tower: torch.nn.Module | None = None,
+        eager: Callable[[torch.Tensor, list[Grid]], Any] | None = None,
+        max_frames_per_video: int = 1,
+        budget_range: tuple[int, int] = (64, 4096),
+        inputs: Mapping[str, tuple[str, str]] | None = None,
+        padding_logics: Mapping[str, EncoderCudaGraphPaddingLogic] | None = None,
+    ) -> None:
+        self.tower = forward if tower is None else tower
+        self._forward, self._eager = forward, eager
+        self._merge, self._columns = merge_size, in_features
+        self._tables = dict(tables or {})
+        if offsets is None:
+            offsets = {"cu_seqlens": PatchOffsets(frame_offsets)}
+        self._offsets = dict(offsets)
+        self._range = budget_range
+        names = {"image": (PIXELS, "image_grid_thw")}
+        if max_frames_per_video > 1:
+            names["video"] = ("pixel_values_videos", "video_grid_thw")
+        self._inputs = dict(inputs or names)
+        tails = {key: _positions for key, each in self._tables.items() if each.tail == POSITIONS}
+        self._config = EncoderCudaGraphConfig(
+            modalities=list(self._inputs),
+            buffer_keys=[PIXELS, *self._tables, *self._offsets],
+            out_hidden_size=out_hidden_size,
+            padding_logics={**tails, **(padding_logics or {})},
+            max_frames_per_video=max_frames_per_video,
+            offset_keys={key: each.longest_padding for key, each in self._offsets.items()},
+            input_rows_per_token=merge_size**2,
+        )
+
+    # -------------------------------------------------------------- what a call is
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        return self._config
+
+    def get_encoder_cudagraph_budget_range(self, settings: Any) -> tuple[int, int]:
+        return self._range
+
+    def _names(self, mm_kwargs: Mapping[str, Any]) -> tuple[str, str]:
+        return self._inputs[self.get_input_modality(mm_kwargs)]
+
+    def grids(self, mm_kwargs: Mapping[str, Any]) -> list[Grid]:
+        """(t, h, w) of each item; synchronises if they lie on a device."""
+        found = mm_kwargs[self._names(mm_kwargs)[1]]
+        rows = found.tolist() if isinstance(found, torch.Tensor) else found
+        return [(int(t), int(h), int(w)) for t, h, w in rows]
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+        m = self._merge
+        return [
+            EncoderItemSpec(t * h * w, t * (h // m) * (w // m), frames=t)
+            for t, h, w in self.grids(mm_kwargs)
+        ]
+
+    def select_encoder_cudagraph_items(
+        self, mm_kwargs: dict[str, Any], indices: list[int]
+    ) -> dict[str, Any]:
+        pixels, grid = self._names(mm_kwargs)
+        grids, rows = self.grids(mm_kwargs), mm_kwargs[pixels]
+        parts = torch.split(rows, [t * h * w for t, h, w in grids])
+        chosen = [parts[index] for index in indices]
+        together = torch.cat(chosen) if chosen else rows[:0]
+        return {**mm_kwargs, pixels: together, grid: [grids[index] for index in indices]}
+
+    # -------------------------------------------------------------- buffers
+
+    def _rows(self, counted: str, token_budget: int) -> int:
+        return token_budget * (self._merge**2 if counted == PATCHES else 1)
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        path: str = DEFAULT,
+        axes: Mapping[str, int] | None = None,
+    ) -> EncoderCudaGraphCaptureInputs:
+        def zeros(rows: int, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+            return torch.zeros((rows, *shape), dtype=kind, device=device)
+
+        values = {PIXELS: zeros(self._rows(PATCHES, token_budget), (self._columns,), dtype)}
+        for key, table in self._tables.items():
+            rows = self._rows(table.rows, token_budget)
+            values[key] = zeros(rows, table.shape, table.dtype or dtype)
+            if table.tail == POSITIONS:
+                _positions(values[key], values[key][:0])
+        frames = max_frames_per_batch or max_batch_size
+        for key, offsets in self._offsets.items():
+            most = frames
+            if offsets.most is not None:
+                most = offsets.most(token_budget, max_batch_size, frames)
+            total = self._rows(offsets.rows, token_budget)
+            entries = 1 + most + -(-total // (offsets.longest_padding or total))
+            even = [min(total, -(-total * place // most)) for place in range(entries)]
+            values[key] = torch.tensor(even, dtype=offsets.dtype, device=device)
+        return EncoderCudaGraphCaptureInputs(values)
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self,
+        mm_kwargs: dict[str, Any],
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        *,
+        path: str = DEFAULT,
+        axes: Mapping[str, int] | None = None,
+    ) -> EncoderCudaGraphReplayBuffers:
+        grids = self.grids(mm_kwargs)
+        rows = mm_kwargs[self._names(mm_kwargs)[0]]
+        values: dict[str, torch.Tensor | None] = {PIXELS: rows}
+        values.update({key: table.make(grids) for key, table in self._tables.items()})
+        values.update({key: offsets.make(grids) for key, offsets in self._offsets.items()})
+        return EncoderCudaGraphReplayBuffers(values)
+
+    # -------------------------------------------------------------- running
+
+    def encoder_cudagraph_forward(
+        self,
+        inputs: dict[str, torch.Tensor],
+        *,
+        path: str = DEFAULT,
+        axes: Mapping[str, int] | None = None,
+    ) -> Any:
+        return self._forward(inputs)
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], *, path: str = DEFAULT) -> Any:
+        if self._eager is not None:
+            return self._eager(mm_kwargs[self._names(mm_kwargs)[0]], self.grids(mm_kwargs))
+        made = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0).values
+        return self._forward({key: self._placed(key, value) for key, value in made.items()})
+
+    def _placed(self, key: str, value: Any) -> torch.Tensor:
+        """What a buffer would hold: on the device of the tower, and of the buffer's dtype."""
+        tower = self.tower
+        weights = list(tower.parameters()) if isinstance(tower, torch.nn.Module) else []
+        weight = next((each for each in weights if each.is_floating_point()), value)
+        kinds: dict[str, torch.dtype | None] = {k: t.dtype for k, t in self._tables.items()}
+        kinds.update({name: offsets.dtype for name, offsets in self._offsets.items()})
+        placed: torch.Tensor = value.to(weight.device, kinds.get(key) or weight.dtype)
+        return placed

@@ -1,0 +1,269 @@
+"""What a model does so that its encoder runs on graphs: :class:`SupportsEncoderCudaGraph`.
+
+The method names are those that models of serving engines have already. Six of them say what only
+the model knows; the others have defaults here, which a model gets by inheriting, and the manager
+lends to a model that does not. :class:`~cgcompile.encoder.PatchEncoder` has all of them for the
+common layout.
+
+How they are called: with one path and no axes, as the source documents have it. With several paths
+``path=`` is given by name to those that have it below, and ``axes=`` where there are capture axes.
+"""
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+
+from cgcompile import compat
+from cgcompile.encoder.defs import (
+    DEFAULT,
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphReplayBuffers,
+    EncoderItemSpec,
+)
+from cgcompile.encoder.results import joined_rows, split_rows
+from cgcompile.errors import EncoderModelError
+from cgcompile.errors.encoder import older_methods
+
+MANDATORY = (
+    "get_encoder_cudagraph_config",
+    "get_encoder_cudagraph_item_specs",
+    "select_encoder_cudagraph_items",
+    "prepare_encoder_cudagraph_capture_inputs",
+    "prepare_encoder_cudagraph_replay_buffers",
+    "encoder_cudagraph_forward",
+)
+OPTIONAL = (
+    "get_encoder_cudagraph_budget_range",
+    "get_input_modality",
+    "encoder_eager_forward",
+    "postprocess_encoder_output",
+)
+
+
+@runtime_checkable
+class SupportsEncoderCudaGraph(Protocol):
+    """A model whose encoder can run on graphs of fixed budgets.
+
+    ``mm_kwargs`` is one call: the keyword arguments of one modality, for any number of items.
+    Mandatory: the first six methods. Nothing here owns results: what the forward returns is copied.
+    """
+
+    supports_encoder_cudagraph: ClassVar[bool] = True
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """What the encoder takes, in which buffers. Called once by a manager."""
+        raise EncoderModelError.missing(type(self).__name__, "get_encoder_cudagraph_config")
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+        """One description for each item of a call, in order. Called once per call.
+
+        It may read sizes from the device, which synchronises; grids on the CPU do not.
+        """
+        raise EncoderModelError.missing(type(self).__name__, "get_encoder_cudagraph_item_specs")
+
+    def select_encoder_cudagraph_items(
+        self, mm_kwargs: dict[str, Any], indices: list[int]
+    ) -> dict[str, Any]:
+        """The call with these items alone, in this order; ``[]`` must be accepted."""
+        raise EncoderModelError.missing(type(self).__name__, "select_encoder_cudagraph_items")
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        path: str = DEFAULT,
+        axes: Mapping[str, int] | None = None,
+    ) -> EncoderCudaGraphCaptureInputs:
+        """Buffers for one graph, filled with something that the forward can run on.
+
+        Args:
+            token_budget: rows B of the result.
+            max_batch_size: most items of one replay.
+            max_frames_per_batch: most frames of one replay: room for that many sequences, and, for
+                offsets, for one more of padding.
+            device: where the buffers go.
+            dtype: of floating point buffers.
+            path: which set of graphs.
+            axes: by capture axis the value that is captured.
+
+        Returns:
+            Tensors that the manager owns from now on, one for each of ``buffer_keys``.
+        """
+        raise EncoderModelError.missing(
+            type(self).__name__, "prepare_encoder_cudagraph_capture_inputs"
+        )
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self,
+        mm_kwargs: dict[str, Any],
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        *,
+        path: str = DEFAULT,
+        axes: Mapping[str, int] | None = None,
+    ) -> EncoderCudaGraphReplayBuffers:
+        """What these items put into the buffers: real rows alone, on the device or on the CPU."""
+        raise EncoderModelError.missing(
+            type(self).__name__, "prepare_encoder_cudagraph_replay_buffers"
+        )
+
+    def encoder_cudagraph_forward(
+        self,
+        inputs: dict[str, torch.Tensor],
+        *,
+        path: str = DEFAULT,
+        axes: Mapping[str, int] | None = None,
+    ) -> Any:
+        """What graphs record: from the buffers, [B, H], or tensors [B, ...] in dicts and tuples.
+
+        ``inputs`` is a dictionary of its own, to take from as one likes. Host values that it reads,
+        such as a longest sequence, are frozen: take the largest that the budget allows.
+        """
+        raise EncoderModelError.missing(type(self).__name__, "encoder_cudagraph_forward")
+
+    # ------------------------------------------------------- with defaults
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], *, path: str = DEFAULT) -> Any:
+        """The result of these items without a graph: the same tensors, [output tokens, ...].
+
+        Left out: the forward that graphs record, on replay buffers as they are, without padding.
+
+        Raises:
+            EncoderModelError: a replay buffer is None.
+        """
+        config = self.get_encoder_cudagraph_config()
+        specs = self.get_encoder_cudagraph_item_specs(mm_kwargs)
+        items, frames = len(specs), sum(each.frames for each in specs)
+        named: dict[str, Any] = {"path": path} if len(config.paths) > 1 else {}
+        if config.capture_axes:
+            names = [axis.name for axis in config.capture_axes]
+            named["axes"] = {
+                name: max((each.axes.get(name, 0) for each in specs), default=0) for name in names
+            }
+        made = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, items, frames, **named)
+        inputs: dict[str, torch.Tensor] = {}
+        for key in config.buffer_keys:
+            value = made.values[key]
+            if value is None:
+                raise EncoderModelError.nothing_to_run_on(key)
+            inputs[key] = value
+        return self.encoder_cudagraph_forward(inputs, **named)
+
+    def get_encoder_cudagraph_budget_range(self, settings: Any) -> tuple[int, int]:
+        """(least, most) output tokens of a call that is worth a graph; from ``settings``.
+
+        ``settings`` is whatever the manager was given under that name. Needed only where token
+        budgets are not given.
+        """
+        raise EncoderModelError.no_range(type(self).__name__)
+
+    def get_input_modality(self, mm_kwargs: Mapping[str, Any]) -> str:
+        """Which modality a call has. Left out: the one that its keys name.
+
+        A model of one modality has always that one. ``pixel_values`` alone are images.
+
+        Raises:
+            EncoderModelError: keys of none of the modalities, or of several.
+        """
+        known = list(self.get_encoder_cudagraph_config().modalities)
+        if len(known) == 1:
+            return known[0]
+        given = {key for key, value in mm_kwargs.items() if value is not None}
+        found = [each for each in known if any(_names(key, each) for key in given)]
+        if len(found) != 1:
+            raise EncoderModelError.modality(sorted(given), found, known)
+        return found[0]
+
+    def postprocess_encoder_output(
+        self,
+        output: Any,
+        indices: list[int],
+        per_item_out_tokens: Any,
+        dest: dict[int, Any],
+        clone: bool = False,
+        batch_mm_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Give each item its part of a result: ``dest[index] = ...``.
+
+        Left out: consecutive rows, as views; those of several paths one after the other.
+
+        Args:
+            output: [output tokens, ...], the rows of the items one after the other, in the order
+                of ``indices``. Several paths: a dictionary by path; one without tokens is left out.
+                It is memory of this call's own: views of it stay valid.
+            indices: places of the items in the call.
+            per_item_out_tokens: output tokens of each item; several paths: a dictionary of lists.
+            dest: where to put the results.
+            clone: copy the rows, which the manager never asks for.
+            batch_mm_kwargs: the call with these items alone.
+        """
+        parts = output if isinstance(per_item_out_tokens, Mapping) else {DEFAULT: output}
+        counts = per_item_out_tokens
+        if not isinstance(counts, Mapping):
+            counts = {DEFAULT: counts}
+        found: list[list[Any]] = [[] for _ in indices]
+        for path, tree in parts.items():
+            for mine, part in zip(found, split_rows(tree, counts[path]), strict=True):
+                mine.append(part)
+        for index, mine in zip(indices, found, strict=True):
+            joined = joined_rows(mine)
+            dest[index] = compat.tree_map(torch.clone, joined) if clone else joined
+
+
+def _names(key: str, modality: str) -> bool:
+    return modality in key or (modality == "image" and key == "pixel_values")
+
+
+def _is_own(model: object, name: str) -> bool:
+    """Whether a model brings a method itself, on its class or on the object."""
+    found = getattr(model, name, None)
+    default = getattr(SupportsEncoderCudaGraph, name)
+    return callable(found) and getattr(found, "__func__", found) is not default
+
+
+def supports_encoder_cudagraph(model: object) -> bool:
+    """Whether a manager takes the model: it has the mandatory methods, inherited or not."""
+    return all(_is_own(model, name) for name in MANDATORY)
+
+
+class CheckedModel:
+    """A model's methods of the protocol, each its own or the default.
+
+    Args:
+        model: what has the mandatory methods.
+
+    Attributes:
+        model: as given.
+
+    Raises:
+        EncoderModelError: a mandatory method is missing, or the model is of the older protocol.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        name = type(model).__name__
+        if not _is_own(model, "get_encoder_cudagraph_item_specs"):
+            older = [each for each in older_methods() if callable(getattr(model, each, None))]
+            if older:
+                raise EncoderModelError.older(name, older)
+        for method in MANDATORY:
+            if not _is_own(model, method):
+                raise EncoderModelError.missing(name, method)
+
+    def has_own(self, name: str) -> bool:
+        """Whether the model brings a method itself, so that the default is not used."""
+        return _is_own(self.model, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in OPTIONAL:
+            return getattr(self.model, name)
+        found = getattr(self.model, name, None)
+        default = getattr(SupportsEncoderCudaGraph, name)
+        return found if callable(found) else MethodType(default, self.model)

@@ -1,0 +1,156 @@
+"""Items of a call shared out among ranks that all have the whole encoder: :class:`Sharder`.
+
+Every rank sees the same call and shares it out alike, so nothing is exchanged before the results:
+each encodes its items, and one gather per tensor gives all results to all. The rule: all ranks of
+the group make the same calls, in the same order.
+"""
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cgcompile import compat
+from cgcompile.errors import EncoderShardError
+
+
+def shares_by_load(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which rank takes which items: the largest first, each to the rank with the least load.
+
+    Deterministic, and never above 4/3 of the best possible largest load.
+
+    Args:
+        sizes: load of each item.
+        ranks: how many there are.
+
+    Returns:
+        For each rank its items, ascending; maybe none.
+    """
+    loads = [(0, rank) for rank in range(ranks)]
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+        load, rank = heapq.heappop(loads)
+        found[rank].append(item)
+        heapq.heappush(loads, (load + sizes[item], rank))
+    return [sorted(items) for items in found]
+
+
+class Sharder:
+    """Shares out and gathers over ``torch.distributed``.
+
+    Override :meth:`assign` for another way to share out, or both for another way to communicate.
+
+    Args:
+        group: ranks; its backend must take tensors of the encoder's device. Left out: the default
+            group.
+
+    Attributes:
+        rank: of this process.
+        size: how many ranks there are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._shape: Any = None  # a result without rows, once known
+
+    def assign(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Which rank takes which items, alike on all ranks; every item once.
+
+        Args:
+            sizes: input rows of each item.
+        """
+        return shares_by_load(sizes, self.size)
+
+    def gather(
+        self,
+        own: Sequence[Any],
+        shares: Sequence[Sequence[int]],
+        like: Any,
+        rows: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """The results of all items, on all ranks, in the order of the items. Collective.
+
+        The very first call exchanges what a result looks like, as a rank without items has none to
+        look at.
+
+        Args:
+            own: results of this rank's items, tensors or nests of them, [rows, ...].
+            shares: the items of each rank.
+            like: a result without rows, on the right device.
+            rows: of each item, on each of its tensors; None: a small collective tells them, which
+                synchronises.
+
+        Returns:
+            Views of memory that belongs to the caller.
+
+        Raises:
+            EncoderShardError: results of this rank have another structure than those before.
+        """
+        shape = self._agreed_shape(own, like)
+        spec = compat.tree_spec(shape)
+        columns = [compat.tree_leaves(each) for each in own]
+        for each in own:
+            if compat.tree_spec(each) != spec:
+                raise EncoderShardError.structure(self.rank)
+        templates = compat.tree_leaves(shape)
+        if rows is not None:
+            counts = [list(rows)] * len(templates)
+        else:
+            counts = self._rows(columns, shares, len(templates))
+        parts = [
+            self._gathered([mine[number] for mine in columns], template, counts[number], shares)
+            for number, template in enumerate(templates)
+        ]
+        items = sum(map(len, shares))
+        return [
+            compat.tree_unflatten([part[item] for part in parts], spec) for item in range(items)
+        ]
+
+    def _agreed_shape(self, own: Sequence[Any], like: Any) -> Any:
+        """What a result looks like: told once by the first rank that has one."""
+        if self._shape is None:
+            bare = compat.tree_map(lambda leaf: leaf[:0].cpu(), own[0]) if own else None
+            told: list[Any] = [None] * self.size
+            dist.all_gather_object(told, bare, group=self._group)
+            device = compat.tree_leaves(like)[0].device
+            shape = next(each for each in told if each is not None)
+            self._shape = compat.tree_map(lambda leaf: leaf.to(device), shape)
+        return self._shape
+
+    def _rows(
+        self, columns: Sequence[Sequence[torch.Tensor]], shares: Sequence[Sequence[int]], count: int
+    ) -> list[list[int]]:
+        """For each tensor the rows of each item, of which each rank knows its own."""
+        items = sum(map(len, shares))
+        device = compat.tree_leaves(self._shape)[0].device
+        found = torch.zeros(count, items, dtype=torch.int64)
+        for item, mine in zip(shares[self.rank], columns, strict=True):
+            found[:, item] = torch.tensor([len(leaf) for leaf in mine])
+        found = found.to(device)
+        dist.all_reduce(found, group=self._group)
+        return [list(map(int, each)) for each in found.tolist()]
+
+    def _gathered(
+        self,
+        own: Sequence[torch.Tensor],
+        like: torch.Tensor,
+        rows: Sequence[int],
+        shares: Sequence[Sequence[int]],
+    ) -> dict[int, torch.Tensor]:
+        """One tensor of all items, padded on the way to the rank that has most rows of it."""
+        counts = [[rows[item] for item in items] for items in shares]
+        most = max(sum(each) for each in counts)
+        padded = like.new_zeros((most, *like.shape[1:]))
+        if own:
+            padded[: sum(counts[self.rank])] = torch.cat([leaf.to(like.dtype) for leaf in own])
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        if padded.numel():
+            dist.all_gather(found, padded, group=self._group)
+        parts: dict[int, torch.Tensor] = {}
+        for items, each, whole in zip(shares, counts, found, strict=True):
+            parts.update(zip(items, torch.split(whole[: sum(each)], each), strict=True))
+        return parts

@@ -1,0 +1,205 @@
+"""What the graphs of an encoder were worth: hits, padding, and why items ran without a graph.
+
+Counted are items, once each, whatever the number of paths: a *hit* had a graph on every path on
+which it has tokens, a *miss* ran eager on one of them at least, and an item without any tokens is
+neither.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cgcompile.reasons import Reason
+
+
+class Ran(NamedTuple):
+    """What a group of items did on one path.
+
+    Attributes:
+        path: the set of graphs.
+        budget: of the graph; None without one.
+        tokens: real output tokens of each item.
+        reason: why there was no graph.
+    """
+
+    path: str
+    budget: int | None
+    tokens: Sequence[int]
+    reason: Reason | None = None
+
+
+@dataclass
+class _Graph:
+    """One budget of one path."""
+
+    replays: int = 0
+    items: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class _Eager:
+    """Items of one path that had no graph for one reason."""
+
+    items: int = 0
+    tokens: int = 0
+    least: int = 0
+    most: int = 0
+
+
+class EncoderStatistics:
+    """Counts what a manager did. Any thread may ask.
+
+    Attributes:
+        hits: items that replayed on every path that they have tokens on.
+        misses: items that ran eager on one path at least.
+        idle: items without tokens.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._costs: dict[tuple[str, int], float] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was counted; measured costs stay."""
+        with self._lock:
+            self.hits = self.misses = self.idle = 0
+            self._graphs: dict[tuple[str, int], _Graph] = {}
+            self._eager: dict[tuple[str, Reason], _Eager] = {}
+
+    def measured(self, costs: dict[tuple[str, int], float]) -> None:
+        """What a replay of each (path, budget) takes, in milliseconds; for the table."""
+        self._costs = dict(costs)
+
+    def record(self, ran: Sequence[Ran], items: int) -> None:
+        """Count one group of so many items, which ran on these paths."""
+        served: list[bool | None] = [None] * items
+        for each in ran:
+            for item, tokens in enumerate(each.tokens):
+                if tokens:
+                    served[item] = served[item] is not False and each.budget is not None
+        with self._lock:
+            self.hits += served.count(True)
+            self.misses += served.count(False)
+            self.idle += served.count(None)
+            for each in ran:
+                self._count(each)
+
+    def _count(self, ran: Ran) -> None:
+        items, tokens = sum(map(bool, ran.tokens)), sum(ran.tokens)
+        if ran.budget is not None:
+            graph = self._graphs.setdefault((ran.path, ran.budget), _Graph())
+            graph.replays += 1
+            graph.items += items
+            graph.tokens += tokens
+        elif ran.reason is not None:
+            eager = self._eager.setdefault((ran.path, ran.reason), _Eager(least=tokens))
+            eager.items += items
+            eager.tokens += tokens
+            eager.least = min(eager.least, tokens)
+            eager.most = max(eager.most, tokens)
+
+    # -------------------------------------------------------------- what was counted
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits among hits and misses, 0.0 to 1.0; 0.0 before the first item."""
+        total = self.hits + self.misses
+        return self.hits / total if total else 0.0
+
+    @property
+    def replays(self) -> int:
+        """How many graphs were replayed."""
+        with self._lock:
+            return sum(each.replays for each in self._graphs.values())
+
+    def waste(self, path: str | None = None) -> float:
+        """The share of replayed output tokens that was padding, of one path or of all."""
+        with self._lock:
+            real = padded = 0
+            for (where, budget), graph in self._graphs.items():
+                if path in (None, where):
+                    real += graph.tokens
+                    padded += graph.replays * budget
+        return 1 - real / padded if padded else 0.0
+
+    def tokens(self, path: str | None = None) -> tuple[int, int]:
+        """(real, padded) output tokens that were replayed, on one path or on all."""
+        with self._lock:
+            graphs = [(k, g) for k, g in self._graphs.items() if path in (None, k[0])]
+        return (
+            sum(graph.tokens for _, graph in graphs),
+            sum(graph.replays * key[1] for key, graph in graphs),
+        )
+
+    def reasons(self) -> dict[Reason, int]:
+        """Items that ran without a graph, by reason; once for each path that did."""
+        found: dict[Reason, int] = {}
+        with self._lock:
+            for (_, reason), eager in self._eager.items():
+                found[reason] = found.get(reason, 0) + eager.items
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data, for JSON."""
+        with self._lock:
+            return {
+                "hits": self.hits,
+                "misses": self.misses,
+                "idle": self.idle,
+                "hit_rate": self.hit_rate,
+                "graphs": [
+                    {
+                        "path": path,
+                        "budget": budget,
+                        "replays": graph.replays,
+                        "items": graph.items,
+                        "tokens": graph.tokens,
+                        "padded_tokens": graph.replays * budget,
+                        "replay_ms": self._costs.get((path, budget)),
+                    }
+                    for (path, budget), graph in sorted(self._graphs.items())
+                ],
+                "eager": [
+                    {
+                        "path": path,
+                        "reason": reason.value,
+                        "items": eager.items,
+                        "tokens": eager.tokens,
+                    }
+                    for (path, reason), eager in self._eager.items()
+                ],
+            }
+
+    def coverage(self, planned: Sequence[tuple[str, int]], captured: Iterable[Any] = ()) -> str:
+        """A table: path, budget, replays, items, padding, time; then why items ran eager.
+
+        Args:
+            planned: (path, budget) of all rows, in order.
+            captured: those of them that have a graph.
+        """
+        has = set(captured)
+        rows = [("path", "budget", "graph", "replays", "items", "padding", "replay ms")]
+        with self._lock:
+            for key in planned:
+                graph = self._graphs.get(key, _Graph())
+                ran = graph.replays * key[1]
+                waste = f"{1 - graph.tokens / ran:.1%}" if ran else "-"
+                cost = f"{self._costs[key]:.3f}" if key in self._costs else "-"
+                there = "yes" if key in has else "no"
+                counts = (str(graph.replays), str(graph.items))
+                rows.append((key[0], str(key[1]), there, *counts, waste, cost))
+            lines = _table(rows)
+            for (path, reason), eager in self._eager.items():
+                span = f"{eager.least}..{eager.most} tokens"
+                lines.append(f"eager on {path}: {reason.value}: {eager.items} items, {span}")
+            lines.append(f"{self.hits} hits, {self.misses} misses, {self.idle} without tokens")
+        return "\n".join(lines)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+    return [line.rstrip() for line in lines]

@@ -1,0 +1,244 @@
+"""Budgets of encoder graphs: what is generated, given, refused and fitted."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgcompile.encoder import (
+    Budgets,
+    Costs,
+    fitted_budgets,
+    generated_budgets,
+    resolve_budgets,
+    resolve_frames,
+    smallest_budget,
+)
+from cgcompile.errors import EncoderBudgetError, SizesError
+
+POSITIVE = st.integers(1, 5000)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "expected"),
+    [
+        (64, 1024, (64, 128, 256, 512, 1024)),
+        (64, 800, (64, 128, 256, 512, 800)),
+        (64, 64, (64,)),
+        (64, 100, (64, 100)),
+        (64, 8192, (64, 128, 256, 512, 1024, 2048, 4096, 8192)),
+        (100, 800, (100, 200, 400, 800)),  # doublings of the least, not powers of two
+        (1, 1, (1,)),
+    ],
+)
+def test_generated_budgets(least: int, most: int, expected: tuple[int, ...]) -> None:
+    assert generated_budgets(least, most) == expected
+
+
+def test_a_smaller_ratio() -> None:
+    assert generated_budgets(64, 500, 1.5) == (64, 96, 144, 216, 324, 486, 500)
+    assert generated_budgets(1, 5, 1.1) == (1, 2, 3, 4, 5)
+
+
+@given(POSITIVE, POSITIVE, st.floats(1.01, 8))
+def test_generated_budgets_rise_from_least_to_most(a: int, b: int, ratio: float) -> None:
+    least, most = sorted((a, b))
+    found = generated_budgets(least, most, ratio)
+    assert (found[0], found[-1]) == (least, most)
+    for below, above in pairwise(found):
+        assert below < above <= max(below + 1, below * ratio)
+
+
+@pytest.mark.parametrize("ratio", [1, 0.5, float("inf"), float("nan"), True, "2"])
+def test_ratios_that_lead_nowhere(ratio: Any) -> None:
+    with pytest.raises(EncoderBudgetError, match="ratio"):
+        generated_budgets(1, 8, ratio)
+
+
+@pytest.mark.parametrize(
+    ("budgets", "tokens", "expected"),
+    [
+        ((64, 128, 256), 128, 128),  # an exact hit is itself
+        ((64, 128, 256), 1, 64),
+        ((64, 128, 256), 0, 64),
+        ((64, 128, 256), 65, 128),  # one above
+        ((64, 128, 256), 257, None),
+        ((64,), 64, 64),
+        ((64,), 65, None),
+        ((), 1, None),
+    ],
+)
+def test_smallest_budget(budgets: tuple[int, ...], tokens: int, expected: int | None) -> None:
+    assert smallest_budget(budgets, tokens) == expected
+
+
+def test_given_budgets_are_sorted_each_once() -> None:
+    found = resolve_budgets([256, 64, 128, 64], 8, budget_range=(64, 16384))
+    assert found == Budgets((64, 128, 256), 8)  # and so three graphs
+    assert smallest_budget(found.budgets, 100) == 128
+
+
+@pytest.mark.parametrize(("least", "most", "items"), [(64, 16384, 64), (4, 128, 4), (64, 128, 2)])
+def test_nothing_given(least: int, most: int, items: int) -> None:
+    """Seeds E 12 and 13; the items are also bounded by how many smallest budgets fit the most."""
+    found = resolve_budgets(budget_range=(least, most))
+    assert found == (generated_budgets(least, most), items)
+
+
+def test_items_above_the_smallest_given_budget() -> None:
+    with pytest.raises(EncoderBudgetError, match=r"256; it must be <= the smallest .*, 64\.\n"):
+        resolve_budgets([64], 256, budget_range=(64, 16384))
+    with pytest.raises(EncoderBudgetError):
+        resolve_budgets([128, 64], 65, budget_range=(64, 16384))
+
+
+def test_given_budgets_and_items_stay_as_they_are() -> None:
+    assert resolve_budgets([64, 128], 32, budget_range=(64, 16384)) == ((64, 128), 32)
+    assert resolve_budgets([64, 128], 64, budget_range=(64, 16384)) == ((64, 128), 64)
+    # outside of the range: the user knows
+    assert resolve_budgets([8, 99999], 8, budget_range=(64, 128)) == ((8, 99999), 8)
+
+
+def test_only_items_given() -> None:
+    found = resolve_budgets(max_items=128, budget_range=(64, 16384))
+    assert found == ((128, 256, 512, 1024, 2048, 4096, 8192, 16384), 128)
+    assert resolve_budgets(max_items=2, budget_range=(4, 128)) == ((4, 8, 16, 32, 64, 128), 2)
+    assert resolve_budgets(max_items=128, budget_range=(4, 128)) == ((128,), 128)
+    with pytest.raises(EncoderBudgetError, match="129 is above 128"):
+        resolve_budgets(max_items=129, budget_range=(4, 128))
+
+
+def test_only_budgets_given() -> None:
+    assert resolve_budgets([32, 64], budget_range=(64, 16384)) == ((32, 64), 32)
+    assert resolve_budgets([512], budget_range=(64, 128)) == ((512,), 2)
+
+
+@pytest.mark.parametrize(
+    "found", [(0, 64), (-1, 64), (64, 0), (64,), (1, 2, 3), None, 64, (True, 64), (1.0, 64)]
+)
+def test_ranges_that_are_none(found: Any) -> None:
+    with pytest.raises(EncoderBudgetError, match="Both must be positive"):
+        resolve_budgets(budget_range=found)
+    with pytest.raises(EncoderBudgetError, match="Both must be positive"):
+        resolve_budgets([64], 1, budget_range=found)
+
+
+def test_a_range_that_falls() -> None:
+    with pytest.raises(EncoderBudgetError, match=r"least, 200, is above the most, 100"):
+        resolve_budgets(budget_range=(200, 100))
+    with pytest.raises(EncoderBudgetError, match=r"\(200, 100\)"):
+        generated_budgets(200, 100)
+
+
+@pytest.mark.parametrize("budget", [0, -64, True, 64.0, "64", None])
+@pytest.mark.parametrize("items", [None, 1])
+def test_budgets_that_are_none(budget: Any, items: int | None) -> None:
+    with pytest.raises(EncoderBudgetError, match=r"encoder budgets: .* is none"):
+        resolve_budgets([64, budget], items, budget_range=(64, 128))
+
+
+def test_no_budgets() -> None:
+    with pytest.raises(EncoderBudgetError, match="the list is empty"):
+        resolve_budgets([], 1, budget_range=(64, 128))
+
+
+@pytest.mark.parametrize("items", [0, -1, True, 1.5, "2"])
+@pytest.mark.parametrize("budgets", [None, [64]])
+def test_items_that_are_no_number(items: Any, budgets: list[int] | None) -> None:
+    with pytest.raises(EncoderBudgetError, match="max_items = "):
+        resolve_budgets(budgets, items, budget_range=(64, 128))
+
+
+@given(
+    st.none() | st.lists(POSITIVE, min_size=1, max_size=5),
+    st.none() | POSITIVE,
+    st.tuples(POSITIVE, POSITIVE).map(sorted),
+)
+def test_each_item_has_a_token_of_every_budget(
+    budgets: list[int] | None, items: int | None, span: list[int]
+) -> None:
+    try:
+        found = resolve_budgets(budgets, items, budget_range=(span[0], span[1]))
+    except EncoderBudgetError:
+        assert items is not None
+        assert items > (span[1] if budgets is None else min(budgets))
+        return
+    assert 1 <= found.max_items <= min(found.budgets)
+    assert list(found.budgets) == sorted(set(found.budgets))
+    assert items in (None, found.max_items)
+    assert budgets is None or set(found.budgets) == set(budgets)
+
+
+def test_frames() -> None:
+    assert resolve_frames(8, 14) == 112
+    assert resolve_frames(8, 1) == 8
+    assert resolve_frames(8, 14, 20) == 20
+    assert resolve_frames(8, 14, 0) == 0
+    assert resolve_frames(8, 0) == 0
+    assert resolve_frames(8, 0, 20) == 0  # no videos: a limit of the user's means nothing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ((0, 14), "max_items"),
+        ((8, -1), "max_frames_per_video"),
+        ((8, 14, -1), "max_frames"),
+        ((8, 14, True), "max_frames"),
+        ((8, 14, 2.5), "max_frames"),
+    ],
+)
+def test_frames_out_of_range(arguments: tuple[Any, ...], name: str) -> None:
+    with pytest.raises(EncoderBudgetError, match=f"^{name} = "):
+        resolve_frames(*arguments)
+
+
+def test_fitted_budgets() -> None:
+    seen = [100] * 50 + [110] + [1000] * 5 + [990, 0]
+    assert fitted_budgets(seen, 2) == (110, 1000)
+    assert fitted_budgets(seen, 3) == (100, 110, 1000)
+    assert fitted_budgets({100: 50, 110: 1, 1000: 5, 990: 1, 0: 1}, 2) == (110, 1000)
+
+
+def test_fitted_budgets_in_multiples() -> None:
+    assert fitted_budgets([100] * 50 + [110, 1000], 2, multiple_of=64) == (128, 1024)
+
+
+def test_fitted_budgets_leave_each_item_a_token() -> None:
+    seen = [3] * 50 + [20, 40]
+    assert fitted_budgets(seen, 2) == (3, 40)
+    budgets = fitted_budgets(seen, 2, max_items=16)
+    assert budgets == (16, 40)
+    assert resolve_budgets(budgets, 16, budget_range=(1, 64)) == (budgets, 16)
+    assert fitted_budgets([3, 5], 2, max_items=16) == (16,)
+
+
+def test_fitted_budgets_by_bytes() -> None:
+    seen = [100] * 50 + [500] * 20 + [1000]
+    assert fitted_budgets(seen, nbytes=1100, bytes_of=lambda n: n) == (100, 1000)
+    assert fitted_budgets(seen, nbytes=1600, bytes_of=lambda n: n) == (100, 500, 1000)
+
+
+def test_fitted_budgets_leave_to_eager_what_is_cheaper_there() -> None:
+    seen = [100] * 50 + [4000]
+    costs = Costs(fixed=10, eager_fixed=200, eager_per_token=1)
+    assert fitted_budgets(seen, 1, costs=costs) == (100,)
+    assert fitted_budgets(seen, 1) == (4000,)
+    none = Costs(fixed=900, eager_fixed=0)
+    assert fitted_budgets(seen, 1, costs=none) == ()
+    other_path = Costs(fixed=10, eager_fixed=200, eagers={1: (0, 0.5)})
+    assert fitted_budgets(seen, 1, costs=other_path, path=1) == ()
+
+
+def test_nothing_to_fit() -> None:
+    for observed in ([], {}, [0, 0], {64: 0}):
+        with pytest.raises(EncoderBudgetError, match="nothing was observed"):
+            fitted_budgets(observed, 2)
+    with pytest.raises(SizesError, match="no budget was given"):
+        fitted_budgets([64])
+    with pytest.raises(SizesError, match="-1"):
+        fitted_budgets([-1], 1)
+    with pytest.raises(EncoderBudgetError, match="multiple_of"):
+        fitted_budgets([64], 1, multiple_of=0)
