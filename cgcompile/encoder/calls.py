@@ -4,7 +4,6 @@ Specs, packing, one run per group and path, and the results back in the order of
 no graph runs eager, under a reason.
 """
 
-from itertools import repeat
 from typing import Any
 
 from cgcompile.encoder.captured import EncoderGraphs, GraphKey
@@ -59,6 +58,9 @@ class EncoderCalls:
         rows = self._config.input_rows_per_token
         return max(spec.tokens(path), -(-spec.input_size // rows) if rows else 0)
 
+    def _need(self, spec: EncoderItemSpec) -> Need:
+        return Need(tuple([self._room(path, spec) for path in self._paths]), spec.frames)
+
     def make_tables(self) -> None:
         """What packing looks up, made now rather than at the first call."""
         pack((), self._capacity(), self.costs)
@@ -106,16 +108,19 @@ class EncoderCalls:
 
     def encoded(self, mm_kwargs: dict[str, Any], specs: list[EncoderItemSpec]) -> list[Any]:
         """All items of a call, in groups."""
-        needs = [
-            Need(tuple(map(self._room, self._paths, repeat(spec))), spec.frames) for spec in specs
-        ]
+        dest: dict[int, Any] = {}
+        full: list[int] = []  # what has any output; the others need not run
+        for item, spec in enumerate(specs):
+            if any(map(spec.tokens, self._paths)):
+                full.append(item)
+            else:
+                dest[item] = self._graphs.empty(self._paths[0])
+        self._statistics.record((), len(dest))
         capacity = self._capacity()
         if any(capacity.budgets):
             self._graphs.check_weights()
-        dest: dict[int, Any] = {}
-        for group in pack(needs, capacity, self.costs):
-            selected = self.selected(mm_kwargs, list(group.items), len(specs))
-            self._run_group(group, selected, [specs[item] for item in group.items], dest, capacity)
+        for group in pack([self._need(specs[item]) for item in full], capacity, self.costs):
+            self._run_group([full[place] for place in group.items], group, mm_kwargs, specs, dest)
         missing = [place for place in range(len(specs)) if place not in dest]
         if missing:
             found = f"no result for item {missing[0]}"
@@ -124,35 +129,33 @@ class EncoderCalls:
 
     def _run_group(
         self,
+        items: list[int],
         group: Group,
         mm_kwargs: dict[str, Any],
-        specs: list[EncoderItemSpec],
+        all_specs: list[EncoderItemSpec],
         dest: dict[int, Any],
-        capacity: Capacity,
     ) -> None:
         """One group on all paths, and its parts to the items."""
+        mm_kwargs = self.selected(mm_kwargs, items, len(all_specs))
+        specs = [all_specs[item] for item in items]
         ran: list[Ran] = []
         outputs: dict[str, Any] = {}
         counts = {path: [spec.tokens(path) for spec in specs] for path in self._paths}
-        for place, path in enumerate(self._paths):
+        for path, budget in zip(self._paths, group.budgets, strict=True):
             tokens = sum(counts[path])
             if not tokens:
                 continue
-            key, reason = self._graph_for(group, place, specs, capacity)
+            key, reason = self._graph_for(path, budget, specs)
             if key is not None:
                 outputs[path] = self._graphs.replay(key, mm_kwargs, tokens)
             else:
-                outputs[path] = self._graphs.eager(path, mm_kwargs, tokens)
+                outputs[path] = self._graphs.eager(path, mm_kwargs, specs)
             ran.append(Ran(path, key.budget if key else None, counts[path], reason))
         self._statistics.record(ran, len(specs))
-        if not outputs:
-            for item in group.items:
-                dest[item] = self._graphs.empty(self._paths[0])
-            return
         single = self._paths == [DEFAULT]
         self._model.postprocess_encoder_output(
             outputs[DEFAULT] if single else outputs,
-            list(group.items),
+            items,
             counts[DEFAULT] if single else counts,
             dest,
             clone=False,
@@ -160,31 +163,24 @@ class EncoderCalls:
         )
 
     def _graph_for(
-        self,
-        group: Group,
-        place: int,
-        specs: list[EncoderItemSpec],
-        capacity: Capacity,
+        self, path: str, budget: int | None, specs: list[EncoderItemSpec]
     ) -> tuple[GraphKey | None, Reason | None]:
         """The graph that serves a group on one path; or why none does."""
-        path, budget, budgets = self._paths[place], group.budgets[place], capacity.budgets[place]
         if not budget:
-            room = sum(self._room(path, spec) for spec in specs)
-            return None, self._why_eager(specs, room, budgets)
+            return None, self._why_eager(path, specs)
         axes = self._axes(specs)
         if axes is None:
             return None, Reason.UNLISTED_VARIANT
         key = GraphKey(path, budget, axes)
         return (key, None) if self._graphs.has(key) else (None, Reason.NOT_CAPTURED)
 
-    def _why_eager(
-        self, specs: list[EncoderItemSpec], room: int, budgets: tuple[int, ...]
-    ) -> Reason:
+    def _why_eager(self, path: str, specs: list[EncoderItemSpec]) -> Reason:
         if inside_capture():
             return Reason.INSIDE_CAPTURE
+        budgets = self._capacity().budgets[self._paths.index(path)]
         if not budgets:
             return Reason.NO_DEVICE if self._graphs.pool is None else Reason.NOT_CAPTURED
-        if room > budgets[-1]:
+        if sum(self._room(path, spec) for spec in specs) > budgets[-1]:
             return Reason.OVERSIZE
         most = self._limits.max_frames
         if most and sum(spec.frames for spec in specs) > most:

@@ -11,7 +11,7 @@ import torch
 from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
-from cgcompile.encoder.defs import DEFAULT, EncoderCudaGraphConfig
+from cgcompile.encoder.defs import DEFAULT, EncoderCudaGraphConfig, EncoderItemSpec
 from cgcompile.encoder.limits import Limits
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.results import checked_rows, empty_rows, own_rows
@@ -245,18 +245,20 @@ class EncoderGraphs:
             self.kept_keys[name] = self.kept_keys.get(name, 0) + 1
         return own_rows(self._run(key), rows)
 
-    def eager(self, path: str, mm_kwargs: dict[str, Any], rows: int) -> Any:
-        """Run items without a graph: [rows, ...]."""
+    def eager(self, path: str, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Any:
+        """Run items without a graph: [output tokens, ...]."""
         if self._model.has_own("encoder_eager_forward"):
             result = self._model.encoder_eager_forward(mm_kwargs, **self.named(path))
         else:
-            result = self._unpadded(path, mm_kwargs)
+            result = self._unpadded(path, mm_kwargs, specs)
+        rows = sum(spec.tokens(path) for spec in specs)
         checked_rows(result, rows, "encoder_eager_forward", exactly=True)
         return result
 
-    def _unpadded(self, path: str, mm_kwargs: dict[str, Any]) -> Any:
+    def _unpadded(
+        self, path: str, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]
+    ) -> Any:
         """The forward that graphs record, on what buffers would hold, without padding."""
-        specs = self._model.get_encoder_cudagraph_item_specs(mm_kwargs)
         frames = sum(spec.frames for spec in specs)
         needed = [
             max((spec.axes.get(axis.name, 0) for spec in specs), default=0)

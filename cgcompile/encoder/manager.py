@@ -148,6 +148,11 @@ class EncoderCudaGraphManager:
         return self._graphs.counters
 
     @property
+    def costs(self) -> Costs:
+        """What packing estimates with: as given, or as measured."""
+        return self._calls.costs
+
+    @property
     def kept_keys(self) -> dict[str, int]:
         """How often a replay found None for a buffer, and left it as it was; by key."""
         return dict(self._graphs.kept_keys)

@@ -261,7 +261,8 @@ class PatchEncoder(SupportsEncoderCudaGraph):
 
     def _placed(self, key: str, value: Any) -> torch.Tensor:
         """What a buffer would hold: on the device of the tower, and of the buffer's dtype."""
-        weights = getattr(self.tower, "parameters", tuple)()
+        tower = self.tower
+        weights = list(tower.parameters()) if isinstance(tower, torch.nn.Module) else []
         weight = next((each for each in weights if each.is_floating_point()), value)
         kinds: dict[str, torch.dtype | None] = {k: t.dtype for k, t in self._tables.items()}
         kinds.update({name: offsets.dtype for name, offsets in self._offsets.items()})

@@ -1,0 +1,137 @@
+"""The protocol for flattened patches: grids, selection, buffers."""
+
+from typing import Any
+
+import pytest
+import torch
+from encoder_support import TABLES, C, H, Tower, check, images, manager, patches, videos
+
+from cgcompile.encoder import EncoderItemSpec, PatchEncoder, PatchOffsets, PatchTable
+from cgcompile.encoder.patches import frame_offsets
+from cgcompile.errors import ConfigError
+from cgcompile.reasons import Reason
+
+pytestmark = pytest.mark.usefixtures("earlier_is_frozen")
+
+
+@pytest.mark.parametrize(
+    ("grid", "size", "tokens"),
+    [
+        ((1, 4, 4), 16, 4),
+        ((1, 3, 5), 15, 2),
+        ((1, 1, 1), 1, 0),
+        ((4, 6, 2), 48, 12),
+        ((3, 7, 5), 105, 18),
+        ((0, 4, 4), 0, 0),
+    ],
+)
+def test_sizes_of_an_item(grid: Any, size: int, tokens: int) -> None:
+    for call in ({"video_grid_thw": [grid]}, {"video_grid_thw": torch.tensor([grid])}):
+        found = patches(frames=4).get_encoder_cudagraph_item_specs(call)
+        assert found == [EncoderItemSpec(size, tokens, frames=grid[0])]
+
+
+def test_selection() -> None:
+    model, call = patches(), images((2, 2), (1, 3), (4, 2))
+    parts = call["pixel_values"].split([4, 3, 8])
+    found = model.select_encoder_cudagraph_items(call, [2, 0])
+    assert torch.equal(found["pixel_values"], torch.cat([parts[2], parts[0]]))
+    assert model.grids(found) == [(1, 4, 2), (1, 2, 2)]
+    none = model.select_encoder_cudagraph_items(call, [])
+    assert list(none["pixel_values"].shape) == [0, C]
+    assert model.get_encoder_cudagraph_item_specs(none) == []
+    assert model.select_encoder_cudagraph_items(none, []).keys() == none.keys()
+
+
+def test_frame_offsets() -> None:
+    assert frame_offsets([(2, 2, 2), (1, 1, 3)]).tolist() == [0, 4, 8, 11]
+    assert frame_offsets([]).tolist() == [0]
+    assert frame_offsets([]).dtype == torch.int32
+
+
+def test_an_odd_grid_takes_the_room_of_its_input(device: str) -> None:
+    """The tokens would fit a smaller budget, the rows do not."""
+    model = patches(device)
+    made = manager(model, device, token_budgets=[16, 32])
+    check(made, model, images((8, 8), (1, 15), device=device))
+    found = made.statistics.as_dict()["graphs"]
+    assert [(each["budget"], each["tokens"]) for each in found] == [(16, 16)]
+    assert made.statistics.idle == 1  # the second has no output, and was not run
+    check(made, model, images((3, 3), device=device))
+    check(made, model, images((3, 41), (2, 2), device=device))  # 20 tokens, 123 rows
+    assert (made.statistics.hits, made.statistics.misses) == (4, 0)
+    check(made, model, images((3, 43), device=device))  # 21 tokens, 129 rows
+    assert made.statistics.reasons() == {Reason.OVERSIZE: 1}
+
+
+def test_a_permutation_of_tokens_and_windows(device: str) -> None:
+    """Attention in windows: rows change places and come back, offsets of windows beside those of frames."""
+
+    def windows(grids: Any) -> torch.Tensor:
+        """One for two rows of each frame."""
+        sizes = [2 * w for t, h, w in grids for _ in range(t * (h // 2))]
+        return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+
+    def reverse(grids: Any) -> torch.Tensor:
+        count = sum(t * (h // 2) * (w // 2) for t, h, w in grids)
+        return torch.arange(count).flip(0)
+
+    class Windowed(Tower):
+        def forward(self, buffers: dict[str, torch.Tensor]) -> Any:
+            order = buffers["order"]
+            x = super().forward({**buffers, "cu_seqlens": buffers["windows"]})[order]
+            return (x * torch.arange(1, H + 1, device=x.device))[torch.argsort(order)]
+
+    torch.manual_seed(4)
+    tower = Windowed().to(device)
+    model = PatchEncoder(
+        tower,
+        merge_size=2,
+        in_features=C,
+        out_hidden_size=H,
+        tables={**TABLES, "order": PatchTable(reverse, (), torch.int64, "tokens", "positions")},
+        offsets={
+            "cu_seqlens": PatchOffsets(frame_offsets),
+            "windows": PatchOffsets(windows, lambda budget, items, frames: budget, 16),
+        },
+        max_frames_per_video=3,
+    )
+    assert model.get_encoder_cudagraph_budget_range(None) == (64, 4096)
+    made = manager(model, device)
+    for call in (
+        images((4, 4), (2, 6), device=device),
+        videos((3, 4, 2), (1, 8, 8), device=device),
+    ):
+        check(made, model, call)
+    assert (made.statistics.hits, made.statistics.misses) == (4, 0)
+    key = made.budget_graphs[0]
+    order = made.graph_inputs(key)["order"]
+    assert sorted(order.tolist()) == list(range(key.budget))
+
+
+def test_an_eager_of_ones_own() -> None:
+    seen = []
+
+    def eager(pixels: torch.Tensor, grids: Any) -> torch.Tensor:
+        seen.append(grids)
+        return torch.full((225, H), 3.0)
+
+    model = patches(eager=eager)
+    found = manager(model).execute(images((30, 30)))
+    assert torch.equal(found[0], torch.full((225, H), 3.0))
+    assert seen == [[(1, 30, 30)]]
+
+
+def test_other_names_of_inputs() -> None:
+    model = patches(inputs={"image": ("rows", "grids")})
+    made = manager(model)
+    call = images((4, 4), (2, 2))
+    named = {"rows": call["pixel_values"], "grids": call["image_grid_thw"].tolist()}
+    for mine, other in zip(made.execute(named), manager(patches()).execute(call), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_tables_that_cannot_be() -> None:
+    for bad in ({"rows": "rows"}, {"tail": "ones"}):
+        with pytest.raises(ConfigError, match="PatchTable"):
+            PatchTable(frame_offsets, **bad)  # type: ignore[arg-type]

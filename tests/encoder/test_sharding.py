@@ -1,0 +1,122 @@
+"""Items shared out among ranks: three processes with gloo."""
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from encoder_support import DualPath, H, Merges, dual, images, manager, one_by_one, patches
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgcompile.encoder import Sharder, shares_by_load
+from cgcompile.errors import EncoderShardError
+
+RANKS = 3
+
+CALLS: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((4, 4),),  # two ranks without items, in the very first call
+    ((4, 4), (8, 8), (2, 2), (6, 6), (3, 5)),
+    ((2, 2), (20, 20)),  # one is larger than every budget
+    ((1, 1), (2, 2), (4, 2)),  # one without tokens
+    ((1, 1),),
+    ((2, 4),) * 12,
+)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 8))
+def test_shares_are_whole_and_even(sizes: list[int], ranks: int) -> None:
+    shares = shares_by_load(sizes, ranks)
+    assert sorted(item for items in shares for item in items) == list(range(len(sizes)))
+    assert all(items == sorted(items) for items in shares)
+    assert shares == shares_by_load(list(sizes), ranks)
+    loads = [sum(sizes[item] for item in items) for items in shares]
+    least = max([*sizes, sum(sizes) / ranks], default=0)
+    assert max(loads) <= least * (2 - 1 / ranks) + 1e-9
+
+
+def test_the_largest_goes_to_the_least_load() -> None:
+    assert shares_by_load([5, 9, 5, 4, 5], 2) == [[1, 4], [0, 2, 3]]
+    assert shares_by_load([3], 3) == [[0], [], []]
+    assert shares_by_load([], 2) == [[], []]
+
+
+def run(rank: int) -> dict[str, Any]:
+    sharder = Sharder()
+    said: dict[str, Any] = {"rank": (sharder.rank, sharder.size)}
+    for deep in (False, True):
+        model = patches(deep=deep)
+        made = manager(model, sharder=Sharder())
+        torch.manual_seed(7)  # the same calls on all ranks
+        for number, sizes in enumerate(CALLS):
+            call = images(*sizes)
+            found = made.execute(call)
+            torch.testing.assert_close(found, one_by_one(model, call), rtol=1e-4, atol=1e-5)
+            said[f"{deep} {number}"] = [
+                len(each["deep"][0]) if deep else len(each) for each in found
+            ]
+        said[f"{deep} ran"] = made.statistics.hits + made.statistics.misses + made.statistics.idle
+        assert made.execute(images()) == []
+    for model in (DualPath(), Merges()):  # rows that all know, and rows that one must tell
+        made = manager(model, token_budgets=None, sharder=Sharder())
+        torch.manual_seed(8)
+        for counts in ((1,), (0, 2, 9, 1, 0, 3)):
+            call = dual(*counts)
+            found = made.execute(call)
+            alone = manager(model, token_budgets=None).execute(call)
+            torch.testing.assert_close(found, alone)
+            said[f"{type(model).__name__} {counts}"] = [len(each) for each in found]
+    try:
+        used = Sharder()
+        like = torch.zeros(0, H)
+        used.gather([torch.ones(1, H)], [[0], [1], [2]], like)
+        used.gather([{"x": torch.ones(1, H)}], [[0], [1], [2]], like)
+    except EncoderShardError as error:
+        said["error"] = str(error).splitlines()[0]
+    return said
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), RANKS)
+    limit = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    torch.save(run(rank), os.path.join(folder, f"said.{rank}"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    mp.spawn(work, (str(folder),), nprocs=RANKS)
+    return [torch.load(folder / f"said.{rank}") for rank in range(RANKS)]
+
+
+def test_every_rank_has_all_results(said: list[dict[str, Any]]) -> None:
+    assert [each["rank"] for each in said] == [(rank, RANKS) for rank in range(RANKS)]
+    for each in said:
+        for deep in (False, True):
+            for number, sizes in enumerate(CALLS):
+                expected = [(h // 2) * (w // 2) for h, w in sizes]
+                assert each[f"{deep} {number}"] == expected
+        assert each["DualPath (1,)"] == [7]
+        assert each["DualPath (0, 2, 9, 1, 0, 3)"] == [4, 10, 31, 7, 4, 13]
+        assert each["Merges (0, 2, 9, 1, 0, 3)"] == [5, 11, 32, 8, 5, 14]
+
+
+def test_each_item_is_encoded_once(said: list[dict[str, Any]]) -> None:
+    total = sum(map(len, CALLS))
+    for deep in (False, True):
+        ran = [each[f"{deep} ran"] for each in said]
+        assert sum(ran) == total
+        assert min(ran) >= total // RANKS - 2
+
+
+def test_another_structure_is_named(said: list[dict[str, Any]]) -> None:
+    expected = "results have another structure than those of the first call."
+    assert [each["error"] for each in said] == [f"rank {r}: {expected}" for r in range(RANKS)]
