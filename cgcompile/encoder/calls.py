@@ -94,15 +94,16 @@ class EncoderCalls:
         return found
 
     def _capacity(self) -> Capacity:
+        items, frames = self._limits.max_items, self._limits.max_frames or None  # 0: not counted
         if inside_capture():
-            return Capacity(((),) * len(self._paths), *self._limits[1:])
+            return Capacity(((),) * len(self._paths), items, frames)
         if self._version != self._graphs.version:
             captured = {(key.path, key.budget) for key in self._graphs.captured()}
             budgets = tuple(
                 tuple(budget for budget in budgets if (path, budget) in captured)
                 for path, budgets in self._limits.budgets.items()
             )
-            self._known = Capacity(budgets, *self._limits[1:])
+            self._known = Capacity(budgets, items, frames)
             self._version = self._graphs.version
         return self._known
 
