@@ -135,7 +135,10 @@ class DeepseekOcr2Tower(SupportsEncoderCudaGraph):
         path: str = DEFAULT,
         axes: Mapping[str, int] | None = None,
     ) -> torch.Tensor:
-        found: torch.Tensor = self.projector(self.tower(inputs[PIXELS]).last_hidden_state)
+        pixels = inputs[PIXELS]
+        # The tower makes indices on the default device: a copy from the CPU is no part of a graph.
+        with pixels.device:
+            found: torch.Tensor = self.projector(self.tower(pixels).last_hidden_state)
         return found.flatten(0, 1)
 
     def postprocess_encoder_output(
