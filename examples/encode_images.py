@@ -157,8 +157,7 @@ def largest_difference(found: Sequence[torch.Tensor], expected: Sequence[torch.T
         return float("inf")
     pairs = zip(found, expected, strict=True)
     return max(
-        float((one - other).abs().max() / other.abs().max().clamp(min=1e-6))
-        for one, other in pairs
+        float((one - other).abs().max() / other.abs().max().clamp(min=1e-6)) for one, other in pairs
     )
 
 
@@ -179,7 +178,7 @@ def broken_promises(
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     torch.set_float32_matmul_precision("highest")
-    # It tells at length that it stops to compile the loop over windows anew for each number of them.
+    # It tells at length that it gives up compiling the loop over windows for each number of them.
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     tower = make_tower(args)
     requests = make_requests(args, tower)

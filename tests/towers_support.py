@@ -122,5 +122,3 @@ def assert_close(found: Sequence[Any], expected: Sequence[Any]) -> None:
             assert one.shape == other.shape
             assert other.abs().max() > 1e-2
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-

@@ -115,7 +115,9 @@ class DeepseekOcr2Tower(SupportsEncoderCudaGraph):
     ) -> EncoderCudaGraphCaptureInputs:
         side = self._sizes[path]
         size = (items_of(token_budget, self._tokens[path]), 3, side, side)
-        return EncoderCudaGraphCaptureInputs({PIXELS: torch.zeros(size, dtype=dtype, device=device)})
+        return EncoderCudaGraphCaptureInputs(
+            {PIXELS: torch.zeros(size, dtype=dtype, device=device)}
+        )
 
     def prepare_encoder_cudagraph_replay_buffers(
         self,

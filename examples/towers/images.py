@@ -32,9 +32,7 @@ def drawn_image(source: random.Random, sides: tuple[int, int] = SIDES) -> Image.
     return image
 
 
-def rounded_size(
-    height: int, width: int, unit: int, least: int, most: int
-) -> tuple[int, int]:
+def rounded_size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
     """The nearest size in multiples of ``unit`` whose pixels are between two bounds.
 
     Args:
@@ -53,7 +51,9 @@ def rounded_size(
     return rows * unit, columns * unit
 
 
-def patches(image: Image.Image, patch: int, merge: int, most: int) -> tuple[torch.Tensor, list[int]]:
+def patches(
+    image: Image.Image, patch: int, merge: int, most: int
+) -> tuple[torch.Tensor, list[int]]:
     """[rows, 3 * 2 * patch * patch], and the grid (1, h, w).
 
     Args:

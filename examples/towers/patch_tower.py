@@ -1,9 +1,10 @@
 """What the towers of Qwen's vision models have in common: :class:`PatchTower`.
 
-``transformers`` lets the caller compute whatever depends on grids: the forward of these towers takes
-``position_ids``, ``cu_seqlens`` and the like by name and does not look at ``grid_thw`` then. So the
-whole forward is recorded, as it is; what it would have computed from the grids becomes buffers.
-The attention must take offsets from the device: ``transformers``' SDPA path reads them on the host.
+``transformers`` lets the caller compute whatever depends on grids: the forward of these towers
+takes ``position_ids``, ``cu_seqlens`` and the like by name and does not look at ``grid_thw`` then.
+So the whole forward is recorded, as it is; what it would have computed from the grids becomes
+buffers. The attention must take offsets from the device: ``transformers``' SDPA path reads them on
+the host.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,12 @@ from typing import Any
 import torch
 from transformers.vision_utils import get_vision_position_ids
 
-from cgcompile.encoder import PatchEncoder, PatchOffsets, PatchTable
+from cgcompile.encoder import (
+    EncoderCudaGraphReplayBuffers,
+    PatchEncoder,
+    PatchOffsets,
+    PatchTable,
+)
 from cgcompile.encoder.patches import PIXELS, Grid, frame_offsets
 from towers.varlen_attention import ATTENTION, row_bounds
 
@@ -108,6 +114,15 @@ class PatchTower(PatchEncoder):
             inputs=INPUTS,
         )
 
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], *limits: Any, **named: Any
+    ) -> EncoderCudaGraphReplayBuffers:
+        made = super().prepare_encoder_cudagraph_replay_buffers(mm_kwargs, *limits, **named)
+        if self.tower.device.type == "cuda":  # a copy from pinned memory waits for nothing
+            values = made.values
+            made.values = {key: _pinned(each) for key, each in values.items()}
+        return made
+
     def run(self, buffers: dict[str, torch.Tensor]) -> Any:
         """The tower's own forward, on buffers alone."""
         named: dict[str, Any] = dict(buffers)
@@ -121,6 +136,10 @@ class PatchTower(PatchEncoder):
     def results(self, output: Any) -> Any:
         """What the caller gets of the tower's output."""
         return output.pooler_output
+
+
+def _pinned(value: torch.Tensor | None) -> torch.Tensor | None:
+    return value.pin_memory() if value is not None and value.device.type == "cpu" else value
 
 
 def one_for_each_token(token_budget: int, max_items: int, max_frames: int) -> int:

@@ -46,9 +46,7 @@ class Qwen25VLTower(PatchTower):
             out_hidden_size=tower.config.out_hidden_size,
             tables={
                 # padded rows stay where they are, so that the order is one of all rows
-                "window_index": PatchTable(
-                    order, (), torch.int64, rows="tokens", tail="positions"
-                )
+                "window_index": PatchTable(order, (), torch.int64, rows="tokens", tail="positions")
             },
             offsets={
                 "cu_window_seqlens": PatchOffsets(

@@ -94,9 +94,7 @@ def library() -> torch.library.Library:
     )
     for key in ("CPU", "CUDA"):
         made.impl("varlen_attention", attend, key)
-    torch.library.register_fake(
-        OP, lambda q, k, v, bounds, scale: q.new_empty(q.shape), lib=made
-    )
+    torch.library.register_fake(OP, lambda q, k, v, bounds, scale: q.new_empty(q.shape), lib=made)
     return made
 
 
