@@ -41,9 +41,14 @@ import cgcompile
 from cgcompile.encoder import EncoderCudaGraphManager, fitted_budgets
 
 LEAST_HITS, MOST_WASTE = 0.9, 0.35
-SMALL = {"depth": 4, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4}
+SMALL: dict[str, Any] = {"depth": 4, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4}
 SMALL |= {"out_hidden_size": 48, "fullatt_block_indexes": [3]}
-REAL = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
+REAL: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+}
 REAL |= {"out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31]}
 
 Call = dict[str, torch.Tensor]
@@ -68,7 +73,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def make_tower(args: argparse.Namespace) -> Any:
     """The tower with random weights, and transformers' own attention."""
     torch.manual_seed(args.seed)
-    config = Qwen2_5_VLConfig(vision_config=REAL if args.real else SMALL).vision_config
+    config: Any = Qwen2_5_VLConfig(vision_config=REAL if args.real else SMALL).vision_config
     tower = Qwen2_5_VisionTransformerPretrainedModel(config)
     with torch.no_grad():  # wide enough that attention is not nearly even
         for parameter in tower.parameters():

@@ -43,7 +43,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 import cgcompile
 from cgcompile.encoder import EncoderCudaGraphManager
 
-REAL = {
+REAL: dict[str, Any] = {
     "depth": 32,
     "hidden_size": 1280,
     "intermediate_size": 3420,
@@ -53,11 +53,34 @@ REAL = {
     "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-SMALL = {**REAL, "depth": 2, "hidden_size": 64, "intermediate_size": 60, "num_heads": 4}
+SMALL: dict[str, Any] = {
+    **REAL,
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 60,
+    "num_heads": 4,
+}
 SMALL |= {"out_hidden_size": 32, "fullatt_block_indexes": [1]}
 
 # Output tokens of the graphs, each a quarter to an eighth above the one before
-BUDGETS = (64, 96, 128, 144, 192, 256, 320, 384, 448, 512, 576, 704, 832, 1024, 1216, 1408)
+BUDGETS: tuple[int, ...] = (
+    64,
+    96,
+    128,
+    144,
+    192,
+    256,
+    320,
+    384,
+    448,
+    512,
+    576,
+    704,
+    832,
+    1024,
+    1216,
+    1408,
+)
 BUDGETS += (1664, 1920, 2304, 2688, 3200, 3840, 4608)
 SIDES = (224, 280, 336, 392, 448, 560, 672, 784, 896)
 LEAST_HITS = 0.9
@@ -109,7 +132,7 @@ def make_call(grids: Sequence[Grid], args: argparse.Namespace) -> Call:
 
 def make_tower(args: argparse.Namespace) -> Any:
     torch.manual_seed(0)
-    config = Qwen2_5_VLConfig(vision_config=SMALL if args.small else REAL).vision_config
+    config: Any = Qwen2_5_VLConfig(vision_config=SMALL if args.small else REAL).vision_config
     with torch.device(args.device):  # where drawing so many weights takes no time
         tower = Qwen2_5_VisionTransformerPretrainedModel(config)
     tower.set_attn_implementation("sdpa")

@@ -63,8 +63,8 @@ def patches(
         most: tokens; a larger image is made smaller.
     """
     height, width = rounded_size(image.height, image.width, patch * merge, 4, most)
-    pixels = np.asarray(image.convert("RGB").resize((width, height)), dtype=np.float32) / 255
-    scaled = torch.from_numpy((pixels - np.float32(MEAN)) / np.float32(DEVIATION))
+    pixels = torch.tensor(np.asarray(image.convert("RGB").resize((width, height))))
+    scaled = (pixels / 255 - torch.tensor(MEAN)) / torch.tensor(DEVIATION)
     h, w = height // patch, width // patch
     split = scaled.view(h // merge, merge, patch, w // merge, merge, patch, 3)
     rows = split.permute(0, 3, 1, 4, 6, 2, 5).reshape(h * w, 3, 1, patch, patch)

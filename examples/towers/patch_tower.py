@@ -93,6 +93,7 @@ class PatchTower(PatchEncoder):
     ) -> None:
         # Not set_attn_implementation(): it would look for a package of every name with "flash".
         tower.config._attn_implementation = attention
+        self._pins = tower.device.type == "cuda"
         merge = tower.spatial_merge_size
         self._longest = tuple(longest)
         self._takes_bounds = attention == ATTENTION
@@ -118,20 +119,21 @@ class PatchTower(PatchEncoder):
         self, mm_kwargs: dict[str, Any], *limits: Any, **named: Any
     ) -> EncoderCudaGraphReplayBuffers:
         made = super().prepare_encoder_cudagraph_replay_buffers(mm_kwargs, *limits, **named)
-        if self.tower.device.type == "cuda":  # a copy from pinned memory waits for nothing
+        if self._pins:  # a copy from pinned memory waits for nothing
             values = made.values
             made.values = {key: _pinned(each) for key, each in values.items()}
         return made
 
     def run(self, buffers: dict[str, torch.Tensor]) -> Any:
         """The tower's own forward, on buffers alone."""
+        tower: Any = self.tower
         named: dict[str, Any] = dict(buffers)
         pixels = named.pop(PIXELS)
         if self._takes_bounds:
             for key in self.get_encoder_cudagraph_config().offset_keys:
                 named[key] = row_bounds(named[key], len(pixels))
         named.update(dict.fromkeys(self._longest, len(pixels)))
-        return self.results(self.tower(pixels, grid_thw=None, **named))
+        return self.results(tower(pixels, grid_thw=None, **named))
 
     def results(self, output: Any) -> Any:
         """What the caller gets of the tower's output."""

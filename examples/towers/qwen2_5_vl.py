@@ -4,6 +4,7 @@ The tower sorts its rows by windows and sorts them back at the end. A graph has 
 of each token, which no grid exceeds; those that a call does not have are empty.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Qwen25VLTower(PatchTower):
         index = remembered(lambda grid: windows(grid)[0])
         ends = remembered(lambda grid: windows(grid)[1])
 
-        def order(grids: list[Grid]) -> torch.Tensor:
+        def order(grids: Sequence[Grid]) -> torch.Tensor:
             found, before = [], 0
             for grid in grids:
                 found.append(index(grid) + before)
