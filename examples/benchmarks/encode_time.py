@@ -278,7 +278,8 @@ def compiled_ways(tower: Any) -> dict[str, Run]:
 
 def compare(report: Report, args: argparse.Namespace, tower: Any) -> EncoderCudaGraphManager:
     """Each batch in each way."""
-    calls = {name: make_call(grids, args) for name, grids in batches(args.seed).items()}
+    chosen = batches(args.seed)
+    calls = {name: make_call(chosen[name], args) for name in args.batches}
     expected = {
         name: report.plain("eager", name, call, own_forward(tower)) for name, call in calls.items()
     }
@@ -288,7 +289,7 @@ def compare(report: Report, args: argparse.Namespace, tower: Any) -> EncoderCuda
         report.plain("varlen", name, call, own_forward(inner))
         report.graphs("graphs", name, call, manager, expected[name])
     if args.profile:
-        profile(manager, calls["16 mixed"])
+        profile(manager, calls[args.batches[-1]])
     if args.compile:
         compare_compiled(report, args, tower, calls, expected)
     return manager
@@ -365,7 +366,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--calibrate", action="store_true", help="measure what eager costs, too")
     parser.add_argument("--compile", action="store_true", help="torch.compile as well")
     parser.add_argument("--seconds", type=int, default=120, help="limit of each compiled way")
-    parser.add_argument("--profile", action="store_true", help="kernels of the largest batch")
+    parser.add_argument("--profile", action="store_true", help="kernels of the last batch")
+    parser.add_argument("--batches", nargs="+", default=list(batches(0)), choices=list(batches(0)))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--requests", type=int, default=60, help="of the stream; 0: none")
     parser.add_argument("--limit", type=float, default=0.5, help="of eager")

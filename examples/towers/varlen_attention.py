@@ -54,17 +54,22 @@ def masked_attention(
     """
     keys = torch.arange(q.shape[0], device=q.device)
     k, v = k.transpose(0, 1), v.transpose(0, 1)
+    # NaN times a weight of 0 is NaN: that of other sequences is left out, an own one is the result.
+    bad = ~(k.isfinite() & v.isfinite()).all(-1)
+    k, v = k.masked_fill(bad[..., None], 0.0), v.masked_fill(bad[..., None], 0.0)
     parts = []
     for start in range(0, q.shape[0], ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
         starts, ends = bounds[0, rows, None], bounds[1, rows, None]
         own = (keys >= starts) & (keys < ends)
-        # All keys for a row without any: the result is dropped, and is no NaN.
+        # All keys for a row without any: the result is dropped.
         mask = own | (starts == ends)
         found = F.scaled_dot_product_attention(
             q[rows].transpose(0, 1), k, v, attn_mask=mask, scale=scale
         )
-        parts.append(found.transpose(0, 1) * (starts < ends)[..., None])
+        found = found.masked_fill((starts == ends), 0.0)
+        spoiled = (own & bad[:, None]).any(-1, keepdim=True)
+        parts.append(found.masked_fill(spoiled, float("nan")).transpose(0, 1))
     return torch.cat(parts)
 
 
