@@ -7,7 +7,6 @@ import torch
 from towers.varlen_attention import ATTENTION, attention, masked_attention, row_bounds
 from transformers import AttentionInterface
 
-
 OFFSETS = (
     [0, 70],
     [0, 1, 2, 3, 40, 70],
