@@ -9,6 +9,14 @@ from cgcompile.backend import Backend, runtime
 from cgcompile.boundaries import AttentionCGSupport, Boundaries, SplittingOp, eager_region
 from cgcompile.compile import CompiledModel, compile
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from cgcompile.encoder import (
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphManager,
+    EncoderCudaGraphReplayBuffers,
+    EncoderItemSpec,
+    SupportsEncoderCudaGraph,
+)
 from cgcompile.errors import CGCompileError
 from cgcompile.forward_context import (
     BatchDescriptor,
@@ -58,12 +66,18 @@ __all__ = [
     "Difference",
     "DynamicDim",
     "EagerSegment",
+    "EncoderCudaGraphCaptureInputs",
+    "EncoderCudaGraphConfig",
+    "EncoderCudaGraphManager",
+    "EncoderCudaGraphReplayBuffers",
+    "EncoderItemSpec",
     "ForwardContext",
     "GraphSegment",
     "GraphSequence",
     "HostStaging",
     "Reason",
     "SplittingOp",
+    "SupportsEncoderCudaGraph",
     "__version__",
     "allow_capture",
     "capture_all",

@@ -18,6 +18,12 @@ from cgcompile.errors import (
     ConfigError,
     DescriptorError,
     DispatchError,
+    EncoderBudgetError,
+    EncoderBufferError,
+    EncoderItemError,
+    EncoderModelError,
+    EncoderPackError,
+    EncoderShardError,
     ForwardContextError,
     GradientError,
     HostValueChangedError,
@@ -81,6 +87,29 @@ EXAMPLES: dict[str, CGCompileError] = {
     "EncoderBudgetError.items_above_budget": EncoderBudgetError.items_above_budget(256, 64),
     "EncoderBudgetError.ratio": EncoderBudgetError.ratio(1),
     "EncoderBudgetError.no_sizes": EncoderBudgetError.no_sizes(),
+    "EncoderModelError.missing": EncoderModelError.missing("Tower", "get_encoder_cudagraph_config"),
+    "EncoderModelError.older": EncoderModelError.older(
+        "Tower", ["get_encoder_cudagraph_num_items"]
+    ),
+    "EncoderModelError.no_range": EncoderModelError.no_range("Tower"),
+    "EncoderModelError.returned": EncoderModelError.returned(
+        "encoder_cudagraph_forward", "[60, 8]", "tensors of at least 64 rows each"
+    ),
+    "EncoderModelError.modality": EncoderModelError.modality(["ids"], [], ["image", "video"]),
+    "EncoderModelError.nothing_to_run_on": EncoderModelError.nothing_to_run_on("max_seqlen"),
+    "EncoderItemError.number": EncoderItemError.number("output_tokens", -1),
+    "EncoderItemError.unknown_path": EncoderItemError.unknown_path(2, "lokal", ["global", "local"]),
+    "EncoderItemError.no_path": EncoderItemError.no_path(2, 7, ["global", "local"]),
+    "EncoderItemError.no_axis": EncoderItemError.no_axis(2, "tier", []),
+    "EncoderBufferError.missing": EncoderBufferError.missing("replay", "cu_seqlens", ["x"]),
+    "EncoderBufferError.unknown": EncoderBufferError.unknown("replay", "cu_seqlen", ["cu_seqlens"]),
+    "EncoderBufferError.value": EncoderBufferError.value(
+        "x", "[9, 3]", "at most the rows of [8, 3]"
+    ),
+    "EncoderBufferError.no_room": EncoderBufferError.no_room("cu_seqlens", 9),
+    "EncoderBufferError.padding": EncoderBufferError.padding("x", "[3]", "[4]", "RuntimeError: no"),
+    "EncoderBufferError.moved": EncoderBufferError.moved("x", "[3]", "[4]"),
+    "EncoderShardError.structure": EncoderShardError.structure(1),
     "EncoderPackError.need": EncoderPackError.need(3, (-1,), 1),
     "EncoderPackError.paths": EncoderPackError.paths(3, 1, 2),
     "EncoderPackError.capacity": EncoderPackError.capacity(((128, 64),), 8, None),
@@ -421,6 +450,62 @@ PieceCompileError.bad_outputs: piece_0: what compiler 'mine' made must return a 
 PieceCompileError.not_callable: piece_0: compiler 'mine' returned None; expected a callable that takes the inputs of the piece and returns the list of its outputs.""",
         )
 
+    def test_encoder_model(self) -> None:
+        self.check(
+            "EncoderModelError",
+            """\
+EncoderModelError.missing: Tower has no method get_encoder_cudagraph_config(), which encoder graphs need.
+  SupportsEncoderCudaGraph tells what it takes and returns; PatchEncoder has all of them for flattened patches with a grid.
+EncoderModelError.older: Tower has get_encoder_cudagraph_num_items, of an older protocol.
+  One method replaces the three: get_encoder_cudagraph_item_specs(mm_kwargs) returns [EncoderItemSpec(input_size=..., output_tokens=...), ...], one for each item.
+EncoderModelError.no_range: Tower has no get_encoder_cudagraph_budget_range(), and no token budgets are given.
+  Give token_budgets=, or let the method return (least, most) output tokens of a call.
+EncoderModelError.returned: encoder_cudagraph_forward() returned [60, 8]; expected tensors of at least 64 rows each.
+EncoderModelError.modality: an input of no known modality: keys ids; expected those of one of image, video.
+  Give each modality in a call of its own, or override get_input_modality().
+EncoderModelError.nothing_to_run_on: encoder_eager_forward(): the replay buffers have None for 'max_seqlen', so the forward that graphs record cannot run on them as they are.
+  Override encoder_eager_forward(), or always give this buffer a value.""",
+        )
+
+    def test_encoder_item(self) -> None:
+        self.check(
+            "EncoderItemError",
+            """\
+EncoderItemError.number: EncoderItemSpec: output_tokens = -1; expected a whole number of at least 0.
+  Read grids from the host once per call: grid_thw.tolist().
+EncoderItemError.unknown_path: item 2: output tokens on path 'lokal', which the configuration does not have; paths: global, local. Did you mean 'local' or 'global'?
+EncoderItemError.no_path: item 2: 7 output tokens, and none of them on a path; paths: global, local.
+  Say how many each path makes: global_output_tokens and local_output_tokens, or path_output_tokens={...}.
+EncoderItemError.no_axis: item 2: nothing is said for capture axis 'tier'; it says (none).
+  Give EncoderItemSpec(axes={...}) the value that the item needs at least.""",
+        )
+
+    def test_encoder_buffer(self) -> None:
+        self.check(
+            "EncoderBufferError",
+            """\
+EncoderBufferError.missing: replay: no value for buffer 'cu_seqlens'; there are x.
+  Each of buffer_keys is written before a replay. None leaves a buffer as it is.
+EncoderBufferError.unknown: replay: 'cu_seqlen' is not among buffer_keys (cu_seqlens). Did you mean 'cu_seqlens'?
+  Add it to buffer_keys, or leave it out: it would never be refreshed.
+EncoderBufferError.value: buffer 'x': the value is [9, 3]; expected at most the rows of [8, 3].
+  Give real rows alone; the rows behind them are the manager's.
+EncoderBufferError.no_room: buffer 'cu_seqlens': 9 offsets fill it, so that none is left for the padding.
+  Capture offset buffers with max_frames_per_batch + 2 entries: padded rows are one sequence at the end.
+EncoderBufferError.padding: buffer 'x' [4]: its padding logic failed on a value [3]: RuntimeError: no
+  It is called as logic(dst, src), and writes all of dst in place.
+EncoderBufferError.moved: buffer 'x' [4]: its padding logic left [3] in its place.
+  A graph reads the shape and address that it recorded: write dst in place.""",
+        )
+
+    def test_encoder_shard(self) -> None:
+        self.check(
+            "EncoderShardError",
+            """\
+EncoderShardError.structure: rank 1: results have another structure than those of the first call.
+  Ranks without items must know what the others send: return the same kind of result for each item, or override Sharder.gather().""",
+        )
+
     def test_sizes(self) -> None:
         self.check(
             "SizesError",
@@ -450,7 +535,37 @@ SizesError.not_covered: fit_sizes(): the largest candidate is 496, and batches o
         )
 
     def test_encoder_budget(self) -> None:
-        self.check("EncoderBudgetError", """""")
+        self.check(
+            "EncoderBudgetError",
+            """\
+EncoderBudgetError.number: max_items = 0; expected a whole number of at least 1.
+EncoderBudgetError.not_a_budget: encoder budgets: True is none; expected whole numbers of at least 1.
+  A budget is the number of output tokens of one graph.
+EncoderBudgetError.empty: encoder budgets: the list is empty; expected at least one.
+  Give budgets=None to have them generated from budget_range.
+EncoderBudgetError.range: budget_range = (0, 64); expected the least and the most output tokens of a graph.
+  Both must be positive whole numbers.
+EncoderBudgetError.range_order: budget_range = (200, 100): the least, 200, is above the most, 100.
+  Swap them, or raise the most: it is the largest budget that is captured.
+EncoderBudgetError.items_above_range: max_items = 256 is above 128, the largest budget of budget_range.
+  Each item needs at least one token of every budget. Lower max_items, or raise the most of budget_range.
+EncoderBudgetError.items_above_budget: max_items = 256; it must be <= the smallest token budget, 64.
+  Each item needs at least one token of every budget: a graph whose share per item is empty cannot be captured. Lower max_items, or leave the small budgets out.
+EncoderBudgetError.ratio: ratio = 1; expected a finite number above 1.
+  It is how much larger each budget is than the one before.
+EncoderBudgetError.no_sizes: fitted_budgets(): nothing was observed, so there is nothing to fit.
+  Count the output tokens of real groups of items, or take generated_budgets().""",
+        )
 
     def test_encoder_pack(self) -> None:
-        self.check("EncoderPackError", """""")
+        self.check(
+            "EncoderPackError",
+            """\
+EncoderPackError.need: item 3: tokens=(-1,), frames=1; expected whole numbers of at least 0.
+  An item without part in a path has 0 tokens there.
+EncoderPackError.paths: item 3: 1 numbers of tokens; the capacity has 2 paths.
+  Give one number per path, in the order of the paths.
+EncoderPackError.capacity: Capacity(budgets=((128, 64),), max_items=8, max_frames=None); expected the budgets of one path or more, each ascending from at least 1, at least one item, and frames of at least 0 or None.
+EncoderPackError.cost: Costs: fixed = -1; expected a finite number of at least 0, in tokens.
+  Divide measured times by the time of one token more in a graph.""",
+        )

@@ -120,6 +120,21 @@ def test_the_breakable_model_of_the_readme_works() -> None:
     assert (entry.sequence.num_graphs, entry.sequence.num_eager_breaks) == (2, 1)
 
 
+def test_the_encoder_of_the_readme_works(capsys) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", section("Encoders"), re.DOTALL)
+    config = cgcompile.CompilationConfig(capture_device="host")
+    names = {"cgcompile": cgcompile, "torch": torch, "config": config, "device": "cpu"}
+    exec(code, names)
+    assert [list(each.shape) for each in names["features"]] == [[4, 32], [16, 32]]
+    assert names["manager"].statistics.hits == 2
+    assert "default  64" in capsys.readouterr().out
+    encoder, images = names["encoder"], names["images"]
+    for item, mine in enumerate(names["features"]):
+        alone = encoder.select_encoder_cudagraph_items(images, [item])
+        with torch.inference_mode():
+            torch.testing.assert_close(mine, encoder.encoder_eager_forward(alone))
+
+
 def test_the_printed_split_has_the_form_of_today() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:

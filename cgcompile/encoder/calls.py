@@ -18,7 +18,6 @@ from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.statistics import EncoderStatistics, Ran
 from cgcompile.errors import ConfigError, EncoderItemError, EncoderModelError
-from cgcompile.graphs.capture import inside_capture
 from cgcompile.reasons import Reason
 
 
@@ -79,6 +78,8 @@ class EncoderCalls:
         for path in spec.path_output_tokens:
             if path not in self._paths:
                 raise EncoderItemError.unknown_path(item, path, self._paths)
+        if spec.output_tokens and not any(map(spec.tokens, self._paths)):
+            raise EncoderItemError.no_path(item, spec.output_tokens, self._paths)
         if self._config.enable_dual_path_graph or GLOBAL in self._paths:
             return
         if spec.global_output_tokens or spec.local_output_tokens:
@@ -94,16 +95,15 @@ class EncoderCalls:
         return found
 
     def _capacity(self) -> Capacity:
-        items, frames = self._limits.max_items, self._limits.max_frames or None  # 0: not counted
-        if inside_capture():
-            return Capacity(((),) * len(self._paths), items, frames)
+        if self._graphs.blocked():
+            return Capacity(((),) * len(self._paths), *self._limits[1:])
         if self._version != self._graphs.version:
             captured = {(key.path, key.budget) for key in self._graphs.captured()}
             budgets = tuple(
                 tuple(budget for budget in budgets if (path, budget) in captured)
                 for path, budgets in self._limits.budgets.items()
             )
-            self._known = Capacity(budgets, items, frames)
+            self._known = Capacity(budgets, *self._limits[1:])
             self._version = self._graphs.version
         return self._known
 
@@ -176,15 +176,15 @@ class EncoderCalls:
         return (key, None) if self._graphs.has(key) else (None, Reason.NOT_CAPTURED)
 
     def _why_eager(self, path: str, specs: list[EncoderItemSpec]) -> Reason:
-        if inside_capture():
-            return Reason.INSIDE_CAPTURE
+        blocked = self._graphs.blocked()
+        if blocked is not None:
+            return blocked
         budgets = self._capacity().budgets[self._paths.index(path)]
         if not budgets:
             return Reason.NO_DEVICE if self._graphs.pool is None else Reason.NOT_CAPTURED
         if sum(self._room(path, spec) for spec in specs) > budgets[-1]:
             return Reason.OVERSIZE
-        most = self._limits.max_frames
-        if most and sum(spec.frames for spec in specs) > most:
+        if sum(spec.frames for spec in specs) > (self._limits.max_frames or self._limits.max_items):
             return Reason.TOO_MANY_FRAMES
         return Reason.CHEAPER_EAGER
 

@@ -1,8 +1,8 @@
 """The graphs of one encoder, their keys, buffers, capture and replay: :class:`EncoderGraphs`."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -15,15 +15,17 @@ from cgcompile.encoder.defs import DEFAULT, EncoderCudaGraphConfig, EncoderItemS
 from cgcompile.encoder.limits import Limits
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.results import checked_rows, empty_rows, own_rows
-from cgcompile.encoder.staging import GraphInputs
+from cgcompile.encoder.staging import GraphInputs, check_keys
 from cgcompile.errors import EncoderModelError
 from cgcompile.forward_context import set_forward_context
 from cgcompile.graphs.bulk import BulkCapture
+from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.entries import holds_parameters_with_grad
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.reasons import Counters
+from cgcompile.reasons import Counters, Reason
 from cgcompile.serving.capturing import capture_set
 
 log = logging.getLogger(__name__)
@@ -89,8 +91,10 @@ class EncoderGraphs:
             found = capture_device(device, settings.capture_device)
             pool = None if found is None else GraphPool(found)
         self.pool = pool
-        self._wrapper = CUDAGraphWrapper(self._forward, settings, FULL, pool=pool, name="encoder")
+        self._wrapper = CUDAGraphWrapper(self._recorded, settings, FULL, pool=pool, name="encoder")
         self._wrapper.closed = True  # but in capture()
+        self._runs: GraphKey | None = None
+        self._modules = modules_of(model.model)
         self._check_weights = check_weights
         self._weights: list[WeightsGuard] = []
         self._inputs: dict[GraphKey, GraphInputs] = {}
@@ -176,9 +180,11 @@ class EncoderGraphs:
             timed: called with each captured key and what replays it, in no capture.
         """
         missing = {each: key for key, each in self._descriptors.items() if not self.has(key)}
+        if len(missing) == len(self._descriptors):
+            self._weights = []  # the graphs that read them are gone
         self._wrapper.closed = False
         try:
-            with around():
+            with around(), self._uncompiled():
                 found = capture_set(
                     "Capturing encoder CUDA graphs",
                     list(missing),
@@ -190,10 +196,16 @@ class EncoderGraphs:
         finally:
             self._wrapper.closed = True
         if self._check_weights and not self._weights:
-            self._weights = [WeightsGuard(each) for each in modules_of(self._model.model)]
+            self._weights = [WeightsGuard(each) for each in self._modules]
         for key in self.captured():
             timed(key, lambda key=key: self._run(key))  # type: ignore[misc]
         return found
+
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        """What a device asks for around compiled code: the host recorder cannot look into it."""
+        if self.pool is None or not any(map(compat.holds_compiled_code, self._modules)):
+            return nullcontext()
+        return self.pool.device.around()
 
     def _first_run(self, key: GraphKey) -> None:
         result = self._run(key)
@@ -203,13 +215,23 @@ class EncoderGraphs:
 
     def forget(self) -> None:
         """Drop graphs, buffers and memory; those of others that share the pool stay."""
-        self._wrapper.clear_graphs()
+        if self.pool is not None:
+            self.pool.device.synchronize()  # a replay may still read the buffers
         if self._owns_pool:
             self._wrapper.clear_all_graphs()
+        self._wrapper.clear_graphs()
         self._inputs.clear()
         self._weights = []
 
     # -------------------------------------------------------------- replay
+
+    def blocked(self) -> Reason | None:
+        """Why nothing may be replayed now, whatever is captured."""
+        if inside_capture():
+            return Reason.INSIDE_CAPTURE
+        if torch.is_grad_enabled() and any(map(holds_parameters_with_grad, self._modules)):
+            return Reason.GRADIENTS
+        return None
 
     def check_weights(self) -> None:
         """Raise if a weight is not what and where it was.
@@ -268,6 +290,7 @@ class EncoderGraphs:
         made = self._model.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs, len(specs), frames, **named
         )
+        check_keys(made.values, self._config, "prepare_encoder_cudagraph_replay_buffers()")
         like = self.inputs(min(key for key in self._descriptors if key.path == path)).values
         values: dict[str, torch.Tensor] = {}
         for key in self._config.buffer_keys:
@@ -289,22 +312,28 @@ class EncoderGraphs:
         return compat.tree_map(torch.clone, found)
 
     def _run(self, key: GraphKey) -> Any:
-        values = self.inputs(key).values
+        self._runs = key
         with set_forward_context(
             None,
             cudagraph_runtime_mode=FULL,
             batch_descriptor=self._descriptors[key],
             num_tokens=key.budget,
         ):
-            return self._wrapper(values, **self.named(key.path, key.axes))
+            return self._wrapper(**self.inputs(key).values)
+
+    def _recorded(self, **values: torch.Tensor) -> Any:
+        """What a graph records. Its key is no argument: flat ones are compared sooner."""
+        assert self._runs is not None
+        return self._forward(values, **self.named(self._runs.path, self._runs.axes))
 
     def _forward(self, values: dict[str, torch.Tensor], **named: Any) -> Any:
-        """What a graph records; the model may take from its dictionary."""
+        """The model may take from its dictionary."""
         return self._model.encoder_cudagraph_forward(dict(values), **named)
 
 
-def modules_of(model: Any) -> Iterable[torch.nn.Module]:
+def modules_of(model: Any) -> list[torch.nn.Module]:
     """The modules whose weights graphs read: the model, or those that it holds."""
     if isinstance(model, torch.nn.Module):
         return [model]
-    return [each for each in vars(model).values() if isinstance(each, torch.nn.Module)]
+    held = [each for each in vars(model).values() if isinstance(each, torch.nn.Module)]
+    return list(dict.fromkeys(held))  # a tower may be its own forward

@@ -131,8 +131,8 @@ class EncoderCudaGraphConfig:
         buffer_keys: the tensors that graphs read; exactly these are written before each replay.
         out_hidden_size: columns H of the result [tokens, H].
         padding_logics: by key, what writes a buffer in place of zeroing its tail and copying.
-        max_frames_per_video: frames of the longest video; 1 for images alone, 0 if no frames are to
-            be counted.
+        max_frames_per_video: frames of the longest video; 1 for images alone; 0, no videos: room
+            for one frame for each item, whatever a user gives.
         enable_dual_path_graph: two sets of graphs, ``"global"`` and ``"local"``.
         global_token_per_image: output tokens of one global image; the least budget of its path.
         local_token_per_patch: output tokens of one local patch; the least budget of its path.

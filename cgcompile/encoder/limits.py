@@ -17,7 +17,7 @@ class Limits(NamedTuple):
     Attributes:
         budgets: by path, output tokens, ascending.
         max_items: of one replay; at most the least budget.
-        max_frames: of one replay; 0 if they are not counted.
+        max_frames: of one replay; 0, of a model without videos: one for each item.
     """
 
     budgets: Mapping[str, tuple[int, ...]]

@@ -134,7 +134,7 @@ class EncoderCudaGraphManager:
 
     @property
     def max_frames_per_batch(self) -> int:
-        """Most frames of a replay; 0 if they are not counted."""
+        """Most frames of a replay; 0, of a model without videos: one for each item."""
         return self._limits.max_frames
 
     @property
@@ -240,7 +240,8 @@ class EncoderCudaGraphManager:
 
         Args:
             mm_kwargs: what the model takes, of one modality, any number of items. With a sharder
-                equal on all ranks, all of which call.
+                equal on all ranks, all of which call. Tensors in pinned memory are read when the
+                stream comes to it: do not write to them before.
 
         Returns:
             What each item gives, in the order of the items: by default [its output tokens, ...],

@@ -43,9 +43,11 @@ def empty_rows(tree: Any) -> Any:
 
 def split_rows(tree: Any, counts: Sequence[int]) -> list[Any]:
     """A result of several items, [sum of counts, ...], as views of one item each."""
-    leaves, spec = compat.tree_leaves(tree), compat.tree_spec(tree)
     total = sum(counts)
-    parts = [leaf[:total].split(list(counts)) for leaf in leaves]
+    if isinstance(tree, torch.Tensor):
+        return list(torch.split(tree[:total], list(counts)))
+    leaves, spec = compat.tree_leaves(tree), compat.tree_spec(tree)
+    parts = [torch.split(leaf[:total], list(counts)) for leaf in leaves]
     return [compat.tree_unflatten(list(mine), spec) for mine in zip(*parts, strict=True)]
 
 

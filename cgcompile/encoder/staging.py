@@ -43,7 +43,7 @@ class GraphInputs:
         if not isinstance(values, dict):
             expected = "EncoderCudaGraphCaptureInputs(values={key: tensor})"
             raise EncoderModelError.returned(_CAPTURE[:-2], type(made).__name__, expected)
-        _check_keys(values, config, _CAPTURE)
+        check_keys(values, config, _CAPTURE)
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
                 found = f"{type(value).__name__} for {key!r}"
@@ -79,7 +79,7 @@ class GraphInputs:
                 written then. Or a padding logic failed.
         """
         values = given.values
-        _check_keys(values, self._config, _REPLAY)
+        check_keys(values, self._config, _REPLAY)
         for key in self._config.buffer_keys:
             if values[key] is not None:
                 self._check(key, values[key])
@@ -150,7 +150,12 @@ class GraphInputs:
             raise EncoderBufferError.moved(key, _layout(dst), room)
 
 
-def _check_keys(values: Mapping[str, object], config: EncoderCudaGraphConfig, where: str) -> None:
+def check_keys(values: Mapping[str, object], config: EncoderCudaGraphConfig, where: str) -> None:
+    """Raise unless exactly the configured keys are there.
+
+    Raises:
+        EncoderBufferError: one is missing, or unknown.
+    """
     for key in values:
         if key not in config.buffer_keys:
             raise EncoderBufferError.unknown(where, key, config.buffer_keys)

@@ -11,7 +11,7 @@ _OLDER = (
 )
 
 
-class EncoderModelError(CGCompileError, TypeError):
+class EncoderModelError(CGCompileError, ValueError):
     """A model that does not speak the protocol of encoder graphs, or says what cannot be."""
 
     @classmethod
@@ -81,6 +81,14 @@ class EncoderItemError(CGCompileError, ValueError):
         return cls(
             f"item {item}: output tokens on path {path!r}, which the configuration does not have; "
             f"paths: {listed(known)}.{close(path, known)}"
+        )
+
+    @classmethod
+    def no_path(cls, item: int, tokens: int, known: Sequence[str]) -> "EncoderItemError":
+        return cls(
+            f"item {item}: {tokens} output tokens, and none of them on a path; paths: "
+            f"{listed(known)}.\n  Say how many each path makes: global_output_tokens and "
+            "local_output_tokens, or path_output_tokens={...}."
         )
 
     @classmethod

@@ -1,5 +1,6 @@
 """Budgets of encoder graphs: what is generated, given, refused and fitted."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_generated_budgets_rise_from_least_to_most(a: int, b: int, ratio: float)
     least, most = sorted((a, b))
     found = generated_budgets(least, most, ratio)
     assert (found[0], found[-1]) == (least, most)
-    for below, above in zip(found, found[1:], strict=False):
+    for below, above in pairwise(found):
         assert below < above <= max(below + 1, below * ratio)
 
 
@@ -134,7 +135,7 @@ def test_a_range_that_falls() -> None:
 @pytest.mark.parametrize("budget", [0, -64, True, 64.0, "64", None])
 @pytest.mark.parametrize("items", [None, 1])
 def test_budgets_that_are_none(budget: Any, items: int | None) -> None:
-    with pytest.raises(EncoderBudgetError, match="encoder budgets: .* is none"):
+    with pytest.raises(EncoderBudgetError, match=r"encoder budgets: .* is none"):
         resolve_budgets([64, budget], items, budget_range=(64, 128))
 
 

@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+import manager_support
 import pytest
 import torch
 from encoder_support import (
@@ -10,6 +11,7 @@ from encoder_support import (
     H,
     Rows,
     check,
+    close,
     config,
     images,
     manager,
@@ -20,6 +22,7 @@ from encoder_support import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from manager_support import requests
 
 import cgcompile
 from cgcompile.encoder import Costs, EncoderCudaGraphManager, GraphKey
@@ -76,7 +79,7 @@ def test_clear_and_recapture(device: str) -> None:
     assert made.capture().missing == ()
     assert made.graph_inputs(GraphKey("default", 8))["cells"] is not inputs["cells"]
     for mine, other in zip(check(made, model, call), kept, strict=True):
-        torch.testing.assert_close(mine, other)
+        close(mine, other)
     assert counts(made) == (4, 2)
 
 
@@ -203,7 +206,7 @@ def test_the_order_of_results_is_that_of_the_items(device: str) -> None:
         order = torch.randperm(len(sizes), generator=generator).tolist()
         found = made.execute(model.select_encoder_cudagraph_items(call, order))
         for place, item in enumerate(order):
-            torch.testing.assert_close(found[place], expected[item], rtol=1e-4, atol=1e-5)
+            close(found[place], expected[item])
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -234,7 +237,7 @@ def test_results_never_alias_a_later_replay(device: str) -> None:
     assert made.statistics.replays >= 4
     for call, results in zip(calls, found, strict=True):
         for mine, other in zip(results, one_by_one(model, call), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+            close(mine, other)
     mine = {each.untyped_storage().data_ptr() for results in found for each in results}
     assert made.pool is not None
     assert not any(made.pool.owns(each) for results in found for each in results)
@@ -262,7 +265,7 @@ def test_the_recorded_tensors_stay_the_same_objects(device: str) -> None:
 
 
 def test_the_model_may_take_from_the_inputs(device: str) -> None:
-    made = manager(Rows(), device)  # its forward pops
+    made = manager(Rows(), device, calibrate=True)  # its forward pops
     for _ in range(2):
         made.execute(rows(3, device=device))
     assert list(made.graph_inputs(GraphKey("default", 8))) == ["x"]
@@ -398,6 +401,40 @@ def test_a_shared_pool_is_smaller_than_two() -> None:
     assert pool.memory.reserved < 1.5 * alone.memory.reserved
 
 
+def test_the_pools_of_encoder_and_decoder_are_separate(device: str) -> None:
+    decoder = manager_support.manager(device=device)
+    decoder.capture()
+    model = patches(device)
+    made = manager(model, device)
+    assert made.pool is not None
+    assert decoder.pool is not None
+    assert made.pool is not decoder.pool
+    assert made.pool.memory is not decoder.pool.memory
+    call, batch = images((4, 4), device=device), requests(3, 2, device=device)
+    expected = decoder.run(batch).clone()
+    kept = decoder.run(batch)  # a view of its pool, valid until its own next step
+    check(made, model, call)
+    assert torch.equal(kept, expected)
+    made.clear()
+    assert torch.equal(decoder.run(batch), expected)
+    decoder.release()
+    made.capture()
+    check(made, model, call)
+    assert counts(made) == (2, 0)
+
+
+def test_a_compiled_tower(device: str) -> None:
+    plain = patches(device)
+    compiled = torch.compile(plain.tower, backend="eager", dynamic=True)
+    model = patches(device, tower=compiled)
+    model._forward = compiled
+    made = manager(model, device)
+    for sizes in (((4, 4), (2, 6)), ((3, 5),), ((8, 8),)):
+        call = images(*sizes, device=device)
+        close(made.execute(call), one_by_one(plain, call))
+    assert counts(made) == (4, 0)
+
+
 def test_threads_take_turns(device: str) -> None:
     model = patches(device)
     made = manager(model, device)
@@ -421,7 +458,7 @@ def test_threads_take_turns(device: str) -> None:
         each.join()
     for mine, other in zip(found, expected, strict=True):
         for results, wanted in zip(mine, other, strict=True):
-            torch.testing.assert_close(results, wanted, rtol=1e-4, atol=1e-5)
+            close(results, wanted)
     assert counts(made) == (36, 0)
 
 
@@ -439,7 +476,24 @@ def test_results_are_ready_on_the_stream_of_the_caller() -> None:
             doubled = [each * 2 for each in made.execute(call)]
         stream.synchronize()
         for mine, other in zip(doubled, expected, strict=True):
-            torch.testing.assert_close(mine, other * 2, rtol=1e-4, atol=1e-4)
+            close(mine, other * 2)
+
+
+@pytest.mark.gpu
+def test_a_call_on_another_stream_waits_before_it_writes_the_buffers() -> None:
+    model = patches("cuda")
+    made = manager(model, "cuda", token_budgets=[16])
+    calls = [images((8, 8), device="cuda") for _ in range(4)]
+    expected = [one_by_one(model, call) for call in calls]
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in calls], []
+    for stream, call in zip(streams, calls, strict=True):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            found.append(made.execute(call))
+    torch.cuda.synchronize()
+    for mine, other in zip(found, expected, strict=True):
+        close(mine, other)
 
 
 def test_inside_of_a_capture_of_others_nothing_is_replayed() -> None:
@@ -450,7 +504,7 @@ def test_inside_of_a_capture_of_others_nothing_is_replayed() -> None:
     with capture, torch.inference_mode():
         found = made.execute(call)
     capture.replay()
-    torch.testing.assert_close(found[0], model.linear(call["x"]).tanh())
+    close(found[0], model.linear(call["x"]).tanh())
     assert made.statistics.reasons() == {Reason.INSIDE_CAPTURE: 1}
 
 
@@ -461,6 +515,41 @@ def test_inference_mode() -> None:
         made.capture()
         assert not made.execute(rows(3))[0].is_inference()
     assert counts(made) == (1, 0)
+
+
+def test_with_gradients_nothing_is_replayed() -> None:
+    model = Rows()
+    made = manager(model, inference_mode=False, captured=False)
+    with torch.no_grad():
+        made.capture()
+    call = rows(3)
+    made.execute(call)[0].sum().backward()
+    assert model.linear.weight.grad is not None
+    assert made.statistics.reasons() == {Reason.GRADIENTS: 1}
+    with torch.no_grad():
+        close(made.execute(call)[0], model.linear(call["x"]).tanh())
+    assert counts(made) == (1, 1)
+
+
+def test_a_model_without_videos_has_one_frame_for_each_item() -> None:
+    model = Rows(max_frames_per_video=0)
+    made = manager(model)
+    assert made.max_frames_per_batch == 0
+    check(made, model, rows(3, 4, 5, frames=[1, 9, 1]))
+    assert counts(made) == (2, 1)
+    assert made.statistics.reasons() == {Reason.TOO_MANY_FRAMES: 1}
+
+
+def test_weights_of_graphs_that_are_gone_are_forgotten() -> None:
+    model = Rows()
+    made = manager(model)
+    assert made.pool is not None
+    made.pool.release()
+    model.linear.weight = torch.nn.Parameter(torch.randn_like(model.linear.weight))
+    check(made, model, rows(3))
+    made.capture()
+    check(made, model, rows(3))
+    assert counts(made) == (1, 1)
 
 
 def test_many_graphs_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

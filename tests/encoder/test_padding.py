@@ -8,6 +8,7 @@ from encoder_support import (
     H,
     Rows,
     check,
+    close,
     config,
     images,
     manager,
@@ -163,13 +164,22 @@ def test_capture_inputs_have_exactly_the_keys() -> None:
         manager(Rows(buffer_keys=["pixels"]))
 
 
+def test_eager_values_have_exactly_the_keys() -> None:
+    class Mine(Rows):
+        def prepare_encoder_cudagraph_replay_buffers(self, *args: Any) -> Any:
+            return EncoderCudaGraphReplayBuffers({})
+
+    with pytest.raises(EncoderBufferError, match="no value for buffer 'x'"):
+        manager(Mine(), captured=False).execute(rows(3))
+
+
 def test_values_are_converted_to_the_dtype_of_the_buffer(device: str) -> None:
     model = Rows()
     made = manager(model, device)
     call = rows(3, device="cpu")  # on the host, and of another dtype
     found = made.execute({**call, "x": call["x"].double()})
     expected = model.linear(call["x"].to(device)).tanh()
-    torch.testing.assert_close(found[0], expected)
+    close(found[0], expected)
 
 
 # ------------------------------------------------------------------ NaN
@@ -255,7 +265,7 @@ def test_kept_keys_are_counted() -> None:
     for bias, expected in ((None, 2.0), (torch.full((H,), 5.0), 5.0), (None, 5.0)):
         call = rows(8)
         found = made.execute(call if bias is None else {**call, "bias": bias})
-        torch.testing.assert_close(found[0], model.linear(call["x"]) + expected)
+        close(found[0], model.linear(call["x"]) + expected)
     assert made.kept_keys == {"bias": 2}
     assert made.coverage().endswith("kept bias: 2 times")
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_support import TABLES, C, H, Tower, check, images, manager, patches, videos
+from encoder_support import TABLES, C, H, Tower, check, close, images, manager, patches, videos
 
 from cgcompile.encoder import EncoderItemSpec, PatchEncoder, PatchOffsets, PatchTable
 from cgcompile.encoder.patches import frame_offsets
@@ -109,6 +109,76 @@ def test_a_permutation_of_tokens_and_windows(device: str) -> None:
     assert sorted(order.tolist()) == list(range(key.budget))
 
 
+MOST_FRAMES = 4
+
+
+def slots(grids: Any) -> torch.Tensor:
+    """int64 [tokens, 4]: for each token the rows of all its frames, from 1 on; 0 is the dead one."""
+    found, start = [], 1
+    for t, h, w in grids:
+        for cell in range(h // 2 * (w // 2)):
+            rows = [start + frame * (h // 2) * (w // 2) + cell for frame in range(t)]
+            found.append(rows + [0] * (MOST_FRAMES - t))
+        start += t * (h // 2) * (w // 2)
+    return torch.tensor(found, dtype=torch.int64).view(-1, MOST_FRAMES)
+
+
+def lengths(grids: Any) -> torch.Tensor:
+    found = [float(t) for t, h, w in grids for _ in range(h // 2 * (w // 2))]
+    return torch.tensor(found).view(-1, 1)
+
+
+class Pooling(PatchEncoder):
+    """The mean over the frames of each video: a loop over data, rewritten as a table of rows."""
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+        return [
+            EncoderItemSpec(t * h * w, (h // 2) * (w // 2), frames=t)
+            for t, h, w in self.grids(mm_kwargs)
+        ]
+
+
+def test_the_slots_of_a_temporal_mean() -> None:
+    found = slots([(1, 2, 2), (3, 2, 4), (2, 2, 2)])
+    assert found.tolist() == [[1, 0, 0, 0], [2, 4, 6, 0], [3, 5, 7, 0], [8, 9, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "grids", [((1, 4, 4),), ((2, 4, 4),), ((1, 2, 2), (4, 4, 2), (3, 2, 6)), ((4, 4, 4),) * 5]
+)
+def test_a_temporal_mean_equals_its_loop(grids: Any, device: str) -> None:
+    torch.manual_seed(5)
+    frame = torch.nn.Linear(4 * C, H).to(device)
+
+    def forward(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+        x = frame(buffers["pixel_values"].view(-1, 4 * C))
+        x = torch.cat([x.new_zeros(1, H), x])  # the dead slot
+        return x[buffers["slots"]].sum(1) / buffers["lengths"].clamp(min=1)
+
+    model = Pooling(
+        forward,
+        merge_size=2,
+        in_features=C,
+        out_hidden_size=H,
+        tower=frame,
+        tables={
+            "slots": PatchTable(slots, (MOST_FRAMES,), torch.int64, "tokens"),
+            "lengths": PatchTable(lengths, (1,), torch.float32, "tokens"),
+        },
+        offsets={},
+        max_frames_per_video=MOST_FRAMES,
+    )
+    made = manager(model, device)
+    for _ in range(2):
+        call = videos(*grids, device=device)
+        found = made.execute(call)
+        parts = call["pixel_values_videos"].split([t * h * w for t, h, w in grids])
+        for mine, rows, (t, h, w) in zip(found, parts, grids, strict=True):
+            expected = frame(rows.view(-1, 4 * C)).view(t, h // 2 * (w // 2), H).mean(0)
+            close(mine, expected)
+    assert (made.statistics.hits, made.statistics.misses) == (2 * len(grids), 0)
+
+
 def test_an_eager_of_ones_own() -> None:
     seen = []
 
@@ -128,7 +198,7 @@ def test_other_names_of_inputs() -> None:
     call = images((4, 4), (2, 2))
     named = {"rows": call["pixel_values"], "grids": call["image_grid_thw"].tolist()}
     for mine, other in zip(made.execute(named), manager(patches()).execute(call), strict=True):
-        torch.testing.assert_close(mine, other)
+        close(mine, other)
 
 
 def test_tables_that_cannot_be() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_support import DualPath, H, Merges, Rows, dual, manager, rows
+from encoder_support import DualPath, H, Merges, Rows, close, dual, manager, rows
 
 from cgcompile.encoder import (
     EncoderCaptureAxis,
@@ -27,7 +27,7 @@ def check_dual(made: EncoderCudaGraphManager, model: DualPath, call: dict[str, A
     local = call["local"].split([count * model.LOCAL for count in call["counts"]])
     for mine, one, two in zip(found, whole, local, strict=True):
         expected = torch.cat([model.towers["global"](one), model.towers["local"](two)])
-        torch.testing.assert_close(mine, expected)
+        close(mine, expected)
     return found
 
 
@@ -82,6 +82,17 @@ def test_one_path_replays_while_the_other_runs_eager(device: str) -> None:
     assert (made.statistics.hits, made.statistics.misses) == (3, 2)
 
 
+def test_tokens_that_are_on_no_path() -> None:
+    class Mine(DualPath):
+        def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> Any:
+            return [EncoderItemSpec(7, 7)]
+
+    with pytest.raises(
+        EncoderItemError, match="item 0: 7 output tokens, and none of them on a path"
+    ):
+        manager(Mine(), token_budgets=None, captured=False).execute(dual(1))
+
+
 def test_nothing_of_dual_path_is_left_out() -> None:
     made = manager(DualPath(), token_budgets=None)
     assert made.execute(dual()) == []
@@ -99,8 +110,8 @@ def test_a_model_may_join_the_paths(device: str) -> None:
     call = dual(2, 0, 9, 1, device=device)
     local = call["local"].split([count * 3 for count in call["counts"]])
     for mine, one, two in zip(made.execute(call), call["global"].split(4), local, strict=True):
-        torch.testing.assert_close(mine[len(two) + 1 :], model.towers["global"](one))
-        torch.testing.assert_close(mine[: len(two)], model.towers["local"](two))
+        close(mine[len(two) + 1 :], model.towers["global"](one))
+        close(mine[: len(two)], model.towers["local"](two))
         assert torch.equal(mine[len(two)], torch.ones(H, device=device))
 
 
@@ -167,10 +178,10 @@ def test_axes(device: str) -> None:
     for factors, taken in (((1,), 1), ((2,), 2), ((3,), 4), ((1, 2), 2), ((4, 1), 4)):
         call = rows(*[3] * len(factors), device=device, frames=list(factors))
         for mine, x in zip(made.execute(call), call["x"].split(3), strict=True):
-            torch.testing.assert_close(mine, model.linear(x) * taken)
+            close(mine, model.linear(x) * taken)
     assert made.statistics.misses == 0
     call = rows(3, device=device, frames=[5])  # more than any graph has
-    torch.testing.assert_close(made.execute(call)[0], model.linear(call["x"]) * 5)
+    close(made.execute(call)[0], model.linear(call["x"]) * 5)
     assert made.statistics.reasons() == {Reason.UNLISTED_VARIANT: 1}
     with pytest.raises(EncoderItemError, match="item 0: nothing is said for capture axis 'factor'"):
         made.execute({**call, "axes": [{}]})

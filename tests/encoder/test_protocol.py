@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_support import H, Rows, images, manager, patches, rows, videos
+from encoder_support import H, Rows, close, images, manager, patches, rows, videos
 from torch import nn
 
 from cgcompile.encoder import (
@@ -72,7 +72,7 @@ def test_defaults_are_lent() -> None:
     call = rows(3, 5)
     found = made.execute(call)
     for mine, x in zip(found, call["x"].split([3, 5]), strict=True):
-        torch.testing.assert_close(mine, model.linear(x).tanh())
+        close(mine, model.linear(x).tanh())
 
 
 def test_the_default_eager_forward_of_the_protocol() -> None:
@@ -81,7 +81,7 @@ def test_the_default_eager_forward_of_the_protocol() -> None:
 
     model, call = Mine(), rows(4)
     expected = model.linear(call["x"]).tanh()
-    torch.testing.assert_close(model.encoder_eager_forward(call), expected)
+    close(model.encoder_eager_forward(call), expected)
     model.prepare_encoder_cudagraph_replay_buffers = lambda *_: type(
         "B", (), {"values": {"x": None}}
     )  # type: ignore[assignment]
@@ -193,7 +193,7 @@ def test_what_is_refused_at_a_call(wrong: str, value: Any, error: Any, words: st
         made.execute(rows(70) if wrong == "eager" else rows(3))
     model.wrong = ""
     call = rows(3)  # and the next good call works
-    torch.testing.assert_close(made.execute(call)[0], model.linear(call["x"]).tanh())
+    close(made.execute(call)[0], model.linear(call["x"]).tanh())
 
 
 @pytest.mark.parametrize("bad", [[0, 8], [-8], [8, -1], []])

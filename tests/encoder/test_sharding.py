@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from encoder_support import DualPath, H, Merges, dual, images, manager, one_by_one, patches
+from encoder_support import DualPath, H, Merges, close, dual, images, manager, one_by_one, patches
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,60 +45,72 @@ def test_the_largest_goes_to_the_least_load() -> None:
     assert shares_by_load([], 2) == [[], []]
 
 
-def run(rank: int) -> dict[str, Any]:
+def run(device: str) -> dict[str, Any]:
     sharder = Sharder()
     said: dict[str, Any] = {"rank": (sharder.rank, sharder.size)}
     for deep in (False, True):
-        model = patches(deep=deep)
-        made = manager(model, sharder=Sharder())
+        model = patches(device, deep=deep)
+        made = manager(model, device, sharder=Sharder())
         torch.manual_seed(7)  # the same calls on all ranks
         for number, sizes in enumerate(CALLS):
-            call = images(*sizes)
+            call = images(*sizes, device=device)
             found = made.execute(call)
-            torch.testing.assert_close(found, one_by_one(model, call), rtol=1e-4, atol=1e-5)
+            close(found, one_by_one(model, call))
             said[f"{deep} {number}"] = [
                 len(each["deep"][0]) if deep else len(each) for each in found
             ]
         said[f"{deep} ran"] = made.statistics.hits + made.statistics.misses + made.statistics.idle
-        assert made.execute(images()) == []
-    for model in (DualPath(), Merges()):  # rows that all know, and rows that one must tell
-        made = manager(model, token_budgets=None, sharder=Sharder())
+        assert made.execute(images(device=device)) == []
+    for model in (
+        DualPath(device),
+        Merges(device),
+    ):  # rows that all know, and rows that one must tell
+        made = manager(model, device, token_budgets=None, sharder=Sharder())
         torch.manual_seed(8)
         for counts in ((1,), (0, 2, 9, 1, 0, 3)):
-            call = dual(*counts)
+            call = dual(*counts, device=device)
             found = made.execute(call)
-            alone = manager(model, token_budgets=None).execute(call)
-            torch.testing.assert_close(found, alone)
+            alone = manager(model, device, token_budgets=None).execute(call)
+            close(found, alone)
             said[f"{type(model).__name__} {counts}"] = [len(each) for each in found]
     try:
         used = Sharder()
-        like = torch.zeros(0, H)
-        used.gather([torch.ones(1, H)], [[0], [1], [2]], like)
-        used.gather([{"x": torch.ones(1, H)}], [[0], [1], [2]], like)
+        like = torch.zeros(0, H, device=device)
+        shares = [[rank] for rank in range(sharder.size)]
+        used.gather([torch.ones(1, H, device=device)], shares, like)
+        used.gather([{"x": torch.ones(1, H, device=device)}], shares, like)
     except EncoderShardError as error:
         said["error"] = str(error).splitlines()[0]
     return said
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: str, kind: str, ranks: int) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), RANKS)
+    store = dist.FileStore(os.path.join(folder, "store"), ranks)
     limit = datetime.timedelta(seconds=120)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
-    torch.save(run(rank), os.path.join(folder, f"said.{rank}"))
+    device, backend = "cpu", "gloo"
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+        device, backend = f"cuda:{rank}", "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    torch.save(run(device), os.path.join(folder, f"said.{rank}"))
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def said(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What each rank saw: three on the CPU, or as many as there are GPUs."""
+    ranks = RANKS if request.param == "cpu" else torch.cuda.device_count()
     folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"said.{rank}") for rank in range(RANKS)]
+    mp.spawn(work, (str(folder), request.param, ranks), nprocs=ranks)
+    return [torch.load(folder / f"said.{rank}") for rank in range(ranks)]
 
 
 def test_every_rank_has_all_results(said: list[dict[str, Any]]) -> None:
-    assert [each["rank"] for each in said] == [(rank, RANKS) for rank in range(RANKS)]
+    assert [each["rank"] for each in said] == [(rank, len(said)) for rank in range(len(said))]
     for each in said:
         for deep in (False, True):
             for number, sizes in enumerate(CALLS):
@@ -114,9 +126,9 @@ def test_each_item_is_encoded_once(said: list[dict[str, Any]]) -> None:
     for deep in (False, True):
         ran = [each[f"{deep} ran"] for each in said]
         assert sum(ran) == total
-        assert min(ran) >= total // RANKS - 2
+        assert min(ran) >= total // len(said) - 2
 
 
 def test_another_structure_is_named(said: list[dict[str, Any]]) -> None:
     expected = "results have another structure than those of the first call."
-    assert [each["error"] for each in said] == [f"rank {r}: {expected}" for r in range(RANKS)]
+    assert [each["error"] for each in said] == [f"rank {r}: {expected}" for r in range(len(said))]
