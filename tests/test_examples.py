@@ -390,3 +390,66 @@ def compiled_graphs(function: Any) -> tuple[Any, ...]:
     backend = cgcompile.Backend(compiler="eager")
     torch.compile(function, backend=backend)(torch.ones(3))
     return backend.graphs
+
+
+# ---------------------------------------------------------------- encoders
+
+
+def test_images_on_graphs_keep_their_promises(tmp_path: Path) -> None:
+    from PIL import Image
+
+    files = [str(tmp_path / name) for name in ("wide.png", "tall.png")]
+    for name, size in zip(files, ((210, 90), (60, 170)), strict=True):
+        Image.effect_noise(size, 80).save(name)
+    small = ["--device", "cpu", "--compiler", "eager", "--requests", "3", "--tokens", "24"]
+    done = run("encode_images.py", *small, *files)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = done.stdout.splitlines()
+    assert [row.split()[0] for row in rows if " ms a request: " in row] == [
+        "eager",
+        "compiled",
+        "graphs",
+    ]
+    assert "hits: 100.0%" in rows
+    assert 0 < number_after("largest difference from eager: ", done.stdout) <= 1e-4
+    assert rows[-1] == "promises kept: yes"
+
+
+def test_images_are_compared_one_by_one() -> None:
+    example = load("encode_images.py")
+    one, other = torch.ones(2, 3), torch.full((1, 3), 4.0)
+    assert example.largest_difference([one, other], [one, other]) == 0
+    assert example.largest_difference([one, other + 1], [one, other]) == 0.25
+    assert example.largest_difference([other, one], [one, other]) == float("inf")
+
+
+def test_images_say_what_is_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = load("encode_images.py")
+    small = ["--device", "cpu", "--compiler", "eager", "--requests", "2", "--tokens", "24"]
+    monkeypatch.setattr(example, "LEAST_HITS", 1.1)
+    monkeypatch.setattr(example, "MOST_WASTE", -0.1)
+    monkeypatch.setattr(example, "largest_difference", lambda found, expected: 0.5)
+    assert example.main(small) == 1
+    printed = capsys.readouterr().out
+    assert "BROKEN: results differ from eager by 5.0e-01, allowed 1e-04" in printed
+    assert "images without a graph" in printed
+    assert "of the replayed tokens are padding" in printed
+
+
+@pytest.mark.parametrize(("limit", "code"), [("1000", 0), ("0", 1)])
+def test_encode_time_measures_every_batch(limit: str, code: int) -> None:
+    small = ["--device", "cpu", "--dtype", "float32", "--small", "--repeats", "1"]
+    small += ["--batches", "1 x 336", "--budgets", "64", "160", "--requests", "0"]
+    done = run("benchmarks/encode_time.py", *small, "--limit", limit)
+    assert done.returncode == code, done.stdout + done.stderr
+    rows = done.stdout.splitlines()
+    assert [row[10:].split()[0] for row in rows if row.startswith("1 x 336")] == [
+        "eager",
+        "varlen",
+        "graphs",
+    ]
+    (graphs,) = (row for row in rows if row.startswith("1 x 336   graphs"))
+    assert "waste 10.0%  hits 100%" in graphs
+    assert rows[-1].endswith("no" if code else "yes")
