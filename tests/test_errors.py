@@ -169,6 +169,9 @@ EXAMPLES: dict[str, CGCompileError] = {
     "AddressChangedError.moved": AddressChangedError.moved(
         "piece_2", "num_tokens=64", "input 0 'out_1'", 0x7F3A80, 0x7F3A00
     ),
+    "AddressChangedError.metadata": AddressChangedError.metadata(
+        "num_tokens=8, num_reqs=8", "attn_metadata.seq_lens", 0x7F3A80, 0x7F3A00
+    ),
     "AddressChangedError.weight": AddressChangedError.weight("step", "num_tokens=64", "up.weight"),
     "HostValueChangedError.changed": HostValueChangedError.changed(
         "piece_2", "num_tokens=64", "input 1", 3, 2
@@ -211,6 +214,8 @@ EXAMPLES: dict[str, CGCompileError] = {
         "slots", "torch.int64 [3]", "torch.int64 [4]", "tokens"
     ),
     "InputBufferError.too_large": InputBufferError.too_large(9, 1, 8, 4),
+    "InputBufferError.gradients": InputBufferError.gradients("inputs_embeds"),
+    "InputBufferError.not_padded": InputBufferError.not_padded(4, 6, 4, 4),
     "AgreementError.tables": AgreementError.tables([1, 3]),
     "AgreementError.differs": AgreementError.differs(1, "NONE, 0 tokens", "FULL, 8 tokens"),
     "AgreementError.backend": AgreementError.backend("nccl"),
@@ -227,6 +232,8 @@ EXAMPLES: dict[str, CGCompileError] = {
     "ManagerError.twice": ManagerError.twice("FULL", "num_tokens=4, num_reqs=4"),
     "ManagerError.no_metadata": ManagerError.no_metadata("num_tokens=4, num_reqs=4"),
     "ManagerError.too_few_bytes": ManagerError.too_few_bytes(2**20, 3 * 2**20),
+    "ManagerError.no_replay": ManagerError.no_replay("num_tokens=4, num_reqs=4"),
+    "ManagerError.nothing_verified": ManagerError.nothing_verified("no batch has a FULL graph"),
     "ManagerError.no_axis": ManagerError.no_axis("inputs_embeds"),
     "ManagerError.presence": ManagerError.presence("inputs_embeds", True),
     "ManagerError.rows": ManagerError.rows("rows"),

@@ -279,6 +279,16 @@ class AddressChangedError(GuardError):
         )
 
     @classmethod
+    def metadata(cls, batch: str, path: str, now: int | None, before: int) -> "AddressChangedError":
+        found = "missing" if now is None else f"at {now:#x}"
+        return cls(
+            f"FULL, {batch}: metadata {path} is {found}, was at {before:#x} when captured.\n"
+            "  A FULL graph reads metadata where it was at capture: let metadata() return views of "
+            "the buffers that it is given, or of others that stay. What no graph reads may be left "
+            "out, or the check with check_metadata=False."
+        )
+
+    @classmethod
     def weight(cls, what: str, batch: str, path: str) -> "AddressChangedError":
         return cls(
             f"{what}, {batch}: weight {path!r} was replaced or moved after it was captured.\n"

@@ -189,6 +189,22 @@ class InputBufferError(CGCompileError, ValueError):
         )
 
     @classmethod
+    def gradients(cls, name: str) -> "InputBufferError":
+        return cls(
+            f"input {name!r} requires grad, which a copy to a buffer that stays cannot give it.\n"
+            "  Give it detached, or call the model itself to train."
+        )
+
+    @classmethod
+    def not_padded(
+        cls, tokens: int, reqs: int, padded_tokens: int, padded_reqs: int
+    ) -> "InputBufferError":
+        return cls(
+            f"a batch of {tokens} tokens and {reqs} requests does not fit into {padded_tokens} and "
+            f"{padded_reqs}, padded.\n  Tell the dispatcher num_reqs as it is."
+        )
+
+    @classmethod
     def too_large(
         cls, tokens: int, reqs: int, most_tokens: int, most_reqs: int
     ) -> "InputBufferError":
@@ -208,6 +224,22 @@ class ManagerError(CGCompileError, RuntimeError):
         return cls(
             f"No cudagraph for {num_tokens} tokens; captured FULL: {sizes}.\n"
             "  Ask get_cudagraph_size() for a size first, and capture() before."
+        )
+
+    @classmethod
+    def no_replay(cls, batch: str) -> "ManagerError":
+        return cls(
+            f"run_fullgraph: FULL, {batch} cannot be replayed here: gradients are asked for, or a "
+            "capture runs.\n  Call it under torch.no_grad() or torch.inference_mode(), outside of "
+            "captures."
+        )
+
+    @classmethod
+    def nothing_verified(cls, why: str) -> "ManagerError":
+        return cls(
+            f"verify_full: nothing was compared: {why}.\n"
+            "  capture() first, and give batches that FULL graphs serve; manager.dispatched(batch) "
+            "says which do."
         )
 
     @classmethod
@@ -243,9 +275,9 @@ class ManagerError(CGCompileError, RuntimeError):
     @classmethod
     def no_axis(cls, name: str) -> "ManagerError":
         return cls(
-            f"input {name!r} is optional, and the dispatcher has no axis of that name.\n"
-            f"  All graphs with and without it differ: axes=[Axis({name!r}, (False, True))].\n"
-            "  An axis with full_only=True does not do."
+            f"input {name!r} is optional, and the dispatcher has no axis of that name, exact and "
+            "of all graphs.\n"
+            f"  Graphs with and without it differ: axes=[Axis({name!r}, (False, True))]."
         )
 
     @classmethod

@@ -368,10 +368,11 @@ class CUDAGraphWrapper(Transparent):
         Raises:
             CaptureError: called inside of a capture.
         """
-        self.clear_graphs()
-        if self._pool is not None:
-            with releasing():
-                self._pool.release()
+        if self._pool is None:
+            return self.clear_graphs()
+        with releasing():  # raises before anything is dropped
+            self.clear_graphs()
+            self._pool.release()
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("runnable", "config", "_modes", "options", "name")

@@ -105,6 +105,7 @@ class _Held:
             self.whole = torch.empty(sizes, dtype=spec.dtype, device=device)
             self.whole.fill_(0 if spec.tail is None else spec.tail)
         self._host: dict[int, torch.Tensor] = {}
+        self.shared = False  # the engine writes here too: nothing is known of the tail
         self._clean = 0  # from this row on all hold the tail
 
     def front(self, rows: int) -> torch.Tensor:
@@ -124,13 +125,13 @@ class _Held:
 
     def is_uploaded(self, value: torch.Tensor) -> bool:
         """Whether a value goes through pinned memory: rows of the host, for a device."""
-        return value.device.type == "cpu" and self.whole.is_cuda and self.spec.dim == 0
+        return value.device.type == "cpu" and self.whole.is_cuda
 
     def write(self, value: torch.Tensor, padded: int) -> None:
         """Real rows to the front, and the tail behind them as far as a graph reads."""
         real = value.shape[self.spec.dim]
-        if not self._is_front(value):
-            self.front(real).copy_(value, non_blocking=True)
+        if not self.is_front(value):
+            self.front(real).copy_(value)
         end = self._end(real, padded)
         if end > real:
             self._fill(self.whole, real, end)
@@ -140,21 +141,28 @@ class _Held:
         host = self._host.get(turn)
         if host is None:
             host = self._host[turn] = host_memory(self.whole)
-        real = value.shape[0]
+        dim = self.spec.dim
+        real = value.shape[dim]
         end = max(self._end(real, padded), real)
-        host[:real].copy_(value)
+        host.narrow(dim, 0, real).copy_(value)
         if end > real:
             self._fill(host, real, end)
-        self.whole[:end].copy_(host[:end], non_blocking=True)
+        if not dim:
+            self.whole[:end].copy_(host[:end], non_blocking=True)
+            return
+        # Rows of rows, each of which is one copy: torch would gather them in memory of its own.
+        lines = zip(self.whole.flatten(0, dim - 1), host.flatten(0, dim - 1), strict=True)
+        for line, source in lines:
+            line[:end].copy_(source[:end], non_blocking=True)
 
     def _end(self, real: int, padded: int) -> int:
         """Up to which row the tail has to be written, behind the real ones."""
-        end = padded if self.spec.tail is None else min(padded, self._clean)
+        end = padded if self.shared or self.spec.tail is None else min(padded, self._clean)
         if padded >= self._clean:
             self._clean = real
         return end
 
-    def _is_front(self, value: torch.Tensor) -> bool:
+    def is_front(self, value: torch.Tensor) -> bool:
         """Whether the caller has written into the buffer already."""
         return value.data_ptr() == self.whole.data_ptr() and value.stride() == self.whole.stride()
 
@@ -242,6 +250,12 @@ class StaticInputs:
         """
         if any_capture():
             raise CaptureError.refused("staging inputs")
+        self.follow_stream()
+        for name, value in values.items():
+            held = self._held.get(name)
+            if held is None or held.shared or not isinstance(value, torch.Tensor):
+                continue
+            held.shared = held.is_front(value)
         for name, value in values.items():
             self._check(name, value, real)
         for spec in self.specs if len(values) < len(self.specs) else ():
@@ -249,11 +263,22 @@ class StaticInputs:
                 raise InputBufferError.missing(spec.name)
         if padded[0] > self._most[0] or padded[1] > self._most[1]:
             raise InputBufferError.too_large(*padded, *self._most)
+        if real[0] > padded[0] or real[1] > padded[1]:
+            raise InputBufferError.not_padded(*real, *padded)
         self._write(values, padded)
         left_out = {name for name, value in values.items() if value is None}
         left_out |= {s.name for s in self.specs if s.optional and s.name not in values}
         views = self.views(*padded)
         return {name: None if name in left_out else view for name, view in views.items()}
+
+    def follow_stream(self) -> None:
+        """Steps on another stream come first: they read the buffers. Nothing waits on the host."""
+        self._turns.follow_stream()
+
+    def written_by_others(self) -> None:
+        """Note that the engine writes into the buffers itself: each tail is written from now on."""
+        for held in self._held.values():
+            held.shared = True
 
     def _write(self, values: Mapping[str, torch.Tensor | None], padded: tuple[int, int]) -> None:
         uploads = []
@@ -267,7 +292,6 @@ class StaticInputs:
             else:
                 held.write(value, rows)
         if uploads:
-            self._turns.follow_stream()
             turn = self._turns.begin()
             try:
                 for held, value, rows in uploads:
@@ -309,6 +333,8 @@ class StaticInputs:
             if not spec.optional:
                 raise InputBufferError.missing(name)
             return
+        if getattr(value, "requires_grad", False) and torch.is_grad_enabled():
+            raise InputBufferError.gradients(name)
         rows = spec.rows(*real)
         if not held.fits(value, rows):
             wanted = [size if isinstance(size, int) else rows for size in spec.shape]

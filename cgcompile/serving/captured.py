@@ -4,12 +4,15 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from cgcompile.descriptors import BatchDescriptor
-from cgcompile.errors import ManagerError
+from cgcompile.errors import CaptureError, ManagerError
 from cgcompile.graphs.bulk import BulkCapture
+from cgcompile.graphs.capture import postponed_capture
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.serving.capturing import Planned
 from cgcompile.serving.dispatcher import CudagraphDispatcher
+from cgcompile.serving.stepping import StepRunner
+from cgcompile.serving.steps import Batch
 
 FULL = CUDAGraphMode.FULL
 
@@ -79,14 +82,57 @@ class CapturedGraphs:
         if self._weights is not None:  # pieces look at their own
             self._weights.check("the captured step", descriptor)
 
-    def full(self, num_tokens: int, uniform: bool | None) -> BatchDescriptor:
-        """The FULL graph of a padded size; of several the one for uniform decode.
+    def step(
+        self,
+        steps: StepRunner,
+        batch: Batch,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        falls_back: bool,
+    ) -> Any:
+        """Run a step on its graph; or capture that, after one warming step.
+
+        Args:
+            steps: runs it.
+            batch: real rows.
+            mode: PIECEWISE or FULL.
+            descriptor: of the graph.
+            falls_back: run plain what cannot be captured as a whole, from now on. Ranks that have
+                to agree cannot do so one by one.
+        """
+        if self._dispatcher.is_captured(mode, descriptor):
+            if mode is FULL:
+                self.check_weights(descriptor)
+            return steps.step(batch, mode, descriptor)
+        if (mode, descriptor) not in self.warmed:
+            self.warmed.add((mode, descriptor))
+            with postponed_capture():
+                return steps.step(batch, mode, descriptor)
+        before = steps.counters.captures
+        try:
+            result = steps.step(batch, mode, descriptor)
+        except CaptureError as error:
+            if mode is not FULL or not falls_back:
+                raise
+            # Of a whole step nothing has run yet.
+            self._dispatcher.refused(mode, descriptor, str(error).splitlines()[0])
+            return steps.step(batch, CUDAGraphMode.NONE, BatchDescriptor(batch.num_tokens))
+        if steps.counters.captures > before:
+            self.add(mode, descriptor)
+        return result
+
+    def full(
+        self, num_tokens: int, uniform: bool | None, loras: int, extra: tuple[Any, ...]
+    ) -> BatchDescriptor:
+        """The FULL graph of a padded size and variant; of several the one for uniform decode.
 
         Raises:
             ManagerError: there is none.
         """
         for each in self._full.get(num_tokens, ()):
-            if uniform in (None, each.uniform) and self._dispatcher.is_captured(FULL, each):
+            same = (each.num_active_loras, each.extra) == (loras, extra)
+            same &= uniform in (None, each.uniform)
+            if same and self._dispatcher.is_captured(FULL, each):
                 return each
         usable = [
             size

@@ -75,7 +75,8 @@ class Fillers:
 
 def _places(inputs: StaticInputs, axes: Sequence[Axis]) -> dict[str, int]:
     """The place in ``extra`` that says whether an optional input is there."""
-    names = {axis.name: place for place, axis in enumerate(axes) if not axis.full_only}
+    exact = (place for place, a in enumerate(axes) if a.rule == "exact" and not a.full_only)
+    names = {axes[place].name: place for place in exact}
     found = [spec.name for spec in inputs.specs if spec.optional]
     for name in found:
         if name not in names:

@@ -16,7 +16,6 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import AgreementError, BatchError, ManagerError
 from cgcompile.graphs.bulk import BulkCapture
-from cgcompile.graphs.capture import postponed_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Counters
 from cgcompile.serving.agreement import Agreement
@@ -54,7 +53,8 @@ class CudaGraphManager(Questions):
             out: :meth:`dummy_batch`.
         metadata: ``metadata(batch, descriptor, buffers)``: what the forward context holds, built
             after padding; ``descriptor`` tells the padded sizes, ``buffers`` are the padded views.
-            Left out: no metadata.
+            FULL graphs read its tensors where they lay at capture: return views of buffers. Left
+            out: no metadata.
         outputs: what rows of the model's results count: ``"tokens"`` or ``"reqs"``; one for all, or
             one for each tensor of the flattened result.
         backend: the handle of a compiled model; left out: found on the model.
@@ -66,6 +66,7 @@ class CudaGraphManager(Questions):
         inference_mode: capture and run in inference mode; else in the caller's mode.
         check_weights: compare objects and addresses of all weights before each FULL replay, about
             0.2 us a weight; else call :meth:`release` where one is replaced.
+        check_metadata: compare where tensors of ``metadata`` lie with where they lay at capture.
         agreement: ranks that run the same graphs, made with this dispatcher. All ranks make the
             same calls then: :meth:`capture`, and :meth:`run` at each step.
 
@@ -101,6 +102,7 @@ class CudaGraphManager(Questions):
         lazily: bool = False,
         inference_mode: bool = True,
         check_weights: bool = True,
+        check_metadata: bool = True,
         agreement: Agreement | None = None,
     ) -> None:
         if agreement is not None and agreement.dispatcher is not dispatcher:
@@ -117,6 +119,7 @@ class CudaGraphManager(Questions):
         self._graph_capture = graph_capture
         self._fillers = Fillers(self.inputs, dispatcher)
         self._config = CompilationConfig.resolve(config)
+        self._falls_back = agreement is None and not self._config.strict
         self._backend = handle_of(model) if backend is None else backend
         self._steps = StepRunner(
             model,
@@ -129,6 +132,7 @@ class CudaGraphManager(Questions):
             config=self._config,
             hooks=hooks,
             inference_mode=inference_mode,
+            check_metadata=check_metadata,
         )
         self.meter = MemoryMeter(self._steps.pool, self._backend, self._steps.outputs)
 
@@ -196,7 +200,7 @@ class CudaGraphManager(Questions):
         planned = self.dispatcher.plan()
         self._graphs.refuse_twice(planned)
         chosen = planned
-        if max_graph_bytes is not None:
+        if max_graph_bytes is not None and self.pool is not None:
             chosen = choose_graphs(self.plan(), max_graph_bytes, histogram)
             if self.agreement is not None:  # ranks may have measured other bytes
                 chosen = self.agreement.common(planned, chosen)
@@ -353,11 +357,20 @@ class CudaGraphManager(Questions):
             if mode is NONE:
                 result = steps.step(batch, mode, descriptor)
             else:
-                result = steps.hooks.around(lambda: self._with_graph(batch, mode, descriptor))
+                result = steps.hooks.around(
+                    lambda: self._graphs.step(steps, batch, mode, descriptor, self._falls_back)
+                )
         self.statistics.record(batch.num_tokens, chosen)
         return result
 
-    def run_fullgraph(self, num_tokens: int, *, uniform: bool | None = None) -> Any:
+    def run_fullgraph(
+        self,
+        num_tokens: int,
+        *,
+        uniform: bool | None = None,
+        num_active_loras: int = 0,
+        extra: tuple[Any, ...] = (),
+    ) -> Any:
         """Replay the FULL graph of a size on what the input buffers hold.
 
         For engines that write into ``inputs.buffers`` themselves, tails included. Ranks do not
@@ -366,33 +379,20 @@ class CudaGraphManager(Questions):
         Args:
             num_tokens: a padded size that was captured.
             uniform: that for uniform decode, or that for any batch; None: the first there is.
+            num_active_loras: of the graph, as captured.
+            extra: the values of all axes, as captured.
 
         Returns:
             What the model returns, all padded rows; views, valid until the next step.
 
         Raises:
-            ManagerError: there is no such graph.
+            ManagerError: there is no such graph, or gradients are asked for.
             AddressChangedError: a weight moved since the capture.
             AgreementError: checked, and another rank runs something else.
         """
-        descriptor = self._graphs.full(num_tokens, uniform)
+        descriptor = self._graphs.full(num_tokens, uniform, num_active_loras, extra)
         if self.agreement is not None:
             self.agreement.check_alone(FULL, descriptor)
             self._steps.across = self.agreement.across(num_tokens)
         self._graphs.check_weights(descriptor)
         return self._steps.replay(descriptor)
-
-    def _with_graph(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
-        if self.dispatcher.is_captured(mode, descriptor):
-            if mode is FULL:
-                self._graphs.check_weights(descriptor)
-            return self._steps.step(batch, mode, descriptor)
-        if (mode, descriptor) not in self._graphs.warmed:
-            self._graphs.warmed.add((mode, descriptor))
-            with postponed_capture():
-                return self._steps.step(batch, mode, descriptor)
-        before = self.counters.captures
-        result = self._steps.step(batch, mode, descriptor)
-        if self.counters.captures > before:
-            self._graphs.add(mode, descriptor)
-        return result

@@ -28,7 +28,7 @@ class Outputs:
 
     def __init__(self, rows: str | Sequence[str]) -> None:
         self._rows = rows if isinstance(rows, str) else tuple(rows)
-        self._cut: dict[tuple[Any, Any], tuple[Any, Any]] = {}
+        self._known: dict[tuple[int, int], tuple[Any, list[Any], list[int], Any]] = {}
         for each in (rows,) if isinstance(rows, str) else rows:
             if each not in (TOKENS, REQS):
                 raise ManagerError.rows(each)
@@ -56,36 +56,44 @@ class Outputs:
                 )
         return found
 
-    def real(
-        self, result: Any, padded: tuple[int, int], real: tuple[int, int], same: bool = False
-    ) -> Any:
+    def real(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
         """The rows of a padded result that are real, as views.
 
         Args:
             result: what the step returned.
             padded: (tokens, requests) that it ran with.
             real: (tokens, requests) of the batch.
-            same: a graph returns the same object at each step, so that its views may be kept.
         """
-        known = self._cut.get((padded, real)) if same else None
-        if known is not None and known[0] is result:
-            return known[1]
-        found = self._first_rows(result, padded, real)
-        if same:
-            self._cut[padded, real] = (result, found)
-        return found
-
-    def forget(self) -> None:
-        """Let go of the views: the graphs are released."""
-        self._cut.clear()
-
-    def _first_rows(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
         leaves = compat.tree_leaves(result)
         places = self.places(leaves, padded)
         if padded == real:
             return result
-        cut = [leaf[: real[place]] for leaf, place in zip(leaves, places, strict=True)]
-        return compat.tree_unflatten(cut, compat.tree_spec(result))
+        return _cut(leaves, places, real, compat.tree_spec(result))
+
+    def replayed(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
+        """As :meth:`real`, of what a graph returns: the same object at each step.
+
+        It is looked at once. What a caller gets is made afresh, for the caller to do with as it
+        likes.
+        """
+        known = self._known.get(padded)
+        if known is None or known[0] is not result:
+            leaves = compat.tree_leaves(result)
+            places = self.places(leaves, padded)
+            known = self._known[padded] = (result, leaves, places, compat.tree_spec(result))
+        _, leaves, places, spec = known
+        if leaves and leaves[0] is result:
+            return result[: real[places[0]]]
+        return _cut(leaves, places, real, spec)
+
+    def forget(self) -> None:
+        """Let go of results: the graphs are released."""
+        self._known.clear()
+
+
+def _cut(leaves: list[Any], places: list[int], real: tuple[int, int], spec: Any) -> Any:
+    cut = [leaf[: real[place]] for leaf, place in zip(leaves, places, strict=True)]
+    return compat.tree_unflatten(cut, spec)
 
 
 class OutputBuffers:

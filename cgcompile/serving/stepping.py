@@ -23,6 +23,7 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import CUDAGraphEntry, gradients_due
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Counters
+from cgcompile.serving.baked import MetadataGuard
 from cgcompile.serving.buffers import StaticInputs
 from cgcompile.serving.outputs import OutputBuffers, Outputs
 from cgcompile.serving.steps import AllHooks, Batch, GraphHooks, Metadata
@@ -60,6 +61,7 @@ class StepRunner:
         config: of the wrappers.
         hooks: what others do around graphs.
         inference_mode: run in inference mode; else in the caller's.
+        check_metadata: compare where metadata of the device lies with where it was at capture.
 
     Attributes:
         pool: memory of FULL graphs, and of pieces of a model that is not compiled; None without
@@ -84,6 +86,7 @@ class StepRunner:
         config: CompilationConfig,
         hooks: Sequence[GraphHooks],
         inference_mode: bool,
+        check_metadata: bool,
     ) -> None:
         self._model = model
         self._backend = backend
@@ -94,6 +97,9 @@ class StepRunner:
         self.outputs = OutputBuffers(self._rows, most)
         self.hooks = AllHooks(hooks)
         self._inference_mode = inference_mode
+        self._raises_if_changed = config.on_input_change == "raise"
+        self._checks_metadata = check_metadata
+        self._baked: dict[BatchDescriptor, MetadataGuard] = {}
         self._sizes = (0, 0)  # of the step that runs, padded
         self.across: torch.Tensor | None = None
         found = capture_device(device, config.capture_device)
@@ -133,8 +139,10 @@ class StepRunner:
             if mode is FULL and metadata.attn_metadata is None:
                 raise ManagerError.no_metadata(str(descriptor))
         entry = self._entry(descriptor) if mode is FULL else None
-        if entry is not None:
-            return self._rows.real(self._replay(entry), padded, real, same=True)
+        if entry is not None and descriptor in self._baked:
+            self._baked[descriptor].check(metadata, descriptor)
+        if entry is not None and "inputs_ready" not in metadata.additional:
+            return self._rows.replayed(self._replay(entry), padded, real)
         run = self._model if mode is NONE else self.full if mode is FULL else self._pieces
         across = metadata.num_tokens_across_dp
         with set_forward_context(
@@ -149,17 +157,27 @@ class StepRunner:
         ):
             self._sizes = padded
             result = run(**{name: buffers[name] for name in self._arguments})
-        return self._rows.real(result, padded, real, same=mode is FULL)
+        if mode is FULL and self._checks_metadata and descriptor not in self._baked:
+            self._remember(metadata, descriptor)
+        return self._rows.real(result, padded, real)
+
+    def _remember(self, metadata: Metadata, descriptor: BatchDescriptor) -> None:
+        """Just after a capture: where its metadata lies."""
+        if self.pool is not None and self.full.entry_of(FULL, descriptor) is not None:
+            self._baked[descriptor] = MetadataGuard(metadata, self.pool.where)
 
     def _entry(self, descriptor: BatchDescriptor) -> CUDAGraphEntry | None:
         """The graph of a whole step, if a replay of it is all that is to be done.
 
         Its arguments are views of our own buffers, and nothing in it reads a context: both need no
-        look. In another mode than inference the wrapper judges whether gradients are asked for.
+        look. In grad mode the wrapper judges whether gradients are asked for.
         """
-        if not self._inference_mode or inside_capture():
+        if not self._raises_if_changed or self._judged_by_the_wrapper():
             return None
         return self.full.entry_of(FULL, descriptor)
+
+    def _judged_by_the_wrapper(self) -> bool:
+        return inside_capture() or (not self._inference_mode and torch.is_grad_enabled())
 
     def _replay(self, entry: CUDAGraphEntry) -> Any:
         assert self.pool is not None
@@ -172,22 +190,20 @@ class StepRunner:
         return entry.output
 
     def replay(self, descriptor: BatchDescriptor) -> Any:
-        """Replay a FULL graph on what the buffers hold: all padded rows."""
-        entry = self._entry(descriptor)
-        if entry is not None:
-            with self.mode():
-                return self.hooks.around(lambda: self._replay(entry))
-        num_tokens = descriptor.num_tokens
-        buffers = self._inputs.views(num_tokens, descriptor.num_reqs or num_tokens)
-        given = {name: buffers[name] for name in self._arguments}
-        context = set_forward_context(
-            cudagraph_runtime_mode=FULL,
-            batch_descriptor=descriptor,
-            num_tokens=num_tokens,
-            num_tokens_across_dp=self.across,
-        )
-        with self.mode(), context:
-            return self.hooks.around(lambda: self.full(**given))
+        """Replay a FULL graph on what the buffers hold: all padded rows.
+
+        Raises:
+            ManagerError: gradients are asked for, or a capture runs.
+        """
+        with self.mode():
+            entry = self.full.entry_of(FULL, descriptor)
+            if entry is None or self._judged_by_the_wrapper():
+                raise ManagerError.no_replay(str(descriptor))
+            self._inputs.follow_stream()
+            self._inputs.written_by_others()
+            result = self.hooks.around(lambda: self._replay(entry))
+        sizes = (descriptor.num_tokens, descriptor.num_reqs or descriptor.num_tokens)
+        return self._rows.replayed(result, sizes, sizes)
 
     def _whole(self, **given: Any) -> Any:
         """What a FULL graph records: the model, the joins of others, the copy of the results."""
@@ -204,3 +220,4 @@ class StepRunner:
             self._pieces.clear_all_graphs()
         self.outputs.release()
         self._rows.forget()
+        self._baked.clear()

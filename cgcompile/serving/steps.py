@@ -106,13 +106,19 @@ class AllHooks:
             hook.end_of_capture()
 
     def around(self, step: Callable[[], Any]) -> Any:
-        """Run a step that may replay, between the hooks before and after it."""
-        for hook in self._hooks:
-            hook.before_replay()
-        result = step()
-        for hook in self._hooks:
-            hook.after_replay()
-        return result
+        """Run a step that may replay, between the hooks before and after it.
+
+        ``after_replay`` is called of each hook whose ``before_replay`` returned, whatever happens.
+        """
+        begun = 0
+        try:
+            for hook in self._hooks:
+                hook.before_replay()
+                begun += 1
+            return step()
+        finally:
+            for hook in self._hooks[:begun]:
+                hook.after_replay()
 
 
 def dummy_batch(

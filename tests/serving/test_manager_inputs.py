@@ -1,6 +1,8 @@
 """What models take and give beside tokens: a cache with slots, three positions a token, several
 hidden states; and batches at the edges."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,15 +17,17 @@ from manager_support import (
     SIZES,
     D,
     Decoder,
+    dispatcher,
     eager,
     manager,
     requests,
 )
 
-from cgcompile.errors import BatchError, InputBufferError
+from cgcompile.errors import AddressChangedError, BatchError, InputBufferError, ManagerError
 from cgcompile.reasons import Reason
 from cgcompile.serving.buffers import InputBuffer
-from cgcompile.serving.steps import Batch
+from cgcompile.serving.steps import Batch, GraphHooks, Metadata
+from cgcompile.serving.variants import Axis
 
 KINDS = ("plain", "compiled")
 SLOTS = 40
@@ -137,3 +141,177 @@ def test_batches_at_the_edges(kind: str, device: str) -> None:
         made.run(replace(batch, num_reqs=0))
     with pytest.raises(InputBufferError, match="room for 64"):
         made.run(requests(65, device=device))
+
+
+# ---------------------------------------------------------------- what an engine does beside
+
+
+def test_what_is_returned_is_the_callers_own(device: str) -> None:
+    class Named(Decoder):
+        def forward(self, input_ids, positions, inputs_embeds=None):
+            return {"hidden": super().forward(input_ids, positions)}
+
+    made = manager("FULL", device=device, model=Named())
+    made.capture()
+    for lengths in ((3, 1), (3, 1), (8,), (3, 1)):  # padded, padded, exact
+        batch = requests(*lengths, device=device)
+        found = made.run(batch)
+        expected = eager(made.model, batch)["hidden"]
+        torch.testing.assert_close(found["hidden"], expected, rtol=1e-5, atol=1e-5)
+        found["hidden"].unsqueeze_(0)
+        found["hidden"] = None
+        found["more"] = 1
+
+
+@pytest.mark.parametrize("rule", ["pad_up", "ignored"])
+def test_axes_that_cannot_tell_an_optional_input(rule: str) -> None:
+    embeds = InputBuffer("inputs_embeds", ("tokens", D), torch.float32, 0.0, optional=True)
+    axis = Axis("inputs_embeds", (True,) if rule == "pad_up" else (), rule)
+    with pytest.raises(ManagerError, match="no axis of that name"):
+        manager(dispatch=dispatcher("FULL", axes=[axis]), inputs=(*INPUTS, embeds))
+
+
+def test_metadata_of_another_step_is_never_read(device: str) -> None:
+    """It makes new tensors at each step, where a graph reads those of its capture."""
+    kept: list[Any] = []
+
+    def fresh(batch: Batch, descriptor: Any, buffers: Any) -> Metadata:
+        kept.append(buffers["query_start_loc"].clone())
+        return Metadata({"starts": kept[-1], "host": [1, "x"]})
+
+    made = manager("FULL", device=device, metadata=starts_of(fresh))
+    made.capture()
+    with pytest.raises(
+        AddressChangedError, match=r"(?s)attn_metadata is at .*check_metadata=False"
+    ):
+        made.run(requests(3, device=device))
+    made = manager("FULL", device=device, metadata=starts_of(fresh), check_metadata=False)
+    made.capture()
+    made.run(requests(3, device=device))
+
+
+def starts_of(build: Any) -> Any:
+    def metadata(batch: Batch, descriptor: Any, buffers: Any) -> Metadata:
+        return Metadata(build(batch, descriptor, buffers).attn_metadata["starts"])
+
+    return metadata
+
+
+def test_tails_where_the_engine_writes_itself(device: str) -> None:
+    made = manager("FULL", device=device)
+    made.capture()
+    buffers = made.inputs.buffers
+
+    def written(count: int) -> Batch:
+        batch = requests(count, device=device)
+        for name in ("input_ids", "positions"):
+            buffers[name].fill_(9)  # all of it
+            buffers[name][:count].copy_(batch.inputs[name])
+        fronts = {name: buffers[name][:count] for name in ("input_ids", "positions")}
+        return replace(batch, inputs={**batch.inputs, **fronts})
+
+    def tail(count: int) -> list[int]:
+        return made.inputs.views(16, 8)["positions"][count:].tolist()
+
+    made.run(requests(9, device=device))
+    refused = written(16)
+    with pytest.raises(InputBufferError):
+        made.run(replace(refused, inputs={**refused.inputs, "input_ids": torch.zeros(3)}))
+    made.run(requests(10, device=device))
+    assert tail(10) == [0] * 6
+    made.run(written(11))
+    assert tail(11) == [0] * 5
+    written(16)
+    made.run_fullgraph(16)
+    made.run(requests(12, device=device))
+    assert tail(12) == [0] * 4
+
+
+def test_a_graph_of_a_size_and_variant() -> None:
+    embeds = InputBuffer("inputs_embeds", ("tokens", D), torch.float32, 0.0, optional=True)
+    axes = [Axis("inputs_embeds", (False, True))]
+    made = manager(dispatch=dispatcher("FULL", axes=axes), inputs=(*INPUTS, embeds))
+    made.capture()
+    batch = requests(*[1] * 8, extra=(False,))
+    made.inputs.stage(batch.inputs, (8, 8), (8, 8))
+    found, expected = made.run_fullgraph(8, extra=(False,)), eager(made.model, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ManagerError, match="No cudagraph for 8 tokens"):
+        made.run_fullgraph(8)
+
+
+def test_a_graph_is_not_replayed_where_gradients_are_due() -> None:
+    made = manager("FULL", inference_mode=False)
+    with torch.no_grad():
+        made.capture()
+        made.run_fullgraph(8)
+    before = made.counters.replays
+    with pytest.raises(ManagerError, match="gradients are asked for"):
+        made.run_fullgraph(8)
+    assert made.counters.replays == before
+    results = [made.run(requests(3)) for _ in range(2)]
+    assert all(each.requires_grad for each in results)
+    died = weakref.ref(results[0])
+    del results
+    gc.collect()
+    assert died() is None
+
+
+def test_inputs_that_want_gradients() -> None:
+    embeds = InputBuffer("inputs_embeds", ("tokens", D), torch.float32, 0.0, optional=True)
+    axes = [Axis("inputs_embeds", (True,))]
+    made = manager(
+        dispatch=dispatcher("FULL", axes=axes), inputs=(*INPUTS, embeds), inference_mode=False
+    )
+    batch = requests(3, extra=(True,))
+    wanting = torch.randn(3, D, requires_grad=True)
+    batch = replace(batch, inputs={**batch.inputs, "inputs_embeds": wanting})
+    with pytest.raises(InputBufferError, match="'inputs_embeds' requires grad"):
+        made.run(batch)
+    with torch.no_grad():
+        made.run(batch)
+    assert not made.inputs.buffers["inputs_embeds"].requires_grad
+
+
+def test_lazily_what_cannot_be_captured_runs_plain() -> None:
+    class Picky(Decoder):
+        def forward(self, input_ids, positions, inputs_embeds=None):
+            made = super().forward(input_ids, positions)
+            return made * float(made.mean() * 0 + 1)  # reads the device
+
+    made = manager("FULL", model=Picky(), lazily=True)
+    for _ in range(4):
+        batch = requests(16)
+        torch.testing.assert_close(made.run(batch), eager(made.model, batch), rtol=1e-5, atol=1e-5)
+    chosen = made.dispatched(requests(16))
+    assert chosen.mode is NONE
+    assert "not permitted when stream is capturing" in chosen.why.detail
+
+
+def test_hooks_end_where_a_step_raises() -> None:
+    calls: list[str] = []
+
+    class Noting(GraphHooks):
+        def __init__(self, name: str, fails: bool = False) -> None:
+            self.name, self.fails = name, fails
+
+        def before_replay(self) -> None:
+            if self.fails:
+                raise ValueError(self.name)
+            calls.append(f"before {self.name}")
+
+        def after_replay(self) -> None:
+            calls.append(f"after {self.name}")
+
+    made = manager("FULL", hooks=[Noting("a"), Noting("b")])
+    made.capture()
+    batch = requests(3)
+    with pytest.raises(InputBufferError):
+        made.run(replace(batch, inputs={**batch.inputs, "positions": torch.zeros(3)}))
+    assert calls == ["before a", "before b", "after a", "after b"]
+    made = manager("FULL", hooks=[Noting("c"), Noting("d", fails=True)])
+    made.capture()
+    del calls[:]
+    with pytest.raises(ValueError, match="d"):
+        made.run(batch)
+    assert calls == ["before c", "after c"]

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from manager_support import NONE, PIECEWISE, dispatcher, manager, metadata, requests
+from manager_support import NONE, PIECEWISE, Decoder, dispatcher, manager, metadata, requests
 
 from cgcompile import get_forward_context
+from cgcompile.errors import ManagerError
 from cgcompile.reasons import Reason
 from cgcompile.serving.steps import Batch, Metadata
 from cgcompile.serving.verifying import verify_full
@@ -68,5 +69,28 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
 def test_what_has_no_full_graph_is_not_compared() -> None:
     made = manager(dispatch=dispatcher("PIECEWISE"))
     made.capture()
-    assert verify_full(made, layouts("cpu")) == []
+    with pytest.raises(ManagerError, match="nothing was compared: batch 5"):
+        verify_full(made, layouts("cpu"))
     assert made.statistics.steps == 0
+
+
+def test_what_never_replays_is_no_proof() -> None:
+    """A lazy manager warms, captures, and only then replays."""
+    made = manager("FULL", lazily=True)
+    assert verify_full(made, layouts("cpu"), rtol=1e-5, atol=1e-5) == []
+    assert made.counters.replays >= len(LAYOUTS)
+    with pytest.raises(ManagerError, match="nothing was compared"):
+        verify_full(manager("FULL"), layouts("cpu"))
+
+
+def test_results_of_one_dimension(monkeypatch: Any) -> None:
+    class Ids(Decoder):
+        def forward(self, input_ids, positions, inputs_embeds=None):
+            return super().forward(input_ids, positions).argmax(-1)
+
+    made = manager("FULL", model=Ids())
+    made.capture()
+    assert verify_full(made, layouts("cpu")) == []
+    run = made.run
+    monkeypatch.setattr(made, "run", lambda batch, **more: run(batch, **more) + (not more))
+    assert verify_full(made, layouts("cpu"))[0].largest == 1
