@@ -24,9 +24,9 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import holds_parameters_with_grad
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.sets import capture_set
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters, Reason
-from cgcompile.serving.capturing import capture_set
 
 log = logging.getLogger(__name__)
 
