@@ -13,6 +13,7 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.encoder.defs import DEFAULT, EncoderCudaGraphConfig, EncoderItemSpec
 from cgcompile.encoder.limits import Limits
+from cgcompile.encoder.modules import modules_of
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.results import checked_rows, empty_rows, own_rows
 from cgcompile.encoder.staging import GraphInputs, check_keys
@@ -330,11 +331,3 @@ class EncoderGraphs:
     def _forward(self, values: dict[str, torch.Tensor], **named: Any) -> Any:
         """The model may take from its dictionary."""
         return self._model.encoder_cudagraph_forward(dict(values), **named)
-
-
-def modules_of(model: Any) -> list[torch.nn.Module]:
-    """The modules whose weights graphs read: the model, or those that it holds."""
-    if isinstance(model, torch.nn.Module):
-        return [model]
-    held = [each for each in vars(model).values() if isinstance(each, torch.nn.Module)]
-    return list(dict.fromkeys(held))  # a tower may be its own forward

@@ -57,7 +57,8 @@ class EncoderCudaGraphManager:
         graph_capture: a context around all captures, such as a communicator's.
         inference_mode: capture and run in inference mode; else in the caller's mode.
         check_weights: before replays compare the objects and addresses of all weights of the model,
-            if it is a module, or of the modules that it holds.
+            if it is a module, or of the modules that its attributes hold, closures and containers
+            included.
 
     Attributes:
         config: what the model said of its encoder, copied.

@@ -1,5 +1,6 @@
 """The manager: captures, packs, replays, and gives everyone their own; numbers equal eager."""
 
+import functools
 import threading
 from typing import Any
 
@@ -8,8 +9,11 @@ import pytest
 import torch
 from encoder_support import (
     BUDGETS,
+    TABLES,
+    C,
     H,
     Rows,
+    Tower,
     check,
     close,
     config,
@@ -25,7 +29,8 @@ from hypothesis import strategies as st
 from manager_support import requests
 
 import cgcompile
-from cgcompile.encoder import Costs, EncoderCudaGraphManager, GraphKey
+from cgcompile.encoder import Costs, EncoderCudaGraphManager, GraphKey, PatchEncoder
+from cgcompile.encoder.modules import modules_of
 from cgcompile.errors import AddressChangedError
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
@@ -369,6 +374,41 @@ def test_new_values_of_weights_are_seen_and_new_weights_refused(device: str) -> 
     made.capture()
     check(made, model, call)
     assert made.statistics.misses == 0
+
+
+def method(tower: Any) -> Any:
+    return tower.forward
+
+
+def closure(tower: Any) -> Any:
+    return lambda buffers: tower(buffers)
+
+
+def partially(tower: Any) -> Any:
+    return functools.partial(lambda held, buffers: held["it"][0](buffers), {"it": [tower]})
+
+
+@pytest.mark.parametrize("forward", [method, closure, partially])
+def test_weights_are_found_wherever_the_forward_has_them(forward: Any, device: str) -> None:
+    tower: Any = Tower().to(device).eval()
+    model = PatchEncoder(
+        forward(tower), merge_size=2, in_features=C, out_hidden_size=H, tables=TABLES
+    )
+    made = manager(model, device)
+    call = images((4, 4), device=device)
+    made.execute(call)
+    tower.merge.weight = torch.nn.Parameter(torch.randn_like(tower.merge.weight))
+    with pytest.raises(AddressChangedError, match=r"merge\.weight"):
+        made.execute(call)
+
+
+def test_modules_of_a_model_without_attributes() -> None:
+    class Bare:
+        __slots__ = ()
+
+    assert modules_of(Bare()) == []
+    tower = Tower()
+    assert modules_of(tower) == [tower]
 
 
 def test_two_managers_share_one_pool(device: str) -> None:
