@@ -101,6 +101,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "EncoderItemError.unknown_path": EncoderItemError.unknown_path(2, "lokal", ["global", "local"]),
     "EncoderItemError.no_path": EncoderItemError.no_path(2, 7, ["global", "local"]),
     "EncoderItemError.no_axis": EncoderItemError.no_axis(2, "tier", []),
+    "EncoderItemError.patches": EncoderItemError.patches("pixel_values", 9, "image_grid_thw", 16),
     "EncoderBufferError.missing": EncoderBufferError.missing("replay", "cu_seqlens", ["x"]),
     "EncoderBufferError.unknown": EncoderBufferError.unknown("replay", "cu_seqlen", ["cu_seqlens"]),
     "EncoderBufferError.value": EncoderBufferError.value(
@@ -487,7 +488,9 @@ EncoderItemError.unknown_path: item 2: output tokens on path 'lokal', which the 
 EncoderItemError.no_path: item 2: 7 output tokens, and none of them on a path; paths: global, local.
   Say how many each path makes: global_output_tokens and local_output_tokens, or path_output_tokens={...}.
 EncoderItemError.no_axis: item 2: nothing is said for capture axis 'tier'; it says (none).
-  Give EncoderItemSpec(axes={...}) the value that the item needs at least.""",
+  Give EncoderItemSpec(axes={...}) the value that the item needs at least.
+EncoderItemError.patches: 'pixel_values' has 9 rows; the grids of 'image_grid_thw' have 16 patches.
+  Give all patches of all items, one after the other, in the order of the grids.""",
         )
 
     def test_encoder_buffer(self) -> None:

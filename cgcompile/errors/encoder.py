@@ -98,6 +98,13 @@ class EncoderItemError(CGCompileError, ValueError):
             "  Give EncoderItemSpec(axes={...}) the value that the item needs at least."
         )
 
+    @classmethod
+    def patches(cls, name: str, found: int, grid: str, expected: int) -> "EncoderItemError":
+        return cls(
+            f"{name!r} has {found} rows; the grids of {grid!r} have {expected} patches.\n"
+            "  Give all patches of all items, one after the other, in the order of the grids."
+        )
+
 
 class EncoderBufferError(CGCompileError, ValueError):
     """What a model gives for the buffers of a graph does not fit them."""
