@@ -110,23 +110,51 @@ class EncoderCalls:
     def encoded(self, mm_kwargs: dict[str, Any], specs: list[EncoderItemSpec]) -> list[Any]:
         """All items of a call, in groups."""
         dest: dict[int, Any] = {}
-        full: list[int] = []  # what has any output; the others need not run
-        for item, spec in enumerate(specs):
-            if any(map(spec.tokens, self._paths)):
-                full.append(item)
-            else:
-                dest[item] = self._graphs.empty(self._paths[0])
-        self._statistics.record((), len(dest))
+        full = [n for n, spec in enumerate(specs) if any(map(spec.tokens, self._paths))]
         capacity = self._capacity()
         if any(capacity.budgets):
             self._graphs.check_weights()
         for group in pack([self._need(specs[item]) for item in full], capacity, self.costs):
             self._run_group([full[place] for place in group.items], group, mm_kwargs, specs, dest)
+        idle = sorted(set(range(len(specs))).difference(full))
+        if idle:  # last, as others tell what a result looks like
+            self._without_tokens(idle, mm_kwargs, len(specs), dest)
         missing = [place for place in range(len(specs)) if place not in dest]
         if missing:
             found = f"no result for item {missing[0]}"
             raise EncoderModelError.returned("postprocess_encoder_output", found, "one for each")
         return [dest[place] for place in range(len(specs))]
+
+    def _without_tokens(
+        self, items: list[int], mm_kwargs: dict[str, Any], count: int, dest: dict[int, Any]
+    ) -> None:
+        """Items that need not run: results without rows, as the model itself puts them together."""
+        self._statistics.record((), len(items))
+        if self._model.has_own("postprocess_encoder_output"):
+            outputs = {path: self._graphs.empty(path) for path in self._paths}
+            counts = {path: [0] * len(items) for path in self._paths}
+            self._split(outputs, items, counts, dest, self.selected(mm_kwargs, items, count))
+        for item in items:
+            if item not in dest:
+                dest[item] = self._graphs.empty(self._paths[0])
+
+    def _split(
+        self,
+        outputs: dict[str, Any],
+        items: list[int],
+        counts: dict[str, list[int]],
+        dest: dict[int, Any],
+        mm_kwargs: dict[str, Any],
+    ) -> None:
+        single = self._paths == [DEFAULT]
+        self._model.postprocess_encoder_output(
+            outputs[DEFAULT] if single else outputs,
+            items,
+            counts[DEFAULT] if single else counts,
+            dest,
+            clone=False,
+            batch_mm_kwargs=mm_kwargs,
+        )
 
     def _run_group(
         self,
@@ -153,15 +181,7 @@ class EncoderCalls:
                 outputs[path] = self._graphs.eager(path, mm_kwargs, specs)
             ran.append(Ran(path, key.budget if key else None, counts[path], reason))
         self._statistics.record(ran, len(specs))
-        single = self._paths == [DEFAULT]
-        self._model.postprocess_encoder_output(
-            outputs[DEFAULT] if single else outputs,
-            items,
-            counts[DEFAULT] if single else counts,
-            dest,
-            clone=False,
-            batch_mm_kwargs=mm_kwargs,
-        )
+        self._split(outputs, items, counts, dest, mm_kwargs)
 
     def _graph_for(
         self, path: str, budget: int | None, specs: list[EncoderItemSpec]

@@ -206,6 +206,7 @@ class EncoderCudaGraphManager:
         Raises:
             EncoderModelError: what the model made or returned is not of the protocol.
             EncoderBufferError: buffers of other keys.
+            CaptureError: called inside of a capture.
             DispatchError: ``strict``, and a graph could not be captured.
             BaseException: what the model raised in a warm-up.
         """
@@ -229,7 +230,7 @@ class EncoderCudaGraphManager:
         A pool that was given keeps what others have in it.
 
         Raises:
-            CaptureError: called inside of a capture.
+            CaptureError: called inside of a capture; nothing is dropped then.
         """
         with self._lock:
             self._graphs.forget()

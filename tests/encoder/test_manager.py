@@ -31,7 +31,7 @@ from manager_support import requests
 import cgcompile
 from cgcompile.encoder import Costs, EncoderCudaGraphManager, GraphKey, PatchEncoder
 from cgcompile.encoder.modules import modules_of
-from cgcompile.errors import AddressChangedError
+from cgcompile.errors import AddressChangedError, CaptureError
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Reason
@@ -198,6 +198,32 @@ def test_several_outputs_of_an_item(device: str) -> None:
     assert [list(each["deep"][0].shape) for each in found] == [[n, 2 * H] for n in (4, 3, 225, 2)]
     assert counts(made) == (3, 1)
     assert made.execute(images((1, 1), device=device))[0]["deep"][0].shape == (0, 2 * H)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_an_item_without_tokens_has_the_structure_of_others(captured: bool) -> None:
+    for sizes in (((1, 1),), ((1, 1), (4, 4)), ((4, 4), (1, 1))):
+        made = manager(patches(deep=True), captured=captured)
+        found = made.execute(images(*sizes))
+        shapes = [list(each["deep"][0].shape) for each in found]
+        assert shapes == [[h // 2 * (w // 2), 2 * H] for h, w in sizes]
+        assert made.statistics.idle == 1
+
+
+def test_the_model_puts_together_what_has_no_tokens() -> None:
+    class Wraps(Rows):
+        def postprocess_encoder_output(
+            self, output: Any, indices: Any, counts: Any, dest: Any, **more: Any
+        ) -> None:
+            assert more["batch_mm_kwargs"]["lengths"] == counts
+            for index, part in zip(indices, output.split(counts), strict=True):
+                dest[index] = {"features": part, "end": part.new_ones(1)}
+
+    made = manager(Wraps())
+    found = made.execute(rows(3, 0, 5, 0))
+    assert [list(each["features"].shape) for each in found] == [[3, H], [0, H], [5, H], [0, H]]
+    assert all(each["end"].item() == 1 for each in found)
+    assert counts(made) == (2, 0)
 
 
 def test_the_order_of_results_is_that_of_the_items(device: str) -> None:
@@ -546,6 +572,36 @@ def test_inside_of_a_capture_of_others_nothing_is_replayed() -> None:
     capture.replay()
     close(found[0], model.linear(call["x"]).tanh())
     assert made.statistics.reasons() == {Reason.INSIDE_CAPTURE: 1}
+
+
+def test_nothing_made_inside_of_a_capture_of_others_is_kept() -> None:
+    """It would lie in the memory of that capture, and hold what nobody wrote."""
+    model = Rows()
+    made = manager(model, captured=False)
+    call = rows(3)
+    with cgcompile.BreakableCUDAGraphCapture(device="cpu"), torch.inference_mode():
+        made.execute(call)
+    assert made._graphs.input_bytes == 0
+    inside = pytest.raises(CaptureError, match="capture of encoder graphs")
+    with cgcompile.BreakableCUDAGraphCapture(device="cpu"), inside:
+        made.capture()
+    assert made._graphs.input_bytes == 0
+    made.capture()
+    check(made, model, call)
+    inside = pytest.raises(CaptureError, match="inside of a capture")
+    with cgcompile.BreakableCUDAGraphCapture(device="cpu"), inside:
+        made.clear()
+    check(made, model, call)
+    assert counts(made) == (2, 1)  # the graphs are still there
+
+
+def test_no_buffer_is_made_again_after_clear() -> None:
+    model = Rows()
+    made = manager(model)
+    assert made._graphs.input_bytes == sum(BUDGETS) * C * 4
+    made.clear()
+    check(made, model, rows(3, 0))
+    assert made._graphs.input_bytes == 0
 
 
 def test_inference_mode() -> None:
