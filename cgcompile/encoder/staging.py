@@ -141,13 +141,17 @@ class GraphInputs:
 
     def _pad(self, key: str, dst: torch.Tensor, value: torch.Tensor) -> None:
         before, room = dst.data_ptr(), _layout(dst)
+        place = dst.untyped_storage(), dst.storage_offset(), dst.size(), dst.stride()
         try:
             self._config.padding_logics[key](dst, value)
         except Exception as error:
+            dst.set_(*place)
             found = f"{type(error).__name__}: {error}".splitlines()[0]
             raise EncoderBufferError.padding(key, _layout(value), room, found) from error
         if dst.data_ptr() != before or _layout(dst) != room:
-            raise EncoderBufferError.moved(key, _layout(dst), room)
+            found = _layout(dst)
+            dst.set_(*place)  # so that the next good call works
+            raise EncoderBufferError.moved(key, found, room)
 
 
 def check_keys(values: Mapping[str, object], config: EncoderCudaGraphConfig, where: str) -> None:

@@ -127,6 +127,21 @@ def test_a_graph_that_is_refused_is_named_and_the_others_serve() -> None:
         manager(Refuses(), config=config(strict=True)).capture()
 
 
+def test_what_the_largest_graph_was_for_says_that_it_is_missing() -> None:
+    class Large(Rows):
+        def encoder_cudagraph_forward(self, inputs: dict[str, torch.Tensor]) -> Any:
+            if len(inputs["x"]) == 64:
+                inputs["x"].sum().item()
+            return super().encoder_cudagraph_forward(inputs)
+
+    model = Large()
+    made = manager(model, captured=False)
+    assert len(made.capture().missing) == 1
+    check(made, model, rows(40))
+    check(made, model, rows(70))
+    assert made.statistics.reasons() == {Reason.NOT_CAPTURED: 1, Reason.OVERSIZE: 1}
+
+
 # ------------------------------------------------------------------ numbers
 
 

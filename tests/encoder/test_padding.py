@@ -126,12 +126,16 @@ def test_a_padding_logic_replaces_the_rule() -> None:
 def test_a_padding_logic_of_a_wrong_shape(logic: Any, words: str) -> None:
     model = Rows(padding_logics={"x": lambda dst, src: _right(dst, src)})
     made = manager(model)
+    right = made.config.padding_logics["x"]
     made.config.padding_logics["x"] = logic  # type: ignore[index]
     inputs = staged({"x": torch.zeros(4)}, padding_logics={"x": logic})
     with pytest.raises(EncoderBufferError, match=words):
         write(inputs, x=torch.ones(3))
     with pytest.raises(EncoderBufferError, match="padding logic"):
         made.execute(rows(3))
+    made.config.padding_logics["x"] = right  # type: ignore[index]
+    check(made, model, rows(3))  # the next good call works
+    assert made.statistics.hits == 1
 
 
 def _right(dst: torch.Tensor, src: torch.Tensor) -> None:
