@@ -108,6 +108,7 @@ EXAMPLES: dict[str, CGCompileError] = {
         "x", "[9, 3]", "at most the rows of [8, 3]"
     ),
     "EncoderBufferError.no_room": EncoderBufferError.no_room("cu_seqlens", 9),
+    "EncoderBufferError.no_end": EncoderBufferError.no_end("cu_seqlens", 0),
     "EncoderBufferError.padding": EncoderBufferError.padding("x", "[3]", "[4]", "RuntimeError: no"),
     "EncoderBufferError.moved": EncoderBufferError.moved("x", "[3]", "[4]"),
     "EncoderShardError.structure": EncoderShardError.structure(1),
@@ -505,6 +506,8 @@ EncoderBufferError.value: buffer 'x': the value is [9, 3]; expected at most the 
   Give real rows alone; the rows behind them are the manager's.
 EncoderBufferError.no_room: buffer 'cu_seqlens': 9 offsets fill it, so that none is left for the padding.
   Capture offset buffers with max_frames_per_batch + 2 entries: padded rows are one sequence at the end.
+EncoderBufferError.no_end: prepare_encoder_cudagraph_capture_inputs(): buffer 'cu_seqlens' is among offset_keys, and its last entry is 0; expected the number of rows, no entry above it.
+  Padding goes on to what the last entry is at capture. Rows behind it would be written by no kernel.
 EncoderBufferError.padding: buffer 'x' [4]: its padding logic failed on a value [3]: RuntimeError: no
   It is called as logic(dst, src), and writes all of dst in place.
 EncoderBufferError.moved: buffer 'x' [4]: its padding logic left [3] in its place.

@@ -201,6 +201,8 @@ class EncoderGraphs:
         missing = {each: key for key, each in self._descriptors.items() if not self.has(key)}
         if len(missing) == len(self._descriptors):
             self._weights = []  # the graphs that read them are gone
+        for key in missing.values():
+            self.inputs(key).check_offsets()
         self._wrapper.closed = False
         try:
             with around(), self._uncompiled():

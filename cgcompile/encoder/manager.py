@@ -92,7 +92,7 @@ class EncoderCudaGraphManager:
         self._model = CheckedModel(model)
         self.config = _copied(self._model.get_encoder_cudagraph_config())
         self.statistics = EncoderStatistics()
-        self._device = torch.device(device)
+        self._device = torch.empty(0, device=device).device  # with an index, alike in all threads
         self._limits = resolved_limits(
             self.config,
             token_budgets,
@@ -205,7 +205,7 @@ class EncoderCudaGraphManager:
 
         Raises:
             EncoderModelError: what the model made or returned is not of the protocol.
-            EncoderBufferError: buffers of other keys.
+            EncoderBufferError: buffers of other keys, or offsets that do not end at the last row.
             CaptureError: called inside of a capture.
             DispatchError: ``strict``, and a graph could not be captured.
             BaseException: what the model raised in a warm-up.

@@ -63,6 +63,18 @@ class GraphInputs:
         """Memory of the buffers, in bytes."""
         return sum(each.nbytes for each in self.values.values())
 
+    def check_offsets(self) -> None:
+        """Raise unless offsets end where their buffer does. Synchronises, so for captures alone.
+
+        Raises:
+            EncoderBufferError: the last offset is 0 or not the largest, or there is none: padded
+                rows would be written by no kernel, and NaN of stale memory spread.
+        """
+        for key in self._config.offset_keys:
+            found = self.values[key].reshape(-1).tolist()
+            if not found or found[-1] < 1 or found[-1] < max(found):
+                raise EncoderBufferError.no_end(key, found[-1] if found else None)
+
     def write(self, given: EncoderCudaGraphReplayBuffers, poison: bool = False) -> list[str]:
         """Fill the buffers for a replay. Nothing synchronises, but copies from pageable memory.
 

@@ -561,6 +561,20 @@ def test_results_are_ready_on_the_stream_of_the_caller() -> None:
 
 
 @pytest.mark.gpu
+def test_cuda_without_an_index_is_the_device_of_now() -> None:
+    """Another thread may have another current device."""
+    seen = []
+
+    class Mine(Rows):
+        def prepare_encoder_cudagraph_capture_inputs(self, *args: Any) -> Any:
+            seen.append(args[3])
+            return super().prepare_encoder_cudagraph_capture_inputs(*args)
+
+    manager(Mine(), "cuda", token_budgets=[8])
+    assert seen == [torch.device("cuda", torch.cuda.current_device())]
+
+
+@pytest.mark.gpu
 def test_a_call_on_another_stream_waits_before_it_writes_the_buffers() -> None:
     model = patches("cuda")
     made = manager(model, "cuda", token_budgets=[16])

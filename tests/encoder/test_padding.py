@@ -246,6 +246,22 @@ def test_zeroed_offsets_let_nan_through_and_declared_ones_do_not(device: str) ->
         assert bool(made.execute(call)[0].isfinite().all()) is finite
 
 
+@pytest.mark.parametrize("offsets", [[0, 0, 0], [0, 4, 2], []])
+def test_offsets_that_do_not_end_at_the_rows_are_refused(offsets: list[int]) -> None:
+    """Else they would fall back at every replay, silently."""
+
+    class Mine(Rows):
+        def prepare_encoder_cudagraph_capture_inputs(self, *args: Any) -> Any:
+            found = super().prepare_encoder_cudagraph_capture_inputs(*args)
+            found.values["starts"] = torch.tensor(offsets, dtype=torch.int32)
+            return found
+
+    made = manager(Mine(buffer_keys=["x", "starts"], offset_keys=["starts"]), captured=False)
+    last = offsets[-1] if offsets else None
+    with pytest.raises(EncoderBufferError, match=rf"'starts'.*its last entry is {last}"):
+        made.capture()
+
+
 def test_kept_keys_are_counted() -> None:
     class Keeps(Rows):
         def prepare_encoder_cudagraph_capture_inputs(self, *args: Any) -> Any:
