@@ -244,7 +244,8 @@ class ManagerError(CGCompileError, RuntimeError):
     def no_axis(cls, name: str) -> "ManagerError":
         return cls(
             f"input {name!r} is optional, and the dispatcher has no axis of that name.\n"
-            f"  Graphs with and without it differ: axes=[Axis({name!r}, (False, True))]."
+            f"  All graphs with and without it differ: axes=[Axis({name!r}, (False, True))].\n"
+            "  An axis with full_only=True does not do."
         )
 
     @classmethod

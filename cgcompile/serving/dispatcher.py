@@ -28,7 +28,7 @@ from cgcompile.serving.planning import (
     shapes_of,
 )
 from cgcompile.serving.tables import Dispatched, Slot, Tables, build_tables
-from cgcompile.serving.variants import Axis, LoraCases, Variant, Variants
+from cgcompile.serving.variants import Axis, LoraCases, PiecesOnly, Variant, Variants
 
 log = logging.getLogger(__name__)
 
@@ -133,8 +133,9 @@ class CudagraphDispatcher:
         self._mixed_why = self._why_mixed(found)
         self._variants = Variants(LoraCases() if lora is None else lora, axes)
         self.axes = self._variants.axes
-        self._tables, self._slots = build_tables(shapes_of(found, ladders), self._variants.all())
-        one = next(iter(self._tables.values()))  # all variants have the same lengths
+        variants = {each: self._variants.in_pieces(each) for each in self._variants.all()}
+        self._tables, self._slots = build_tables(shapes_of(found, ladders), variants)
+        one = self._tables[next(iter(variants))]  # all variants have the same lengths
         up_to = [f"up to {max(one.bounded)}"] if one.bounded else []
         self._lengths = ", ".join([*map(str, one.decode), *up_to])
         # The variant of most batches. Axes always have to be looked at.
@@ -254,8 +255,8 @@ class CudagraphDispatcher:
         tables = self._plain
         if tables is None or has_lora or num_active_loras or extra:
             variant = self._variants.serving(has_lora, num_active_loras, extra)
-            if isinstance(variant, Why):
-                return _plain(num_tokens, _MODE_NONE if self.mode is NONE else variant)
+            if not isinstance(variant, Variant):
+                return self._without_full(variant, num_tokens, piecewise)
             tables = self._tables[variant]
         slot = self._find_full(tables, num_tokens, num_reqs, max_query_len, uniform_decode)
         why: Why | None
@@ -279,6 +280,20 @@ class CudagraphDispatcher:
                 return result if why is None else Dispatched(PIECEWISE, result.descriptor, why)
         assert why is not None  # where there are no PIECEWISE graphs, FULL ones were asked for
         return _plain(num_tokens, why)
+
+    def _without_full(
+        self, found: PiecesOnly | Why, num_tokens: int, piecewise: bool
+    ) -> Dispatched:
+        """The answer where no FULL graph has the adapters and axes of a batch."""
+        if self.mode is NONE:
+            return _plain(num_tokens, _MODE_NONE)
+        if isinstance(found, Why):
+            return _plain(num_tokens, found)
+        row = self._tables[found.variant].piecewise
+        slot = row.find(num_tokens) if row is not None and piecewise else None
+        if slot is None or not slot.ready:
+            return _plain(num_tokens, found.why)
+        return Dispatched(PIECEWISE, slot.result.descriptor, found.why)
 
     def _find_full(
         self,

@@ -169,13 +169,18 @@ class Estimate:
     # -------------------------------------------------------------- memory of pools
 
     def _held(self) -> Interval:
-        """Of pools and buffers: what samples took, and what those between them may keep."""
-        least = sum(sample.held for sample in self.samples.values())
+        """Of pools and buffers: what samples took, and what those between them may keep.
+
+        Samples of later turns came behind smaller ones, whose blocks lay in their way: in the order
+        of the plan they may fit where they did not.
+        """
+        taken = sum(sample.held for sample in self.samples.values())
+        least = sum(sample.held for sample in self.samples.values() if not sample.turn)
         kept = sum(
             self._kept(g, p) for g in self._groups for p in g.places if p not in self.samples
         )
         more = self._segment(kept) if kept else 0
-        return Interval(least, least + more + self._turned_small())
+        return Interval(least, taken + more + self._turned_small())
 
     def _kept(self, group: Group, place: int) -> int:
         """What a graph that was not sampled keeps at most: what its neighbours do."""

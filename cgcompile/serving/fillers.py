@@ -75,9 +75,9 @@ class Fillers:
 
 def _places(inputs: StaticInputs, axes: Sequence[Axis]) -> dict[str, int]:
     """The place in ``extra`` that says whether an optional input is there."""
-    names = [axis.name for axis in axes]
+    names = {axis.name: place for place, axis in enumerate(axes) if not axis.full_only}
     found = [spec.name for spec in inputs.specs if spec.optional]
     for name in found:
         if name not in names:
             raise ManagerError.no_axis(name)
-    return {name: names.index(name) for name in found}
+    return {name: names[name] for name in found}

@@ -6,7 +6,7 @@ when one is captured or refused, so that a step never searches.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cgcompile.descriptors import BatchDescriptor
@@ -126,10 +126,15 @@ Slots = dict[tuple[CUDAGraphMode, BatchDescriptor], Slot]
 
 
 def build_tables(
-    shapes: Shapes, variants: Iterable[Variant]
+    shapes: Shapes, variants: Mapping[Variant, Variant]
 ) -> tuple[dict[Variant, Tables], Slots]:
-    """The tables of each variant, and every graph in them, in the order of capture."""
-    variants = list(variants)
+    """The tables of each variant, and every graph in them, in the order of capture.
+
+    Args:
+        shapes: of all variants.
+        variants: each one, and what its PIECEWISE graphs have of it. Of the latter there is a table
+            too, without FULL graphs if it is no variant itself.
+    """
     slots = {
         (mode, descriptor): Slot(Dispatched(mode, descriptor))
         for mode, descriptor in _in_order_of_capture(shapes, variants)
@@ -145,15 +150,18 @@ def build_tables(
     def row(mode: CUDAGraphMode, variant: Variant, ladder: _Ladder) -> Row:
         return Row(ladder, [slots[mode, variant.of(shape)] for shape in ladder.shapes])
 
-    tables = {
-        variant: Tables(
-            row(PIECEWISE, variant, piecewise) if piecewise else None,
+    pieces = {
+        variant: row(PIECEWISE, variant, piecewise) if piecewise else None
+        for variant in dict.fromkeys(variants.values())
+    }
+    tables = {variant: Tables(found, None, {}, {}) for variant, found in pieces.items()}
+    for variant, in_pieces in variants.items():
+        tables[variant] = Tables(
+            pieces[in_pieces],
             row(FULL, variant, mixed) if mixed else None,
             {key: row(FULL, variant, ladder) for key, ladder in decode.items()},
             {key: row(FULL, variant, ladder) for key, ladder in bounded.items()},
         )
-        for variant in variants
-    }
     return tables, slots
 
 
@@ -169,15 +177,19 @@ def _by_requests(shapes: Sequence[BatchDescriptor], what: str) -> _Ladder:
 
 
 def _in_order_of_capture(
-    shapes: Shapes, variants: Sequence[Variant]
+    shapes: Shapes, variants: Mapping[Variant, Variant]
 ) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
     """PIECEWISE, then FULL; each largest first, and of one size the most demanding first."""
     full = [*shapes.mixed, *(shape for each in shapes.decode.values() for shape in each)]
     full += dict.fromkeys(shape for each in shapes.bounded.values() for shape in each)
     found = []
-    for mode, kinds in ((PIECEWISE, shapes.piecewise), (FULL, full)):
+    in_pieces = list(dict.fromkeys(variants.values()))
+    for mode, kinds, each in (
+        (PIECEWISE, shapes.piecewise, in_pieces),
+        (FULL, full, list(variants)),
+    ):
         for shape in sorted(kinds, key=_demand, reverse=True):
-            found += [(mode, variant.of(shape)) for variant in variants]
+            found += [(mode, variant.of(shape)) for variant in each]
     return found
 
 

@@ -105,6 +105,8 @@ class Axis:
         rule: ``"exact"``: a batch takes graphs of its own value alone. ``"pad_up"``: of the next
             listed value that is not smaller (a bound: the graph copes with less). ``"ignored"``: of
             any; the descriptor holds None at this place, and ``values`` stays empty.
+        full_only: it speaks of what is outside of pieces, such as a kernel of attention: PIECEWISE
+            graphs serve every value, listed or not, and hold None at this place.
 
     Raises:
         ConfigError: values that do not go with the rule.
@@ -113,6 +115,7 @@ class Axis:
     name: str
     values: Sequence[Any] = ()
     rule: Literal["exact", "pad_up", "ignored"] = "exact"
+    full_only: bool = False
     _known: dict[Any, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -158,6 +161,13 @@ class Variant(NamedTuple):
         )
 
 
+class PiecesOnly(NamedTuple):
+    """No FULL graph serves a batch, and PIECEWISE graphs of a combination do."""
+
+    variant: Variant
+    why: Why
+
+
 class Variants:
     """All combinations of LoRA cases and axes, and which one serves a batch."""
 
@@ -171,7 +181,14 @@ class Variants:
         extras = list(itertools.product(*values))
         return tuple(Variant(n, extra) for n in reversed(self._lora.listed()) for extra in extras)
 
-    def serving(self, has_lora: bool, active: int, extra: tuple[Any, ...]) -> Variant | Why:
+    def in_pieces(self, variant: Variant) -> Variant:
+        """The combination that PIECEWISE graphs of another one have."""
+        pairs = zip(self.axes, variant.extra, strict=True)
+        return variant._replace(extra=tuple(None if a.full_only else v for a, v in pairs))
+
+    def serving(
+        self, has_lora: bool, active: int, extra: tuple[Any, ...]
+    ) -> Variant | PiecesOnly | Why:
         """The combination that serves a batch, or why there is none.
 
         Raises:
@@ -186,17 +203,21 @@ class Variants:
             raise BatchError.axes(extra, [axis.name for axis in self.axes])
         if not self.axes:
             return Variant(loras, ())
-        place = 0
-        try:
-            found = []
-            for axis in self.axes:
-                found.append(axis.value_for(extra[place]))
-                place += 1
-            return Variant(loras, tuple(found))
-        except LookupError:
-            axis = self.axes[place]
-            graphs = ", ".join(map(repr, axis.values))
-            detail = f"axis {axis.name!r} is {extra[place]!r}; graphs have {graphs}"
-            return Why(Reason.UNLISTED_VARIANT, detail)
-        except TypeError:
-            raise BatchError.axes(extra, [axis.name for axis in self.axes]) from None
+        found, why = [], None
+        for axis, value in zip(self.axes, extra, strict=True):
+            try:
+                found.append(axis.value_for(value))
+            except LookupError:
+                why = _unlisted(axis, value)
+                if not axis.full_only:
+                    return why
+                found.append(None)
+            except TypeError:
+                raise BatchError.axes(extra, [axis.name for axis in self.axes]) from None
+        variant = Variant(loras, tuple(found))
+        return variant if why is None else PiecesOnly(self.in_pieces(variant), why)
+
+
+def _unlisted(axis: Axis, value: Any) -> Why:
+    graphs = ", ".join(map(repr, axis.values))
+    return Why(Reason.UNLISTED_VARIANT, f"axis {axis.name!r} is {value!r}; graphs have {graphs}")

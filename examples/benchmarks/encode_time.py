@@ -353,7 +353,8 @@ def profile(manager: EncoderCudaGraphManager, call: Call) -> None:
         manager.execute(dict(call))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    print(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=16))
+    averages = found.key_averages()
+    print(averages.table(sort_by="self_device_time_total", row_limit=16, max_name_column_width=70))
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

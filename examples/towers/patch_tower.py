@@ -29,6 +29,8 @@ INPUTS = {
 }
 SIZES = 512  # how many grids are remembered: images of a size that was seen cost the host little
 
+ANY_FRAMES = 1024  # more than a budget holds: there is room for a sequence of each token
+
 ByGrid = Callable[[Grid], torch.Tensor]
 
 
@@ -110,7 +112,7 @@ class PatchTower(PatchEncoder):
                 **(tables or {}),
             },
             offsets={"cu_seqlens": frames, **(offsets or {})},
-            max_frames_per_video=0,  # there is room for a sequence of each token
+            max_frames_per_video=ANY_FRAMES,
             budget_range=budget_range,
             inputs=INPUTS,
         )

@@ -183,6 +183,36 @@ batch           graph
     )
 
 
+def test_axes_of_full_graphs_alone() -> None:
+    """PIECEWISE graphs are not multiplied by what pieces do not see, and serve all of it."""
+    axes = [Axis("kernel", ["a", "b"], full_only=True), Axis("embeds", [False, True])]
+    found = dispatcher(Mode.FULL_AND_PIECEWISE, sizes=[8], axes=axes, support=ALWAYS)
+    assert [(mode.name, key.extra) for mode, key in found.plan()] == [
+        ("PIECEWISE", (None, True)),
+        ("PIECEWISE", (None, False)),
+        *(("FULL", (kernel, embeds)) for kernel in "ba" for embeds in (True, False)),
+    ]
+    rows = {}
+    for extra in [("a", True), ("b", False), ("c", True), ("a", None), ("c", None)]:
+        kinds = {"decode": dict(num_reqs=5, uniform_decode=True), "mixed": dict(num_reqs=2)}
+        said = [found.dispatch(5, extra=extra, **kind) for kind in kinds.values()]
+        said.append(found.dispatch(9, extra=extra))
+        said.append(found.dispatch(5, extra=extra, invalid_modes=[Mode.PIECEWISE]))
+        rows[str(extra)] = [short(each) for each in said]
+    assert_expected_inline(
+        table(rows, ["decode", "mixed", "oversize", "no PIECEWISE"]),
+        """\
+batch         decode                                mixed                                 oversize                   no PIECEWISE
+('a', True)   FULL(8t,8r,u1,('a', True))            PW(8t,(None, True))                   NONE(9t) oversize          NONE(5t) mode_excluded
+('b', False)  FULL(8t,8r,u1,('b', False))           PW(8t,(None, False))                  NONE(9t) oversize          NONE(5t) mode_excluded
+('c', True)   PW(8t,(None, True)) unlisted_variant  PW(8t,(None, True)) unlisted_variant  NONE(9t) unlisted_variant  NONE(5t) unlisted_variant
+('a', None)   NONE(5t) unlisted_variant             NONE(5t) unlisted_variant             NONE(9t) unlisted_variant  NONE(5t) unlisted_variant
+('c', None)   NONE(5t) unlisted_variant             NONE(5t) unlisted_variant             NONE(9t) unlisted_variant  NONE(5t) unlisted_variant""",
+    )
+    found = dispatcher(Mode.FULL, sizes=[8], axes=axes, support=ALWAYS)
+    assert short(found.dispatch(5, extra=("c", True))) == "NONE(5t) unlisted_variant"
+
+
 def test_decode_of_several_lengths() -> None:
     found = dispatcher(
         Mode.FULL_DECODE_ONLY, varlen_decode_sizes={4: [4, 16], 2: [4]}, support=ALWAYS
