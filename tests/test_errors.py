@@ -101,12 +101,14 @@ EXAMPLES: dict[str, CGCompileError] = {
     "EncoderItemError.unknown_path": EncoderItemError.unknown_path(2, "lokal", ["global", "local"]),
     "EncoderItemError.no_path": EncoderItemError.no_path(2, 7, ["global", "local"]),
     "EncoderItemError.no_axis": EncoderItemError.no_axis(2, "tier", []),
+    "EncoderItemError.patches": EncoderItemError.patches("pixel_values", 9, "image_grid_thw", 16),
     "EncoderBufferError.missing": EncoderBufferError.missing("replay", "cu_seqlens", ["x"]),
     "EncoderBufferError.unknown": EncoderBufferError.unknown("replay", "cu_seqlen", ["cu_seqlens"]),
     "EncoderBufferError.value": EncoderBufferError.value(
         "x", "[9, 3]", "at most the rows of [8, 3]"
     ),
     "EncoderBufferError.no_room": EncoderBufferError.no_room("cu_seqlens", 9),
+    "EncoderBufferError.no_end": EncoderBufferError.no_end("cu_seqlens", 0),
     "EncoderBufferError.padding": EncoderBufferError.padding("x", "[3]", "[4]", "RuntimeError: no"),
     "EncoderBufferError.moved": EncoderBufferError.moved("x", "[3]", "[4]"),
     "EncoderShardError.structure": EncoderShardError.structure(1),
@@ -494,7 +496,9 @@ EncoderItemError.unknown_path: item 2: output tokens on path 'lokal', which the 
 EncoderItemError.no_path: item 2: 7 output tokens, and none of them on a path; paths: global, local.
   Say how many each path makes: global_output_tokens and local_output_tokens, or path_output_tokens={...}.
 EncoderItemError.no_axis: item 2: nothing is said for capture axis 'tier'; it says (none).
-  Give EncoderItemSpec(axes={...}) the value that the item needs at least.""",
+  Give EncoderItemSpec(axes={...}) the value that the item needs at least.
+EncoderItemError.patches: 'pixel_values' has 9 rows; the grids of 'image_grid_thw' have 16 patches.
+  Give all patches of all items, one after the other, in the order of the grids.""",
         )
 
     def test_encoder_buffer(self) -> None:
@@ -509,6 +513,8 @@ EncoderBufferError.value: buffer 'x': the value is [9, 3]; expected at most the 
   Give real rows alone; the rows behind them are the manager's.
 EncoderBufferError.no_room: buffer 'cu_seqlens': 9 offsets fill it, so that none is left for the padding.
   Capture offset buffers with max_frames_per_batch + 2 entries: padded rows are one sequence at the end.
+EncoderBufferError.no_end: prepare_encoder_cudagraph_capture_inputs(): buffer 'cu_seqlens' is among offset_keys, and its last entry is 0; expected the number of rows, no entry above it.
+  Padding goes on to what the last entry is at capture. Rows behind it would be written by no kernel.
 EncoderBufferError.padding: buffer 'x' [4]: its padding logic failed on a value [3]: RuntimeError: no
   It is called as logic(dst, src), and writes all of dst in place.
 EncoderBufferError.moved: buffer 'x' [4]: its padding logic left [3] in its place.

@@ -41,9 +41,8 @@ class Calibration:
 
     def costs(self, paths: Sequence[str]) -> Costs:
         """What packing estimates with."""
-        eagers = {
-            place: _line(self._plain[path]) for place, path in enumerate(paths) if self._plain[path]
-        }
+        measured = [(place, self._plain.get(path)) for place, path in enumerate(paths)]
+        eagers = {place: _line(points) for place, points in measured if points}
         replays = {
             (paths.index(path), budget): cost for (path, budget), cost in self.replays.items()
         }

@@ -72,6 +72,9 @@ class EncoderCalls:
                 method, found = "get_encoder_cudagraph_item_specs", type(spec).__name__
                 raise EncoderModelError.returned(method, found, "a list of EncoderItemSpec")
             self._check_paths(item, spec)
+            for axis in self._config.capture_axes:
+                if axis.name not in spec.axes:
+                    raise EncoderItemError.no_axis(item, axis.name, sorted(spec.axes))
         return specs
 
     def _check_paths(self, item: int, spec: EncoderItemSpec) -> None:
@@ -110,23 +113,55 @@ class EncoderCalls:
     def encoded(self, mm_kwargs: dict[str, Any], specs: list[EncoderItemSpec]) -> list[Any]:
         """All items of a call, in groups."""
         dest: dict[int, Any] = {}
-        full: list[int] = []  # what has any output; the others need not run
-        for item, spec in enumerate(specs):
-            if any(map(spec.tokens, self._paths)):
-                full.append(item)
-            else:
-                dest[item] = self._graphs.empty(self._paths[0])
-        self._statistics.record((), len(dest))
+        full = [n for n, spec in enumerate(specs) if any(map(spec.tokens, self._paths))]
         capacity = self._capacity()
         if any(capacity.budgets):
             self._graphs.check_weights()
-        for group in pack([self._need(specs[item]) for item in full], capacity, self.costs):
-            self._run_group([full[place] for place in group.items], group, mm_kwargs, specs, dest)
+        listed, unlisted = self._by_axes(full, specs)
+        for item in unlisted:  # alone, so that no other item goes without a graph for it
+            group = Group((item,), (None,) * len(self._paths))
+            self._run_group([item], group, mm_kwargs, specs, dest)
+        for group in pack([self._need(specs[item]) for item in listed], capacity, self.costs):
+            self._run_group([listed[place] for place in group.items], group, mm_kwargs, specs, dest)
+        idle = sorted(set(range(len(specs))).difference(full))
+        if idle:  # last, as others tell what a result looks like
+            self._without_tokens(idle, mm_kwargs, len(specs), dest)
         missing = [place for place in range(len(specs)) if place not in dest]
         if missing:
             found = f"no result for item {missing[0]}"
             raise EncoderModelError.returned("postprocess_encoder_output", found, "one for each")
         return [dest[place] for place in range(len(specs))]
+
+    def _without_tokens(
+        self, items: list[int], mm_kwargs: dict[str, Any], count: int, dest: dict[int, Any]
+    ) -> None:
+        """Items that need not run: results without rows, as the model itself puts them together."""
+        self._statistics.record((), len(items))
+        if self._model.has_own("postprocess_encoder_output"):
+            outputs = {path: self._graphs.empty(path) for path in self._paths}
+            counts = {path: [0] * len(items) for path in self._paths}
+            self._split(outputs, items, counts, dest, self.selected(mm_kwargs, items, count))
+        for item in items:
+            if item not in dest:
+                dest[item] = self._graphs.empty(self._paths[0])
+
+    def _split(
+        self,
+        outputs: dict[str, Any],
+        items: list[int],
+        counts: dict[str, list[int]],
+        dest: dict[int, Any],
+        mm_kwargs: dict[str, Any],
+    ) -> None:
+        single = self._paths == [DEFAULT]
+        self._model.postprocess_encoder_output(
+            outputs[DEFAULT] if single else outputs,
+            items,
+            counts[DEFAULT] if single else counts,
+            dest,
+            clone=False,
+            batch_mm_kwargs=mm_kwargs,
+        )
 
     def _run_group(
         self,
@@ -153,15 +188,7 @@ class EncoderCalls:
                 outputs[path] = self._graphs.eager(path, mm_kwargs, specs)
             ran.append(Ran(path, key.budget if key else None, counts[path], reason))
         self._statistics.record(ran, len(specs))
-        single = self._paths == [DEFAULT]
-        self._model.postprocess_encoder_output(
-            outputs[DEFAULT] if single else outputs,
-            items,
-            counts[DEFAULT] if single else counts,
-            dest,
-            clone=False,
-            batch_mm_kwargs=mm_kwargs,
-        )
+        self._split(outputs, items, counts, dest, mm_kwargs)
 
     def _graph_for(
         self, path: str, budget: int | None, specs: list[EncoderItemSpec]
@@ -169,10 +196,7 @@ class EncoderCalls:
         """The graph that serves a group on one path; or why none does."""
         if not budget:
             return None, self._why_eager(path, specs)
-        axes = self._axes(specs)
-        if axes is None:
-            return None, Reason.UNLISTED_VARIANT
-        key = GraphKey(path, budget, axes)
+        key = GraphKey(path, budget, self._axes(specs) or ())
         return (key, None) if self._graphs.has(key) else (None, Reason.NOT_CAPTURED)
 
     def _why_eager(self, path: str, specs: list[EncoderItemSpec]) -> Reason:
@@ -182,19 +206,28 @@ class EncoderCalls:
         budgets = self._capacity().budgets[self._paths.index(path)]
         if not budgets:
             return Reason.NO_DEVICE if self._graphs.pool is None else Reason.NOT_CAPTURED
-        if sum(self._room(path, spec) for spec in specs) > budgets[-1]:
+        if self._axes(specs) is None:
+            return Reason.UNLISTED_VARIANT
+        room = sum(self._room(path, spec) for spec in specs)
+        if room > self._limits.budgets[path][-1]:
             return Reason.OVERSIZE
         if sum(spec.frames for spec in specs) > (self._limits.max_frames or self._limits.max_items):
             return Reason.TOO_MANY_FRAMES
-        return Reason.CHEAPER_EAGER
+        return Reason.NOT_CAPTURED if room > budgets[-1] else Reason.CHEAPER_EAGER
+
+    def _by_axes(
+        self, items: list[int], specs: list[EncoderItemSpec]
+    ) -> tuple[list[int], list[int]]:
+        """The items for which each capture axis has a value that is enough, and the others."""
+        if not self._config.capture_axes:
+            return items, []
+        listed = [item for item in items if self._axes([specs[item]]) is not None]
+        return listed, [item for item in items if item not in listed]
 
     def _axes(self, specs: list[EncoderItemSpec]) -> tuple[int, ...] | None:
         """For each capture axis the least value that is enough for all items; None if none is."""
         found = []
         for axis in self._config.capture_axes:
-            for item, spec in enumerate(specs):
-                if axis.name not in spec.axes:
-                    raise EncoderItemError.no_axis(item, axis.name, sorted(spec.axes))
             needed = max(spec.axes[axis.name] for spec in specs)
             enough = [value for value in axis.values if value >= needed]
             if not enough:

@@ -13,10 +13,11 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.encoder.defs import DEFAULT, EncoderCudaGraphConfig, EncoderItemSpec
 from cgcompile.encoder.limits import Limits
+from cgcompile.encoder.modules import modules_of
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.results import checked_rows, empty_rows, own_rows
 from cgcompile.encoder.staging import GraphInputs, check_keys
-from cgcompile.errors import EncoderModelError
+from cgcompile.errors import CaptureError, EncoderModelError
 from cgcompile.forward_context import set_forward_context
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.capture import inside_capture
@@ -24,9 +25,9 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import holds_parameters_with_grad
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.sets import capture_set
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters, Reason
-from cgcompile.serving.capturing import capture_set
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class EncoderGraphs:
         self._inputs: dict[GraphKey, GraphInputs] = {}
         self._descriptors = {key: key.descriptor for key in self.planned()}
         self._empty: dict[str, Any] = {}
+        self._dtypes: dict[str, dict[str, torch.dtype]] = {}
         self.kept_keys: dict[str, int] = {}
         if len(self._descriptors) > _MANY:
             log.warning("%d encoder graphs are planned", len(self._descriptors))
@@ -144,17 +146,29 @@ class EncoderGraphs:
         """The buffers of one graph; made when they are first asked for."""
         found = self._inputs.get(key)
         if found is None:
-            with torch.inference_mode(False), torch.no_grad():  # written in whatever mode
-                made = self._model.prepare_encoder_cudagraph_capture_inputs(
-                    key.budget,
-                    self._limits.max_items,
-                    self._limits.max_frames,
-                    self._device,
-                    self._dtype,
-                    **self.named(key.path, key.axes),
-                )
-            found = self._inputs[key] = GraphInputs(self._config, made)
+            found = self._inputs[key] = self._made(key)
         return found
+
+    def _made(self, key: GraphKey) -> GraphInputs:
+        with torch.inference_mode(False), torch.no_grad():  # written in whatever mode
+            made = self._model.prepare_encoder_cudagraph_capture_inputs(
+                key.budget,
+                self._limits.max_items,
+                self._limits.max_frames,
+                self._device,
+                self._dtype,
+                **self.named(key.path, key.axes),
+            )
+        return GraphInputs(self._config, made)
+
+    def _looked_at(self, path: str) -> dict[str, torch.Tensor]:
+        """The buffers of the smallest graph of a path, for a look.
+
+        What is made for it alone is not kept: it may be made after :meth:`forget`, or inside of the
+        capture of others, whose memory it would lie in, without contents.
+        """
+        key = min(key for key in self._descriptors if key.path == path)
+        return (self._inputs.get(key) or self._made(key)).values
 
     def named(self, path: str, axes: Sequence[int] | None = None) -> dict[str, Any]:
         """What a method of the model is told by name: the path and the axes, if there are any."""
@@ -178,10 +192,17 @@ class EncoderGraphs:
         Args:
             around: entered around all captures.
             timed: called with each captured key and what replays it, in no capture.
+
+        Raises:
+            CaptureError: called inside of a capture.
         """
+        if inside_capture():  # buffers would lie in its memory, without contents
+            raise CaptureError.nested("capture of encoder graphs")
         missing = {each: key for key, each in self._descriptors.items() if not self.has(key)}
         if len(missing) == len(self._descriptors):
             self._weights = []  # the graphs that read them are gone
+        for key in missing.values():
+            self.inputs(key).check_offsets()
         self._wrapper.closed = False
         try:
             with around(), self._uncompiled():
@@ -211,11 +232,16 @@ class EncoderGraphs:
     def _first_run(self, key: GraphKey) -> None:
         result = self._run(key)
         checked_rows(result, key.budget, "encoder_cudagraph_forward")
-        if key.path not in self._empty:
-            self._empty[key.path] = compat.tree_map(torch.clone, empty_rows(result))
+        self._learn(key.path, result)
 
     def forget(self) -> None:
-        """Drop graphs, buffers and memory; those of others that share the pool stay."""
+        """Drop graphs, buffers and memory; those of others that share the pool stay.
+
+        Raises:
+            CaptureError: called inside of a capture; nothing is dropped then.
+        """
+        if inside_capture():
+            raise CaptureError.release_inside()
         if self.pool is not None:
             self.pool.device.synchronize()  # a replay may still read the buffers
         if self._owns_pool:
@@ -276,6 +302,7 @@ class EncoderGraphs:
             result = self._unpadded(path, mm_kwargs, specs)
         rows = sum(spec.tokens(path) for spec in specs)
         checked_rows(result, rows, "encoder_eager_forward", exactly=True)
+        self._learn(path, result)
         return result
 
     def _unpadded(
@@ -292,12 +319,15 @@ class EncoderGraphs:
             mm_kwargs, len(specs), frames, **named
         )
         check_keys(made.values, self._config, "prepare_encoder_cudagraph_replay_buffers()")
-        like = self.inputs(min(key for key in self._descriptors if key.path == path)).values
+        if path not in self._dtypes:
+            looked_at = self._looked_at(path)
+            self._dtypes[path] = {key: each.dtype for key, each in looked_at.items()}
+        dtypes = self._dtypes[path]
         values: dict[str, torch.Tensor] = {}
         for key in self._config.buffer_keys:
             if made.values[key] is None:
                 raise EncoderModelError.nothing_to_run_on(key)
-            values[key] = made.values[key].to(self._device, like[key].dtype)
+            values[key] = made.values[key].to(self._device, dtypes[key])
         return self._forward(values, **named)
 
     def plain(self, key: GraphKey) -> Any:
@@ -305,12 +335,15 @@ class EncoderGraphs:
         return self._forward(self.inputs(key).values, **self.named(key.path, key.axes))
 
     def empty(self, path: str) -> Any:
-        """A result without rows."""
-        found = self._empty.get(path)
-        if found is None:
-            shape = (0, self._config.out_hidden_size)
-            return torch.empty(shape, dtype=self._dtype, device=self._device)
-        return compat.tree_map(torch.clone, found)
+        """A result without rows, of the structure that others have."""
+        if path not in self._empty:  # nothing has run yet that could tell
+            key = min(key for key in self._descriptors if key.path == path)
+            self._learn(path, self._forward(self._looked_at(path), **self.named(path, key.axes)))
+        return compat.tree_map(torch.clone, self._empty[path])
+
+    def _learn(self, path: str, result: Any) -> None:
+        if path not in self._empty:
+            self._empty[path] = empty_rows(result)
 
     def _run(self, key: GraphKey) -> Any:
         self._runs = key
@@ -330,11 +363,3 @@ class EncoderGraphs:
     def _forward(self, values: dict[str, torch.Tensor], **named: Any) -> Any:
         """The model may take from its dictionary."""
         return self._model.encoder_cudagraph_forward(dict(values), **named)
-
-
-def modules_of(model: Any) -> list[torch.nn.Module]:
-    """The modules whose weights graphs read: the model, or those that it holds."""
-    if isinstance(model, torch.nn.Module):
-        return [model]
-    held = [each for each in vars(model).values() if isinstance(each, torch.nn.Module)]
-    return list(dict.fromkeys(held))  # a tower may be its own forward

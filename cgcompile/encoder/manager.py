@@ -57,7 +57,8 @@ class EncoderCudaGraphManager:
         graph_capture: a context around all captures, such as a communicator's.
         inference_mode: capture and run in inference mode; else in the caller's mode.
         check_weights: before replays compare the objects and addresses of all weights of the model,
-            if it is a module, or of the modules that it holds.
+            if it is a module, or of the modules that its attributes hold, closures and containers
+            included.
 
     Attributes:
         config: what the model said of its encoder, copied.
@@ -91,7 +92,7 @@ class EncoderCudaGraphManager:
         self._model = CheckedModel(model)
         self.config = _copied(self._model.get_encoder_cudagraph_config())
         self.statistics = EncoderStatistics()
-        self._device = torch.device(device)
+        self._device = torch.empty(0, device=device).device  # with an index, alike in all threads
         self._limits = resolved_limits(
             self.config,
             token_budgets,
@@ -204,7 +205,8 @@ class EncoderCudaGraphManager:
 
         Raises:
             EncoderModelError: what the model made or returned is not of the protocol.
-            EncoderBufferError: buffers of other keys.
+            EncoderBufferError: buffers of other keys, or offsets that do not end at the last row.
+            CaptureError: called inside of a capture.
             DispatchError: ``strict``, and a graph could not be captured.
             BaseException: what the model raised in a warm-up.
         """
@@ -228,7 +230,7 @@ class EncoderCudaGraphManager:
         A pool that was given keeps what others have in it.
 
         Raises:
-            CaptureError: called inside of a capture.
+            CaptureError: called inside of a capture; nothing is dropped then.
         """
         with self._lock:
             self._graphs.forget()

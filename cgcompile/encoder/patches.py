@@ -21,7 +21,7 @@ from cgcompile.encoder.defs import (
     EncoderItemSpec,
 )
 from cgcompile.encoder.protocol import SupportsEncoderCudaGraph
-from cgcompile.errors import ConfigError
+from cgcompile.errors import ConfigError, EncoderItemError
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of one image or video, in patches."""
@@ -173,6 +173,20 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         rows = found.tolist() if isinstance(found, torch.Tensor) else found
         return [(int(t), int(h), int(w)) for t, h, w in rows]
 
+    def _patches(self, mm_kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, list[Grid]]:
+        """All patches of a call, and the grids that they belong to.
+
+        Raises:
+            EncoderItemError: the grids have another number of patches. Buffers would hide that:
+                they are filled up with zeros.
+        """
+        pixels, grid = self._names(mm_kwargs)
+        rows, grids = mm_kwargs[pixels], self.grids(mm_kwargs)
+        expected = sum(t * h * w for t, h, w in grids)
+        if len(rows) != expected:
+            raise EncoderItemError.patches(pixels, len(rows), grid, expected)
+        return rows, grids
+
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
         m = self._merge
         return [
@@ -184,7 +198,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         self, mm_kwargs: dict[str, Any], indices: list[int]
     ) -> dict[str, Any]:
         pixels, grid = self._names(mm_kwargs)
-        grids, rows = self.grids(mm_kwargs), mm_kwargs[pixels]
+        rows, grids = self._patches(mm_kwargs)
         parts = torch.split(rows, [t * h * w for t, h, w in grids])
         chosen = [parts[index] for index in indices]
         together = torch.cat(chosen) if chosen else rows[:0]
@@ -235,8 +249,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         path: str = DEFAULT,
         axes: Mapping[str, int] | None = None,
     ) -> EncoderCudaGraphReplayBuffers:
-        grids = self.grids(mm_kwargs)
-        rows = mm_kwargs[self._names(mm_kwargs)[0]]
+        rows, grids = self._patches(mm_kwargs)
         values: dict[str, torch.Tensor | None] = {PIXELS: rows}
         values.update({key: table.make(grids) for key, table in self._tables.items()})
         values.update({key: offsets.make(grids) for key, offsets in self._offsets.items()})
@@ -255,15 +268,16 @@ class PatchEncoder(SupportsEncoderCudaGraph):
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], *, path: str = DEFAULT) -> Any:
         if self._eager is not None:
-            return self._eager(mm_kwargs[self._names(mm_kwargs)[0]], self.grids(mm_kwargs))
+            return self._eager(*self._patches(mm_kwargs))
         made = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0).values
-        return self._forward({key: self._placed(key, value) for key, value in made.items()})
+        rows: Any = made[PIXELS]
+        return self._forward({key: self._placed(key, value, rows) for key, value in made.items()})
 
-    def _placed(self, key: str, value: Any) -> torch.Tensor:
-        """What a buffer would hold: on the device of the tower, and of the buffer's dtype."""
+    def _placed(self, key: str, value: Any, rows: torch.Tensor) -> torch.Tensor:
+        """What a buffer would hold: where the tower is, or the patches; of the buffer's dtype."""
         tower = self.tower
         weights = list(tower.parameters()) if isinstance(tower, torch.nn.Module) else []
-        weight = next((each for each in weights if each.is_floating_point()), value)
+        weight = next((each for each in weights if each.is_floating_point()), rows)
         kinds: dict[str, torch.dtype | None] = {k: t.dtype for k, t in self._tables.items()}
         kinds.update({name: offsets.dtype for name, offsets in self._offsets.items()})
         placed: torch.Tensor = value.to(weight.device, kinds.get(key) or weight.dtype)

@@ -5,8 +5,9 @@ the model knows; the others have defaults here, which a model gets by inheriting
 lends to a model that does not. :class:`~cgcompile.encoder.PatchEncoder` has all of them for the
 common layout.
 
-How they are called: with one path and no axes, as the source documents have it. With several paths
-``path=`` is given by name to those that have it below, and ``axes=`` where there are capture axes.
+How they are called: with one path and no axes, as the source documents have it. With several
+paths, or one of a name of its own, ``path=`` is given by name to those that have it below, and
+``axes=`` where there are capture axes.
 """
 
 from collections.abc import Mapping
@@ -141,7 +142,7 @@ class SupportsEncoderCudaGraph(Protocol):
         config = self.get_encoder_cudagraph_config()
         specs = self.get_encoder_cudagraph_item_specs(mm_kwargs)
         items, frames = len(specs), sum(each.frames for each in specs)
-        named: dict[str, Any] = {"path": path} if len(config.paths) > 1 else {}
+        named: dict[str, Any] = {} if list(config.paths) == [DEFAULT] else {"path": path}
         if config.capture_axes:
             names = [axis.name for axis in config.capture_axes]
             named["axes"] = {
@@ -196,7 +197,8 @@ class SupportsEncoderCudaGraph(Protocol):
 
         Args:
             output: [output tokens, ...], the rows of the items one after the other, in the order
-                of ``indices``. Several paths: a dictionary by path; one without tokens is left out.
+                of ``indices``. Several paths: a dictionary by path; one without tokens is left out,
+                but for items that have none on any path: these come together, with all paths.
                 It is memory of this call's own: views of it stay valid.
             indices: places of the items in the call.
             per_item_out_tokens: output tokens of each item; several paths: a dictionary of lists.

@@ -40,6 +40,9 @@ def shares_by_load(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 class Sharder:
     """Shares out and gathers over ``torch.distributed``.
 
+    One for each manager: it remembers what results look like. An exception of one rank in a call
+    leaves the others waiting in the gather, until the group's timeout.
+
     Override :meth:`assign` for another way to share out, or both for another way to communicate.
 
     Args:

@@ -63,6 +63,18 @@ class GraphInputs:
         """Memory of the buffers, in bytes."""
         return sum(each.nbytes for each in self.values.values())
 
+    def check_offsets(self) -> None:
+        """Raise unless offsets end where their buffer does. Synchronises, so for captures alone.
+
+        Raises:
+            EncoderBufferError: the last offset is 0 or not the largest, or there is none: padded
+                rows would be written by no kernel, and NaN of stale memory spread.
+        """
+        for key in self._config.offset_keys:
+            found = self.values[key].reshape(-1).tolist()
+            if not found or found[-1] < 1 or found[-1] < max(found):
+                raise EncoderBufferError.no_end(key, found[-1] if found else None)
+
     def write(self, given: EncoderCudaGraphReplayBuffers, poison: bool = False) -> list[str]:
         """Fill the buffers for a replay. Nothing synchronises, but copies from pageable memory.
 
@@ -141,13 +153,17 @@ class GraphInputs:
 
     def _pad(self, key: str, dst: torch.Tensor, value: torch.Tensor) -> None:
         before, room = dst.data_ptr(), _layout(dst)
+        place = dst.untyped_storage(), dst.storage_offset(), dst.size(), dst.stride()
         try:
             self._config.padding_logics[key](dst, value)
         except Exception as error:
+            dst.set_(*place)
             found = f"{type(error).__name__}: {error}".splitlines()[0]
             raise EncoderBufferError.padding(key, _layout(value), room, found) from error
         if dst.data_ptr() != before or _layout(dst) != room:
-            raise EncoderBufferError.moved(key, _layout(dst), room)
+            found = _layout(dst)
+            dst.set_(*place)  # so that the next good call works
+            raise EncoderBufferError.moved(key, found, room)
 
 
 def check_keys(values: Mapping[str, object], config: EncoderCudaGraphConfig, where: str) -> None:

@@ -11,6 +11,9 @@ _OLDER = (
 )
 
 
+_CAPTURE = "prepare_encoder_cudagraph_capture_inputs()"
+
+
 class EncoderModelError(CGCompileError, ValueError):
     """A model that does not speak the protocol of encoder graphs, or says what cannot be."""
 
@@ -98,6 +101,13 @@ class EncoderItemError(CGCompileError, ValueError):
             "  Give EncoderItemSpec(axes={...}) the value that the item needs at least."
         )
 
+    @classmethod
+    def patches(cls, name: str, found: int, grid: str, expected: int) -> "EncoderItemError":
+        return cls(
+            f"{name!r} has {found} rows; the grids of {grid!r} have {expected} patches.\n"
+            "  Give all patches of all items, one after the other, in the order of the grids."
+        )
+
 
 class EncoderBufferError(CGCompileError, ValueError):
     """What a model gives for the buffers of a graph does not fit them."""
@@ -129,6 +139,15 @@ class EncoderBufferError(CGCompileError, ValueError):
             f"buffer {key!r}: {entries} offsets fill it, so that none is left for the padding.\n"
             "  Capture offset buffers with max_frames_per_batch + 2 entries: padded rows are one "
             "sequence at the end."
+        )
+
+    @classmethod
+    def no_end(cls, key: str, last: int | None) -> "EncoderBufferError":
+        return cls(
+            f"{_CAPTURE}: buffer {key!r} is among offset_keys, and its last entry is {last}; "
+            "expected the number of rows, no entry above it.\n"
+            "  Padding goes on to what the last entry is at capture. Rows behind it would be "
+            "written by no kernel."
         )
 
     @classmethod

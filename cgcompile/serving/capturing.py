@@ -1,21 +1,16 @@
-"""One set of captures: graphs of one mode, for one kind of batch, the largest first."""
+"""What is captured together: graphs of one mode, for one kind of batch.
 
-import logging
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+How it is captured is in ``graphs/sets.py``.
+"""
+
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-import torch
-from tqdm import tqdm
-
-from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.config import CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
-from cgcompile.errors import AgreementError, ManagerError
-from cgcompile.graphs.bulk import BulkCapture, HasCounters, capture_all
-from cgcompile.graphs.capture import capture_postponed, postponed_capture
-from cgcompile.serving.agreement import Agreement
+from cgcompile.graphs.sets import capture_set
 
-log = logging.getLogger(__name__)
+__all__ = ["Planned", "capture_set", "largest", "sets_of"]
 
 Planned = tuple[CUDAGraphMode, BatchDescriptor]
 
@@ -38,90 +33,3 @@ def _kind(planned: Planned) -> tuple[CUDAGraphMode, str]:
     mode, descriptor = planned
     decode = descriptor.uniform or descriptor.max_query_len is not None
     return mode, "decode" if decode and mode is CUDAGraphMode.FULL else "mixed"
-
-
-def capture_set(
-    title: str,
-    mode: CUDAGraphMode,
-    descriptors: list[BatchDescriptor],
-    step: Callable[[BatchDescriptor, str], None],
-    target: HasCounters,
-    settled: Callable[[], int],
-    config: CompilationConfig,
-    agreement: Agreement | None = None,
-) -> BulkCapture:
-    """Warm up and capture; a progress bar shows how far, on the first rank alone.
-
-    Args:
-        title: of the bar.
-        mode: of the graphs.
-        descriptors: what to capture.
-        step: ``step(descriptor, phase)`` runs a batch afresh; ``"warmup"`` or ``"capture"``.
-        target: what counts captures.
-        settled: equal numbers once nothing compiles any more, on any rank.
-        config: ``num_warmups`` and ``strict``.
-        agreement: ranks that capture the same set at the same time.
-
-    Returns:
-        How it went. A step that ran plain and raises in the capture is missing, with what it said;
-        the others go on. What one rank is without, all are.
-
-    Raises:
-        AgreementError: another rank stays away, gave up, or captures another set.
-        DispatchError: ``strict``, and a batch has no graph.
-        BaseException: what a step raised in a warm-up, or, ``strict``, in the capture.
-    """
-    quiet = torch.distributed.is_initialized() and torch.distributed.get_rank() != 0
-    bar = tqdm(total=len(descriptors), desc=title, disable=quiet or None, leave=False)
-    refused: dict[BatchDescriptor, str] = {}
-
-    def run(descriptor: BatchDescriptor) -> None:
-        if capture_postponed():
-            step(descriptor, "warmup")
-            return
-        try:
-            step(descriptor, "capture")
-        except ManagerError:
-            raise
-        except Exception as error:
-            if config.strict:
-                raise
-            refused[descriptor] = f"{type(error).__name__}: {error}".splitlines()[0]
-        if descriptor in refused and agreement is not None and mode is CUDAGraphMode.FULL:
-            # Nothing of the step has run, and other ranks wait in its collectives.
-            with postponed_capture():
-                step(descriptor, "warmup")
-        bar.update()
-
-    try:
-        with bar:
-            found = capture_all(
-                run,
-                descriptors,
-                target,
-                settled=settled,
-                warmups=config.num_warmups,
-                strict=config.strict,
-            )
-    except BaseException as error:
-        if agreement is not None and not isinstance(error, AgreementError):
-            agreement.give_up()
-        raise
-    missing = tuple((each, refused.get(each, why)) for each, why in found.missing)
-    found = replace(found, missing=missing)
-    if agreement is not None:
-        found = _of_all_ranks(found, agreement, descriptors)
-    for descriptor, why in found.missing:
-        log.warning("%s: not captured: %s: %s", title, descriptor, why)
-    return found
-
-
-def _of_all_ranks(
-    found: BulkCapture, agreement: Agreement, descriptors: list[BatchDescriptor]
-) -> BulkCapture:
-    """Without what another rank could not capture."""
-    lacking = agreement.without(descriptors, found.captured)
-    captured = tuple(each for each in found.captured if each not in lacking)
-    others = [(each, f"rank {rank} has not captured it") for each, rank in lacking.items()]
-    new = tuple(pair for pair in others if pair[0] in found.captured)
-    return replace(found, captured=captured, missing=found.missing + new)

@@ -1,5 +1,6 @@
 """The manager: captures, packs, replays, and gives everyone their own; numbers equal eager."""
 
+import functools
 import threading
 from typing import Any
 
@@ -8,8 +9,11 @@ import pytest
 import torch
 from encoder_support import (
     BUDGETS,
+    TABLES,
+    C,
     H,
     Rows,
+    Tower,
     check,
     close,
     config,
@@ -25,8 +29,9 @@ from hypothesis import strategies as st
 from manager_support import requests
 
 import cgcompile
-from cgcompile.encoder import Costs, EncoderCudaGraphManager, GraphKey
-from cgcompile.errors import AddressChangedError
+from cgcompile.encoder import Costs, EncoderCudaGraphManager, GraphKey, PatchEncoder
+from cgcompile.encoder.modules import modules_of
+from cgcompile.errors import AddressChangedError, CaptureError
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Reason
@@ -122,6 +127,21 @@ def test_a_graph_that_is_refused_is_named_and_the_others_serve() -> None:
         manager(Refuses(), config=config(strict=True)).capture()
 
 
+def test_what_the_largest_graph_was_for_says_that_it_is_missing() -> None:
+    class Large(Rows):
+        def encoder_cudagraph_forward(self, inputs: dict[str, torch.Tensor]) -> Any:
+            if len(inputs["x"]) == 64:
+                inputs["x"].sum().item()
+            return super().encoder_cudagraph_forward(inputs)
+
+    model = Large()
+    made = manager(model, captured=False)
+    assert len(made.capture().missing) == 1
+    check(made, model, rows(40))
+    check(made, model, rows(70))
+    assert made.statistics.reasons() == {Reason.NOT_CAPTURED: 1, Reason.OVERSIZE: 1}
+
+
 # ------------------------------------------------------------------ numbers
 
 
@@ -193,6 +213,32 @@ def test_several_outputs_of_an_item(device: str) -> None:
     assert [list(each["deep"][0].shape) for each in found] == [[n, 2 * H] for n in (4, 3, 225, 2)]
     assert counts(made) == (3, 1)
     assert made.execute(images((1, 1), device=device))[0]["deep"][0].shape == (0, 2 * H)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_an_item_without_tokens_has_the_structure_of_others(captured: bool) -> None:
+    for sizes in (((1, 1),), ((1, 1), (4, 4)), ((4, 4), (1, 1))):
+        made = manager(patches(deep=True), captured=captured)
+        found = made.execute(images(*sizes))
+        shapes = [list(each["deep"][0].shape) for each in found]
+        assert shapes == [[h // 2 * (w // 2), 2 * H] for h, w in sizes]
+        assert made.statistics.idle == 1
+
+
+def test_the_model_puts_together_what_has_no_tokens() -> None:
+    class Wraps(Rows):
+        def postprocess_encoder_output(
+            self, output: Any, indices: Any, counts: Any, dest: Any, **more: Any
+        ) -> None:
+            assert more["batch_mm_kwargs"]["lengths"] == counts
+            for index, part in zip(indices, output.split(counts), strict=True):
+                dest[index] = {"features": part, "end": part.new_ones(1)}
+
+    made = manager(Wraps())
+    found = made.execute(rows(3, 0, 5, 0))
+    assert [list(each["features"].shape) for each in found] == [[3, H], [0, H], [5, H], [0, H]]
+    assert all(each["end"].item() == 1 for each in found)
+    assert counts(made) == (2, 0)
 
 
 def test_the_order_of_results_is_that_of_the_items(device: str) -> None:
@@ -371,6 +417,41 @@ def test_new_values_of_weights_are_seen_and_new_weights_refused(device: str) -> 
     assert made.statistics.misses == 0
 
 
+def method(tower: Any) -> Any:
+    return tower.forward
+
+
+def closure(tower: Any) -> Any:
+    return lambda buffers: tower(buffers)
+
+
+def partially(tower: Any) -> Any:
+    return functools.partial(lambda held, buffers: held["it"][0](buffers), {"it": [tower]})
+
+
+@pytest.mark.parametrize("forward", [method, closure, partially])
+def test_weights_are_found_wherever_the_forward_has_them(forward: Any, device: str) -> None:
+    tower: Any = Tower().to(device).eval()
+    model = PatchEncoder(
+        forward(tower), merge_size=2, in_features=C, out_hidden_size=H, tables=TABLES
+    )
+    made = manager(model, device)
+    call = images((4, 4), device=device)
+    made.execute(call)
+    tower.merge.weight = torch.nn.Parameter(torch.randn_like(tower.merge.weight))
+    with pytest.raises(AddressChangedError, match=r"merge\.weight"):
+        made.execute(call)
+
+
+def test_modules_of_a_model_without_attributes() -> None:
+    class Bare:
+        __slots__ = ()
+
+    assert modules_of(Bare()) == []
+    tower = Tower()
+    assert modules_of(tower) == [tower]
+
+
 def test_two_managers_share_one_pool(device: str) -> None:
     found = capture_device(torch.device(device), "host")
     assert found is not None
@@ -480,6 +561,20 @@ def test_results_are_ready_on_the_stream_of_the_caller() -> None:
 
 
 @pytest.mark.gpu
+def test_cuda_without_an_index_is_the_device_of_now() -> None:
+    """Another thread may have another current device."""
+    seen = []
+
+    class Mine(Rows):
+        def prepare_encoder_cudagraph_capture_inputs(self, *args: Any) -> Any:
+            seen.append(args[3])
+            return super().prepare_encoder_cudagraph_capture_inputs(*args)
+
+    manager(Mine(), "cuda", token_budgets=[8])
+    assert seen == [torch.device("cuda", torch.cuda.current_device())]
+
+
+@pytest.mark.gpu
 def test_a_call_on_another_stream_waits_before_it_writes_the_buffers() -> None:
     model = patches("cuda")
     made = manager(model, "cuda", token_budgets=[16])
@@ -506,6 +601,36 @@ def test_inside_of_a_capture_of_others_nothing_is_replayed() -> None:
     capture.replay()
     close(found[0], model.linear(call["x"]).tanh())
     assert made.statistics.reasons() == {Reason.INSIDE_CAPTURE: 1}
+
+
+def test_nothing_made_inside_of_a_capture_of_others_is_kept() -> None:
+    """It would lie in the memory of that capture, and hold what nobody wrote."""
+    model = Rows()
+    made = manager(model, captured=False)
+    call = rows(3)
+    with cgcompile.BreakableCUDAGraphCapture(device="cpu"), torch.inference_mode():
+        made.execute(call)
+    assert made._graphs.input_bytes == 0
+    inside = pytest.raises(CaptureError, match="capture of encoder graphs")
+    with cgcompile.BreakableCUDAGraphCapture(device="cpu"), inside:
+        made.capture()
+    assert made._graphs.input_bytes == 0
+    made.capture()
+    check(made, model, call)
+    inside = pytest.raises(CaptureError, match="inside of a capture")
+    with cgcompile.BreakableCUDAGraphCapture(device="cpu"), inside:
+        made.clear()
+    check(made, model, call)
+    assert counts(made) == (2, 1)  # the graphs are still there
+
+
+def test_no_buffer_is_made_again_after_clear() -> None:
+    model = Rows()
+    made = manager(model)
+    assert made._graphs.input_bytes == sum(BUDGETS) * C * 4
+    made.clear()
+    check(made, model, rows(3, 0))
+    assert made._graphs.input_bytes == 0
 
 
 def test_inference_mode() -> None:

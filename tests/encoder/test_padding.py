@@ -126,12 +126,16 @@ def test_a_padding_logic_replaces_the_rule() -> None:
 def test_a_padding_logic_of_a_wrong_shape(logic: Any, words: str) -> None:
     model = Rows(padding_logics={"x": lambda dst, src: _right(dst, src)})
     made = manager(model)
+    right = made.config.padding_logics["x"]
     made.config.padding_logics["x"] = logic  # type: ignore[index]
     inputs = staged({"x": torch.zeros(4)}, padding_logics={"x": logic})
     with pytest.raises(EncoderBufferError, match=words):
         write(inputs, x=torch.ones(3))
     with pytest.raises(EncoderBufferError, match="padding logic"):
         made.execute(rows(3))
+    made.config.padding_logics["x"] = right  # type: ignore[index]
+    check(made, model, rows(3))  # the next good call works
+    assert made.statistics.hits == 1
 
 
 def _right(dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -240,6 +244,22 @@ def test_zeroed_offsets_let_nan_through_and_declared_ones_do_not(device: str) ->
         made = manager(model, device)
         poisoned(made)
         assert bool(made.execute(call)[0].isfinite().all()) is finite
+
+
+@pytest.mark.parametrize("offsets", [[0, 0, 0], [0, 4, 2], []])
+def test_offsets_that_do_not_end_at_the_rows_are_refused(offsets: list[int]) -> None:
+    """Else they would fall back at every replay, silently."""
+
+    class Mine(Rows):
+        def prepare_encoder_cudagraph_capture_inputs(self, *args: Any) -> Any:
+            found = super().prepare_encoder_cudagraph_capture_inputs(*args)
+            found.values["starts"] = torch.tensor(offsets, dtype=torch.int32)
+            return found
+
+    made = manager(Mine(buffer_keys=["x", "starts"], offset_keys=["starts"]), captured=False)
+    last = offsets[-1] if offsets else None
+    with pytest.raises(EncoderBufferError, match=rf"'starts'.*its last entry is {last}"):
+        made.capture()
 
 
 def test_kept_keys_are_counted() -> None:

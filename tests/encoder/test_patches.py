@@ -8,7 +8,7 @@ from encoder_support import TABLES, C, H, Tower, check, close, images, manager, 
 
 from cgcompile.encoder import EncoderItemSpec, PatchEncoder, PatchOffsets, PatchTable
 from cgcompile.encoder.patches import frame_offsets
-from cgcompile.errors import ConfigError
+from cgcompile.errors import ConfigError, EncoderItemError
 from cgcompile.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("earlier_is_frozen")
@@ -190,6 +190,34 @@ def test_an_eager_of_ones_own() -> None:
     found = manager(model).execute(images((30, 30)))
     assert torch.equal(found[0], torch.full((225, H), 3.0))
     assert seen == [[(1, 30, 30)]]
+
+
+@pytest.mark.parametrize("rows", [9, 20])
+@pytest.mark.parametrize("captured", [True, False])
+def test_patches_that_are_not_those_of_the_grids_are_refused(rows: int, captured: bool) -> None:
+    """Padding would hide what is missing, and the budget what is too much."""
+    made = manager(patches(), captured=captured)
+    call = {**images((4, 4)), "pixel_values": torch.randn(rows, C)}
+    with pytest.raises(EncoderItemError, match=rf"{rows} rows.*'image_grid_thw' have 16 patches"):
+        made.execute(call)
+    with pytest.raises(EncoderItemError, match="16 patches"):
+        patches().select_encoder_cudagraph_items(call, [0])
+    check(made, patches(), images((4, 4)))
+
+
+def test_a_forward_without_weights_runs_where_the_patches_are(device: str) -> None:
+    def forward(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (buffers["pixel_values"] * buffers["scale"])[buffers["cells"]].flatten(1)
+
+    model = PatchEncoder(
+        forward, merge_size=2, in_features=C, out_hidden_size=4 * C, tables=TABLES, offsets={}
+    )
+    made = manager(model, device, captured=False)
+    call = images((4, 4), device=device)
+    found = made.execute(call)  # tables are made on the CPU
+    assert found[0].device.type == device
+    made.capture()
+    close(made.execute(call), found)
 
 
 def test_other_names_of_inputs() -> None:

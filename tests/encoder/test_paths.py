@@ -58,6 +58,19 @@ def test_both_paths_replay(device: str) -> None:
     assert made.statistics.tokens("local")[0] == 6 * model.LOCAL
 
 
+def test_calibration_of_a_path_without_graphs() -> None:
+    class HalfRefused(DualPath):
+        def encoder_cudagraph_forward(self, inputs: dict[str, torch.Tensor], **more: Any) -> Any:
+            if more["path"] == "local":
+                inputs["x"].sum().item()
+            return super().encoder_cudagraph_forward(inputs, **more)
+
+    model = HalfRefused()
+    made = manager(model, token_budgets=None, calibrate=True, captured=False)
+    assert len(made.capture().missing) == 4
+    check_dual(made, model, dual(2, 0))
+
+
 def test_an_item_without_local_patches_skips_that_graph(device: str) -> None:
     model = DualPath(device)
     made = manager(model, device, token_budgets=None)
@@ -183,5 +196,17 @@ def test_axes(device: str) -> None:
     call = rows(3, device=device, frames=[5])  # more than any graph has
     close(made.execute(call)[0], model.linear(call["x"]) * 5)
     assert made.statistics.reasons() == {Reason.UNLISTED_VARIANT: 1}
-    with pytest.raises(EncoderItemError, match="item 0: nothing is said for capture axis 'factor'"):
-        made.execute({**call, "axes": [{}]})
+    said = {**rows(3, 4, device=device, frames=[1, 1]), "axes": [{"factor": 1}, {}]}
+    with pytest.raises(EncoderItemError, match="item 1: nothing is said for capture axis 'factor'"):
+        made.execute(said)
+
+
+def test_an_item_of_no_axis_leaves_the_others_their_graphs() -> None:
+    model = Axes()
+    made = manager(model, token_budgets=[16], max_batch_size=4)
+    call = rows(3, 2, 4, frames=[1, 9, 2])
+    parts = call["x"].split([3, 2, 4])
+    for mine, x, factor in zip(made.execute(call), parts, (2, 9, 2), strict=True):
+        close(mine, model.linear(x) * factor)
+    assert (made.statistics.hits, made.statistics.misses) == (2, 1)
+    assert made.statistics.reasons() == {Reason.UNLISTED_VARIANT: 1}

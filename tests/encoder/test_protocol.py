@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_support import H, Rows, close, images, manager, patches, rows, videos
+from encoder_support import DualPath, H, Rows, close, dual, images, manager, patches, rows, videos
 from torch import nn
 
 from cgcompile.encoder import (
     EncoderCudaGraphConfig,
     EncoderCudaGraphManager,
+    EncoderCudaGraphPathConfig,
     EncoderItemSpec,
     SupportsEncoderCudaGraph,
     supports_encoder_cudagraph,
@@ -89,6 +90,19 @@ def test_the_default_eager_forward_of_the_protocol() -> None:
         model.encoder_eager_forward(call)
     with pytest.raises(EncoderModelError, match="None for 'x'"):
         manager(model, captured=False).execute(call)
+
+
+def test_the_default_eager_forward_tells_one_path_of_another_name() -> None:
+    class Mine(DualPath):
+        encoder_eager_forward = SupportsEncoderCudaGraph.encoder_eager_forward
+
+        def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+            paths = {"global": EncoderCudaGraphPathConfig()}
+            return EncoderCudaGraphConfig(["image"], ["x"], H, paths=paths)
+
+    model, call = Mine(), dual(1)
+    expected = model.towers["global"](call["global"])
+    close(model.encoder_eager_forward(call, path="global"), expected)
 
 
 def test_budgets_need_a_range() -> None:

@@ -1,0 +1,64 @@
+"""Which modules a model's graphs read the weights of: :func:`modules_of`.
+
+Weights are compared before replays. One that nobody finds is never compared, and a graph would go
+on with memory that was freed since.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+
+def modules_of(model: Any) -> list[torch.nn.Module]:
+    """The model, if it is a module; else those that its attributes hold.
+
+    An attribute may be a module, a method of one, a function that has one in its closure or its
+    defaults, a ``functools.partial``, or a container of any of these. What a function finds in
+    globals is not seen.
+    """
+    if isinstance(model, torch.nn.Module):
+        return [model]
+    found: dict[int, torch.nn.Module] = {}  # a tower may be its own forward
+    seen = {id(model)}
+    todo = list(getattr(model, "__dict__", {}).values())
+    while todo:
+        each = todo.pop(0)
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.nn.Module):
+            found[id(each)] = each
+        else:
+            todo += _held(each)
+    return list(found.values())
+
+
+def _held(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if isinstance(value, MethodType):
+        owner = value.__self__
+        held = () if isinstance(owner, torch.nn.Module) else _attributes(owner)
+        return (owner, value.__func__, *held)
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, FunctionType):
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return (*map(_content, value.__closure__ or ()), *defaults)
+    return ()
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    return () if isinstance(value, type) else getattr(value, "__dict__", {}).values()
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty: the function was defined before what it names
+        return None
