@@ -10,10 +10,10 @@ from tqdm import tqdm
 
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
-from cgcompile.errors import AgreementError, ManagerError
+from cgcompile.errors import ManagerError
 from cgcompile.graphs.bulk import BulkCapture, HasCounters, capture_all
 from cgcompile.graphs.capture import capture_postponed, postponed_capture
-from cgcompile.serving.agreement import Agreement
+from cgcompile.serving.agreement import Agreement, together
 
 log = logging.getLogger(__name__)
 
@@ -93,20 +93,15 @@ def capture_set(
                 step(descriptor, "warmup")
         bar.update()
 
-    try:
-        with bar:
-            found = capture_all(
-                run,
-                descriptors,
-                target,
-                settled=settled,
-                warmups=config.num_warmups,
-                strict=config.strict,
-            )
-    except BaseException as error:
-        if agreement is not None and not isinstance(error, AgreementError):
-            agreement.give_up()
-        raise
+    with together(agreement), bar:
+        found = capture_all(
+            run,
+            descriptors,
+            target,
+            settled=settled,
+            warmups=config.num_warmups,
+            strict=config.strict,
+        )
     missing = tuple((each, refused.get(each, why)) for each, why in found.missing)
     found = replace(found, missing=missing)
     if agreement is not None:
