@@ -357,8 +357,8 @@ class AgreementError(CGCompileError, RuntimeError):
     @classmethod
     def gave_up(cls, rank: int) -> "AgreementError":
         return cls(
-            f"rank {rank} raised an exception in its capture.\n"
-            "  Its own message says why; no rank has graphs of this set."
+            f"rank {rank} raised an exception in plan() or in a capture.\n"
+            "  Its own message says why; no rank has the graphs that it was at."
         )
 
     @classmethod

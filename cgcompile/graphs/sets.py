@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -10,7 +11,7 @@ from tqdm import tqdm
 
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
-from cgcompile.errors import AgreementError, ManagerError
+from cgcompile.errors import ManagerError
 from cgcompile.graphs.bulk import BulkCapture, HasCounters, capture_all
 from cgcompile.graphs.capture import capture_postponed, postponed_capture
 
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 class Ranks(Protocol):
     """Processes that capture the same set at the same time."""
 
-    def give_up(self) -> None:
-        """Tell the others that this rank goes no further."""
+    def together(self) -> AbstractContextManager[None]:
+        """Around what all do: one that raises tells the others that it goes no further."""
 
     def without(
         self, planned: list[BatchDescriptor], done: tuple[BatchDescriptor, ...]
@@ -82,20 +83,15 @@ def capture_set(
                 step(descriptor, "warmup")
         bar.update()
 
-    try:
-        with bar:
-            found = capture_all(
-                run,
-                descriptors,
-                target,
-                settled=settled,
-                warmups=config.num_warmups,
-                strict=config.strict,
-            )
-    except BaseException as error:
-        if agreement is not None and not isinstance(error, AgreementError):
-            agreement.give_up()
-        raise
+    with nullcontext() if agreement is None else agreement.together(), bar:
+        found = capture_all(
+            run,
+            descriptors,
+            target,
+            settled=settled,
+            warmups=config.num_warmups,
+            strict=config.strict,
+        )
     missing = tuple((each, refused.get(each, why)) for each, why in found.missing)
     found = replace(found, missing=missing)
     if agreement is not None:

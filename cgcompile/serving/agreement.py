@@ -8,8 +8,8 @@ or none. The rule: every rank takes part in each step, with work or without;
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +96,7 @@ class Agreement:
     ) -> None:
         self.dispatcher = dispatcher
         self._check = check
+        self._nested = 0  # `together` inside of `together`
         self._ranks = Exchange(group)
         self.rank = self._ranks.rank
         plan = [(mode.name, descriptor) for mode, descriptor in dispatcher.plan()]
@@ -137,12 +138,13 @@ class Agreement:
         own = self.dispatcher.dispatch(
             num_tokens, num_reqs, max_query_len, uniform_decode, *variant, *modes
         )
-        reqs = num_tokens if num_reqs is None else num_reqs
+        most = self.dispatcher.limits.max_num_reqs
+        reqs = min(num_tokens, most) if num_reqs is None else num_reqs
         said = _Said(
             num_tokens,
             reqs,
             _MODES.index(own.mode),
-            num_tokens // reqs if uniform_decode and reqs else 0,
+            self._query_len(num_tokens, num_reqs, max_query_len) if uniform_decode else 0,
             max_query_len or 0,
             full,
             piecewise,
@@ -173,7 +175,8 @@ class Agreement:
         if _MODES[least] is FULL and all(row.full for row in rows):
             modes.append(FULL)
         query_len = _single(row.query_len for row in working)
-        reqs = min(max(row.num_reqs for row in working), tokens)
+        # May be more than tokens: a request can have none, and padding must leave a row for it.
+        reqs = max(row.num_reqs for row in working)
         lengths = [row.max_query_len for row in working]
         longest = max(lengths) if all(lengths) else None
         if query_len:
@@ -181,6 +184,13 @@ class Agreement:
         return self.dispatcher.dispatch(
             tokens, reqs, longest, bool(query_len), *variant, valid_modes=modes
         )
+
+    def _query_len(self, num_tokens: int, num_reqs: int | None, max_query_len: int | None) -> int:
+        """Tokens of each request of a uniform batch, as the dispatcher finds them; 0: unknown."""
+        if num_reqs is not None:
+            return num_tokens // num_reqs if num_reqs else 0
+        known = self.dispatcher.query_lens
+        return max_query_len or (known[0] if len(known) == 1 else 0)
 
     def _for_this_rank(self, num_tokens: int, own: Dispatched, agreed: Dispatched) -> Dispatched:
         """What was agreed, with this rank's reason, and if plain with its own tokens."""
@@ -273,10 +283,23 @@ class Agreement:
                         found.setdefault(each, rank)
         return found
 
-    def give_up(self) -> None:
-        """Tell ranks that wait in a capture that this one ends with an exception. Collective."""
-        with suppress(AgreementError):
-            self._ranks.gather(Kind.GAVE_UP)
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks do at the same time: one that raises tells those that wait for it.
+
+        They raise AgreementError. May be nested: others are told once, at the end of the outermost.
+        """
+        self._nested += 1
+        try:
+            yield
+        except BaseException as error:
+            # After an AgreementError the others know, or cannot be told.
+            if self._nested == 1 and not isinstance(error, AgreementError):
+                with suppress(AgreementError):
+                    self._ranks.gather(Kind.GAVE_UP)
+            raise
+        finally:
+            self._nested -= 1
 
     def across(self, num_tokens: int) -> torch.Tensor:
         """What the forward context holds where every rank runs so many tokens: int32 [R]."""
@@ -289,6 +312,11 @@ class Agreement:
         others = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if others:
             raise AgreementError.differs(others[0], _text(rows[others[0]]), _text(rows[0]))
+
+
+def together(agreement: Agreement | None) -> AbstractContextManager[None]:
+    """:meth:`Agreement.together`, or nothing without ranks."""
+    return nullcontext() if agreement is None else agreement.together()
 
 
 def _single(numbers: Iterable[int]) -> int:

@@ -220,6 +220,25 @@ class StaticInputs:
         """Memory of all buffers, in bytes."""
         return sum(each.nbytes for each in self.buffers.values())
 
+    def check(self, values: Mapping[str, torch.Tensor | None], real: tuple[int, int]) -> None:
+        """Raise unless :meth:`stage` would take these values of a batch; write nothing.
+
+        Args:
+            values: by name, as for :meth:`stage`.
+            real: (tokens, requests) of the batch.
+
+        Raises:
+            InputBufferError: an unknown name, a missing one, a wrong shape or dtype, a None that
+                may not be, or more rows than the buffers have.
+        """
+        for name, value in values.items():
+            self._check(name, value, real)
+        for spec in self.specs if len(values) < len(self.specs) else ():
+            if not spec.optional and spec.name not in values:
+                raise InputBufferError.missing(spec.name)
+        if real[0] > self._most[0] or real[1] > self._most[1]:
+            raise InputBufferError.too_large(*real, *self._most)
+
     def stage(
         self,
         values: Mapping[str, torch.Tensor | None],
@@ -256,11 +275,7 @@ class StaticInputs:
             if held is None or held.shared or not isinstance(value, torch.Tensor):
                 continue
             held.shared = held.is_front(value)
-        for name, value in values.items():
-            self._check(name, value, real)
-        for spec in self.specs if len(values) < len(self.specs) else ():
-            if not spec.optional and spec.name not in values:
-                raise InputBufferError.missing(spec.name)
+        self.check(values, real)
         if padded[0] > self._most[0] or padded[1] > self._most[1]:
             raise InputBufferError.too_large(*padded, *self._most)
         if real[0] > padded[0] or real[1] > padded[1]:

@@ -88,7 +88,9 @@ class CapturedGraphs:
         batch: Batch,
         mode: CUDAGraphMode,
         descriptor: BatchDescriptor,
-        falls_back: bool,
+        *,
+        agreed: bool,
+        strict: bool,
     ) -> Any:
         """Run a step on its graph; or capture that, after one warming step.
 
@@ -97,11 +99,12 @@ class CapturedGraphs:
             batch: real rows.
             mode: PIECEWISE or FULL.
             descriptor: of the graph.
-            falls_back: run plain what cannot be captured as a whole, from now on. Ranks that have
-                to agree cannot do so one by one.
+            agreed: ranks have agreed on it.
+            strict: raise what a capture raises. Else what cannot be captured as a whole runs plain
+                from now on; ranks that have to agree cannot do so one by one.
         """
         if self._dispatcher.is_captured(mode, descriptor):
-            if mode is FULL:
+            if mode is FULL and not agreed:  # else they were, before ranks agreed
                 self.check_weights(descriptor)
             return steps.step(batch, mode, descriptor)
         if (mode, descriptor) not in self.warmed:
@@ -112,7 +115,7 @@ class CapturedGraphs:
         try:
             result = steps.step(batch, mode, descriptor)
         except CaptureError as error:
-            if mode is not FULL or not falls_back:
+            if mode is not FULL or strict or agreed:
                 raise
             # Of a whole step nothing has run yet.
             self._dispatcher.refused(mode, descriptor, str(error).splitlines()[0])

@@ -30,10 +30,12 @@ class Fillers:
     def check(self, batch: Batch) -> None:
         """Raise unless the optional inputs of a batch are there as its ``extra`` says.
 
+        A batch without tokens has no graph, and its ``extra`` is not looked at.
+
         Raises:
             ManagerError: one is not.
         """
-        for name, place in self._optional.items():
+        for name, place in self._optional.items() if batch.num_tokens else ():
             if batch.extra[place] is not (batch.inputs.get(name) is not None):
                 raise ManagerError.presence(name, batch.extra[place])
 

@@ -16,16 +16,14 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import AgreementError, BatchError, ManagerError
 from cgcompile.graphs.bulk import BulkCapture
-from cgcompile.graphs.pool import GraphPool
-from cgcompile.reasons import Counters
-from cgcompile.serving.agreement import Agreement
+from cgcompile.serving.agreement import Agreement, together
 from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.captured import CapturedGraphs
 from cgcompile.serving.capturing import capture_set, largest, sets_of
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.fillers import Fillers
-from cgcompile.serving.memory import GraphMemory, MemoryMeter, MemoryPlan, plan_memory
+from cgcompile.serving.memory import MemoryMeter, MemoryPlan, plan_memory
 from cgcompile.serving.questions import Questions
 from cgcompile.serving.statistics import DispatchStatistics
 from cgcompile.serving.stepping import BuildMetadata, StepRunner
@@ -119,7 +117,6 @@ class CudaGraphManager(Questions):
         self._graph_capture = graph_capture
         self._fillers = Fillers(self.inputs, dispatcher)
         self._config = CompilationConfig.resolve(config)
-        self._falls_back = agreement is None and not self._config.strict
         self._backend = handle_of(model) if backend is None else backend
         self._steps = StepRunner(
             model,
@@ -136,21 +133,6 @@ class CudaGraphManager(Questions):
         )
         self.meter = MemoryMeter(self._steps.pool, self._backend, self._steps.outputs)
 
-    @property
-    def bulk(self) -> dict[str, BulkCapture]:
-        """How each set of captures went, by its title."""
-        return dict(self._graphs.bulk)
-
-    @property
-    def counters(self) -> Counters:
-        """What steps with graphs did, FULL ones and others."""
-        return self._steps.counters
-
-    @property
-    def pool(self) -> GraphPool | None:
-        """The memory of FULL graphs, and of pieces of a model that is not compiled."""
-        return self._steps.pool
-
     # -------------------------------------------------------------- capture
 
     def plan(self, within: float = 0.25) -> MemoryPlan:
@@ -164,14 +146,12 @@ class CudaGraphManager(Questions):
 
         Raises:
             ManagerError: a graph is there already.
+            AgreementError: another rank stays away, or raised an exception.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
         self._graphs.refuse_twice(self.dispatcher.plan())
-        return plan_memory(self, within)
-
-    def graph_memory(self) -> GraphMemory:
-        """What the graphs take of the device now, in bytes, measured."""
-        return self.meter.memory()
+        with together(self.agreement):
+            return plan_memory(self, within)
 
     def capture(
         self, max_graph_bytes: int | None = None, histogram: Mapping[int, int] | None = None
@@ -195,17 +175,18 @@ class CudaGraphManager(Questions):
             ManagerError: a graph is there already, FULL has no metadata, or the budget is too small
                 for the largest graphs.
             DispatchError: ``strict``, and a graph could not be captured.
+            AgreementError: another rank stays away, or raised an exception.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
-        planned = self.dispatcher.plan()
+        planned = chosen = self.dispatcher.plan()
         self._graphs.refuse_twice(planned)
-        chosen = planned
-        if max_graph_bytes is not None and self.pool is not None:
-            chosen = choose_graphs(self.plan(), max_graph_bytes, histogram)
-            if self.agreement is not None:  # ranks may have measured other bytes
-                chosen = self.agreement.common(planned, chosen)
-        for title, mode, descriptors in sets_of(chosen):
-            self._capture_set(title, mode, descriptors)
+        with together(self.agreement):
+            if max_graph_bytes is not None and self.pool is not None:
+                chosen = choose_graphs(self.plan(), max_graph_bytes, histogram)
+                if self.agreement is not None:  # ranks may have measured other bytes
+                    chosen = self.agreement.common(planned, chosen)
+            for title, mode, descriptors in sets_of(chosen):
+                self._capture_set(title, mode, descriptors)
         self._graphs.leave_out(chosen, f"max_graph_bytes={max_graph_bytes} has no room for it")
         return self.bulk
 
@@ -215,6 +196,7 @@ class CudaGraphManager(Questions):
         Raises:
             ManagerError: a mode without graphs, a graph that is there, FULL without metadata.
             BatchError: it is not planned; nothing is captured.
+            AgreementError: another rank stays away, or raised an exception.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
         if mode not in (PIECEWISE, FULL):
@@ -222,7 +204,8 @@ class CudaGraphManager(Questions):
         if (mode, descriptor) not in self.dispatcher.plan():
             raise BatchError.not_planned(mode.name, str(descriptor))
         self._graphs.refuse_twice([(mode, descriptor)])
-        self._capture_set(f"Capturing {mode.name}, {descriptor}", mode, [descriptor])
+        with together(self.agreement):
+            self._capture_set(f"Capturing {mode.name}, {descriptor}", mode, [descriptor])
 
     def _capture_set(
         self, title: str, mode: CUDAGraphMode, descriptors: list[BatchDescriptor]
@@ -308,10 +291,13 @@ class CudaGraphManager(Questions):
         With ``agreement`` every rank calls it at each step, one without work with None, or with no
         tokens and a ``state`` for its metadata, which is built for one request without tokens. Such
         a rank runs padding of the agreed size, so that collectives find it. In mode NONE each rank
-        runs its own tokens unpadded, one without work the smallest planned size.
+        runs its own tokens unpadded, one without work the smallest planned size. A batch, weight or
+        restriction that is refused is so before other ranks count on this one: it has not taken
+        part in the step, and may still do so with another batch or None.
 
         Args:
-            batch: real rows.
+            batch: real rows. Without ranks None and a batch with neither tokens nor inputs are no
+                work; one without tokens but with inputs, of no rows, runs plain.
             **restrictions: ``valid_modes`` or ``invalid_modes`` of the dispatcher.
 
         Returns:
@@ -327,7 +313,7 @@ class CudaGraphManager(Questions):
         """
         if self.agreement is not None:
             return self._run_agreed(batch or NO_WORK, restrictions)
-        if batch is None:
+        if batch is None or not (batch.num_tokens or batch.inputs):
             return None
         chosen = self.dispatched(batch, **restrictions)
         self._fillers.check(batch)
@@ -335,9 +321,13 @@ class CudaGraphManager(Questions):
 
     def _run_agreed(self, batch: Batch, restrictions: dict[str, Any]) -> Any:
         assert self.agreement is not None
-        if batch.num_tokens:  # what is wrong with a batch is said before others count on it
-            self.dispatched(batch, **restrictions)
+        # What is wrong with this rank is said before others count on it.
+        own = self.dispatched(batch, **restrictions)
+        if batch.num_tokens:
             self._fillers.check(batch)
+            self.inputs.check(batch.inputs, (batch.num_tokens, batch.num_reqs))
+        if own.mode is FULL or not batch.num_tokens:  # else no rank takes a FULL graph
+            self._graphs.check_weights(own.descriptor)
         agreed = self.agreement.dispatch(**batch.numbers(), **restrictions)
         if not agreed.has_work:
             return None
@@ -357,9 +347,7 @@ class CudaGraphManager(Questions):
             if mode is NONE:
                 result = steps.step(batch, mode, descriptor)
             else:
-                result = steps.hooks.around(
-                    lambda: self._graphs.step(steps, batch, mode, descriptor, self._falls_back)
-                )
+                result = steps.hooks.around(lambda: self._on_graph(batch, mode, descriptor))
         self.statistics.record(batch.num_tokens, chosen)
         return result
 
@@ -391,8 +379,12 @@ class CudaGraphManager(Questions):
             AgreementError: checked, and another rank runs something else.
         """
         descriptor = self._graphs.full(num_tokens, uniform, num_active_loras, extra)
+        self._graphs.check_weights(descriptor)
         if self.agreement is not None:
             self.agreement.check_alone(FULL, descriptor)
             self._steps.across = self.agreement.across(num_tokens)
-        self._graphs.check_weights(descriptor)
         return self._steps.replay(descriptor)
+
+    def _on_graph(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
+        agreed, strict = self.agreement is not None, self._config.strict
+        return self._graphs.step(self._steps, batch, mode, descriptor, agreed=agreed, strict=strict)

@@ -1,9 +1,15 @@
-"""What a user may ask a manager before a step: :class:`Questions`, answered by the dispatcher."""
+"""What a user may ask a manager: :class:`Questions`, answered by the dispatcher and the meters."""
 
 from typing import Any
 
+from cgcompile.graphs.bulk import BulkCapture
+from cgcompile.graphs.pool import GraphPool
 from cgcompile.modes import CUDAGraphMode
+from cgcompile.reasons import Counters
+from cgcompile.serving.captured import CapturedGraphs
 from cgcompile.serving.dispatcher import CudagraphDispatcher
+from cgcompile.serving.memory import GraphMemory, MemoryMeter
+from cgcompile.serving.stepping import StepRunner
 from cgcompile.serving.steps import Batch
 from cgcompile.serving.tables import Dispatched
 
@@ -15,30 +21,79 @@ class Questions:
 
     Attributes:
         dispatcher: which graphs there are to be, and which of them serves a batch.
+        meter: measures what graphs take.
     """
 
     dispatcher: CudagraphDispatcher
+    meter: MemoryMeter
+    _graphs: CapturedGraphs
+    _steps: StepRunner
+
+    @property
+    def bulk(self) -> dict[str, BulkCapture]:
+        """How each set of captures went, by its title."""
+        return dict(self._graphs.bulk)
+
+    @property
+    def counters(self) -> Counters:
+        """What steps with graphs did, FULL ones and others."""
+        return self._steps.counters
+
+    @property
+    def pool(self) -> GraphPool | None:
+        """The memory of FULL graphs, and of pieces of a model that is not compiled."""
+        return self._steps.pool
+
+    def graph_memory(self) -> GraphMemory:
+        """What the graphs take of the device now, in bytes, measured."""
+        return self.meter.memory()
 
     def needs_capture(self) -> bool:
         """Whether any graph is planned."""
         return bool(self.dispatcher.plan())
 
-    def get_cudagraph_size(self, num_tokens: int, uniform_decode: bool = False) -> int | None:
-        """The padded size of the graph that serves so many tokens; None if none does."""
-        found = self.dispatcher.dispatch(num_tokens, uniform_decode=uniform_decode)
+    def get_cudagraph_size(
+        self,
+        num_tokens: int,
+        uniform_decode: bool = False,
+        *,
+        has_lora: bool = False,
+        num_active_loras: int = 0,
+        extra: tuple[Any, ...] = (),
+    ) -> int | None:
+        """The padded size of the graph that serves so many tokens; None if none does.
+
+        Adapters and axes are given as to the dispatcher.
+        """
+        found = self.dispatcher.dispatch(
+            num_tokens,
+            uniform_decode=uniform_decode,
+            has_lora=has_lora,
+            num_active_loras=num_active_loras,
+            extra=extra,
+        )
         return None if found.mode is NONE else found.descriptor.num_tokens
 
     def get_cudagraph_runtime_mode(
-        self, num_reqs: int, num_tokens: int, max_query_len: int
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        *,
+        has_lora: bool = False,
+        num_active_loras: int = 0,
+        extra: tuple[Any, ...] = (),
     ) -> tuple[CUDAGraphMode, int | None]:
         """(runtime mode, padded size) of a batch; (NONE, None) where no graph serves it.
 
         Uniform decode is what has ``max_query_len`` tokens a request, a length that the dispatcher
         has. Prompts of equal length look the same: who knows better asks :meth:`dispatched`.
+        Adapters and axes are given as to the dispatcher.
         """
         uniform = num_tokens == max_query_len * num_reqs
         uniform &= max_query_len in self.dispatcher.query_lens
-        found = self.dispatcher.dispatch(num_tokens, num_reqs, max_query_len, uniform)
+        variant = has_lora, num_active_loras, extra
+        found = self.dispatcher.dispatch(num_tokens, num_reqs, max_query_len, uniform, *variant)
         return (NONE, None) if found.mode is NONE else (found.mode, found.descriptor.num_tokens)
 
     def dispatched(self, batch: Batch, **restrictions: Any) -> Dispatched:

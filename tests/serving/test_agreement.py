@@ -53,6 +53,9 @@ def work(rank: int, ranks: int) -> list[Any]:
     # One rank forbids FULL: none takes it.
     modes = (NONE, PIECEWISE) if rank == 1 else None
     told.append(agreement.dispatch(2, 2, 1, True, valid_modes=modes).dispatched.mode.name)
+    # Requests left out: the dispatcher finds them from the length of the queries.
+    descriptor = agreement.dispatch(8, None, 2, True).dispatched.descriptor
+    told.append((descriptor.num_tokens, descriptor.num_reqs))
     # One rank goes its own way: all are told which, and nobody waits.
     if rank == 2:
         agreement.dispatcher.refused(FULL, BatchDescriptor(2, 2, True), "by this rank alone")
@@ -85,11 +88,15 @@ def test_what_one_rank_forbids(found: list[list[Any]]) -> None:
     assert [each[len(STEPS)] for each in found] == ["PIECEWISE"] * RANKS
 
 
+def test_requests_that_are_left_out(found: list[list[Any]]) -> None:
+    assert [each[len(STEPS) + 1] for each in found] == [(8, 4)] * RANKS
+
+
 def test_the_rank_that_differs_is_named(found: list[list[Any]]) -> None:
     text = "rank 2 is about to run FULL, 4 tokens, uniform; rank 0 FULL, 2 tokens, uniform."
-    assert [each[len(STEPS) + 1] for each in found] == [text] * RANKS
+    assert [each[len(STEPS) + 2] for each in found] == [text] * RANKS
 
 
 def test_other_tables_are_named(found: list[list[Any]]) -> None:
     text = "the dispatchers of ranks 2 plan other graphs than that of rank 0."
-    assert [each[len(STEPS) + 2] for each in found] == [text] * RANKS
+    assert [each[len(STEPS) + 3] for each in found] == [text] * RANKS

@@ -32,7 +32,7 @@ from cgcompile.errors import (
 from cgcompile.reasons import Reason
 from cgcompile.serving.buffers import InputBuffer
 from cgcompile.serving.steps import Batch, GraphHooks, Metadata
-from cgcompile.serving.variants import Axis
+from cgcompile.serving.variants import Axis, LoraCases
 
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 KINDS = ("plain", "compiled")
@@ -122,6 +122,10 @@ def test_optional_inputs_are_part_of_the_key() -> None:
     with pytest.raises(ManagerError, match="expected whether it is given"):
         made.run(replace(with_it, extra=(False,)))
     check(made, with_it)
+    assert made.run(Batch(0, 0, {})) is None  # what it says of the axes does not matter
+    empty = {name: value[:0] for name, value in with_it.inputs.items()}
+    empty["query_start_loc"] = with_it.inputs["query_start_loc"][:1]
+    assert made.run(Batch(0, 0, empty)).shape == (0, D)
 
 
 def test_each_phase_gets_fresh_inputs() -> None:
@@ -244,6 +248,13 @@ def test_which_graph_serves() -> None:
     assert made.get_cudagraph_runtime_mode(1, 3, 3) == (NONE, None)
     assert made.get_cudagraph_runtime_mode(9, 9, 1) == (NONE, None)
     assert (made.get_cudagraph_size(3, True), made.get_cudagraph_size(3)) == (4, None)
+    made = manager(dispatch=dispatcher("FULL", axes=(Axis("a", (1,)),), lora=LoraCases((2,))))
+    made.capture()
+    for more, size in (({"extra": (1,)}, 4), ({"extra": (7,)}, None)):
+        more = {"has_lora": True, "num_active_loras": 1, **more}
+        assert made.get_cudagraph_size(3, **more) == size
+        mode = FULL if size else NONE
+        assert made.get_cudagraph_runtime_mode(1, 3, 3, **more) == (mode, size)
 
 
 @pytest.mark.parametrize("kind", KINDS)

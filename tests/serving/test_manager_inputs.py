@@ -136,6 +136,7 @@ def test_batches_at_the_edges(kind: str, device: str) -> None:
     empty = {name: value[:0] for name, value in batch.inputs.items()}
     nothing = Batch(0, 0, {**empty, "query_start_loc": batch.inputs["query_start_loc"][:1]})
     assert made.run(nothing).shape == (0, D)
+    assert made.run(Batch(0, 0, {})) is None  # no work, and not counted
     assert made.statistics.reasons() == {Reason.OVERSIZE: 2, Reason.EMPTY_BATCH: 1}
     with pytest.raises(BatchError, match="num_reqs = 0"):
         made.run(replace(batch, num_reqs=0))

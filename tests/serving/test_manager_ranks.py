@@ -195,7 +195,7 @@ def test_what_one_rank_cannot_capture_no_rank_has(tmp_path: Path) -> None:
     for _, runs, _ in found:
         # The next larger one serves what the missing one would have.
         assert runs == {("FULL", 3, 8): 2, ("FULL", 7, 8): 1, ("FULL", 1, 1): 1}
-    gave_up = "rank 1 raised an exception in its capture."
+    gave_up = "rank 1 raised an exception in plan() or in a capture."
     assert [each[2] for each in found] == [gave_up, "of one rank alone"]
 
 

@@ -1,0 +1,115 @@
+"""What one rank alone refuses: the others learn of it at once, or have not counted on it."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from manager_support import FULL, Decoder, dispatcher, eager, manager, metadata, requests
+from rank_support import said
+from torch import nn
+
+from cgcompile.errors import AddressChangedError, AgreementError, InputBufferError, ManagerError
+from cgcompile.serving.agreement import Agreement
+from cgcompile.serving.steps import Batch, Metadata
+
+SECONDS = 20.0  # the timeout of the group: nobody waits so long
+
+
+def caught(call: Any) -> str:
+    try:
+        call()
+    except (AddressChangedError, AgreementError, InputBufferError, ManagerError, OSError) as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+class Preparing:
+    """Fails once, in a given phase."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, Exception] = {}
+        self.made: Any = None
+
+    def __call__(self, descriptor: Any, phase: str) -> Batch:
+        if phase in self.errors:
+            raise self.errors.pop(phase)
+        return self.made.dummy_batch(descriptor, phase)
+
+
+def planning(rank: int, ranks: int) -> Any:
+    dispatch, prepare = dispatcher("FULL"), Preparing()
+    made = manager(dispatch=dispatch, agreement=Agreement(dispatch), prepare=prepare)
+    prepare.made = made
+    start = time.monotonic()
+    told = []
+    for phase, error in (("warmup", OSError("no host memory")), ("capture", ManagerError("own"))):
+        if rank == 1:
+            prepare.errors[phase] = error
+        told.append(caught(made.plan))
+    told.append(caught(lambda: made.capture(max_graph_bytes=1 if rank == 1 else 1 << 40))[:33])
+    found = made.capture(max_graph_bytes=1 << 40)  # ranks are in step again
+    return told, time.monotonic() - start, [len(each.captured) for each in found.values()]
+
+
+def test_what_one_rank_refuses_while_it_plans_all_are_told(tmp_path: Path) -> None:
+    found = said(planning, 2, tmp_path, seconds=SECONDS)
+    gave_up = "AgreementError: rank 1 raised an exception in plan() or in a capture."
+    assert found[0][0] == [gave_up, gave_up, gave_up[:33]]
+    errors = ["OSError: no host memory", "ManagerError: own", "ManagerError: max_graph_bytes=1: "]
+    assert found[1][0] == errors
+    assert all(each[1] < SECONDS / 2 for each in found)
+    assert [each[2] for each in found] == [[5]] * 2
+
+
+def stepping(rank: int, ranks: int) -> Any:
+    starts: list[Any] = []
+
+    def building(batch: Batch, descriptor: Any, buffers: dict[str, Any]) -> Metadata:
+        starts.append(buffers["query_start_loc"].tolist())
+        return metadata(batch, descriptor, buffers)
+
+    dispatch = dispatcher("FULL")
+    model = Decoder()
+    made = manager(
+        dispatch=dispatch, model=model, agreement=Agreement(dispatch, check=True), metadata=building
+    )
+    made.capture()
+    told = []
+
+    def check(*lengths: int) -> None:
+        batch = requests(*lengths)
+        expected = eager(model, batch)
+        torch.testing.assert_close(made.run(batch), expected, rtol=1e-5, atol=1e-5)
+
+    # More requests than tokens on one rank: the graph has rows for all of them.
+    steps = len(starts)
+    check(*((1, 0, 1, 0, 1, 1) if rank == 1 else (2,)))
+    told.append((made.dispatched(requests(1, 0, 1, 0, 1, 1))[:2], starts[steps]))
+
+    # Wrong inputs and moved weights: refused before the exchange, so that this rank may come again.
+    batch = requests(3)
+    wrong = {**batch.inputs, "positions": batch.inputs["positions"].int()}
+    weight = model.embed.weight
+    if rank == 1:
+        told.append(caught(lambda: made.run(replace(batch, inputs=wrong))))
+        told.append(caught(lambda: made.run(requests(65))))
+        model.embed.weight = nn.Parameter(weight.detach().clone())
+        told += [caught(lambda given=given: made.run(given)) for given in (batch, None)]
+        told.append(caught(lambda: made.run_fullgraph(4)))
+        model.embed.weight = weight
+    check(3)
+    made.run_fullgraph(4)
+    return told
+
+
+def test_what_one_rank_refuses_at_a_step_no_rank_has_begun(tmp_path: Path) -> None:
+    found = said(stepping, 2, tmp_path, seconds=SECONDS)
+    (chosen, starts), *_ = found[1]
+    mode, descriptor = chosen
+    assert (mode, descriptor.num_tokens, descriptor.num_reqs) == (FULL, 8, 8)  # alone
+    assert starts == [0, 1, 1, 2, 2, 3, 4, 4, 4]
+    assert found[0][0][1] == [0, 2, *[2] * 7]
+    errors = [each.partition(":")[0] for each in found[1][1:]]
+    assert errors == ["InputBufferError"] * 2 + ["AddressChangedError"] * 3
