@@ -119,9 +119,14 @@ def test_the_interval_holds_what_is_measured(device, name, mode, kind) -> None:
     assert (found.outputs > 0) is (mode != "PIECEWISE")
 
 
-@pytest.mark.parametrize("step", [1, 1024, 8192])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["decoder", "perceptron"])
+@pytest.mark.parametrize(
+    ("name", "mode", "step"),
+    [
+        *(("decoder", mode, 8192) for mode in MODES),
+        ("decoder", "FULL_AND_PIECEWISE", 1),
+        *(("perceptron", "FULL_AND_PIECEWISE", step) for step in (1, 1024, 8192)),
+    ],
+)
 def test_memory_of_the_driver_is_in_it(monkeypatch, name, mode, step) -> None:
     FakeDriver(monkeypatch, step)
     assert check(MODELS[name](mode, "plain", "cpu")).driver > 0
@@ -216,8 +221,14 @@ def captured(made: CudaGraphManager) -> list[tuple[str, int]]:
     return [(m.name, d.num_tokens) for m, d in plan if made.dispatcher.is_captured(m, d)]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "share"),
+    [
+        ("PIECEWISE", 0.5),
+        ("FULL", 0.2),
+        *(("FULL_AND_PIECEWISE", share) for share in (0.0, 0.5, 0.9, 1.0)),
+    ],
+)
 def test_a_budget_is_kept(monkeypatch, mode, share) -> None:
     FakeDriver(monkeypatch, 512, of_op=1000)
     made = MODELS["decoder"](mode, "plain", "cpu")
