@@ -291,9 +291,9 @@ class CudaGraphManager(Questions):
         With ``agreement`` every rank calls it at each step, one without work with None, or with no
         tokens and a ``state`` for its metadata, which is built for one request without tokens. Such
         a rank runs padding of the agreed size, so that collectives find it. In mode NONE each rank
-        runs its own tokens unpadded, one without work the smallest planned size. A batch, weight or
-        restriction that is refused is so before other ranks count on this one: it has not taken
-        part in the step, and may still do so with another batch or None.
+        runs its own tokens unpadded, one without work the smallest planned size. A batch that is
+        refused, or a moved weight of FULL graphs, is so before other ranks count on this one: it
+        has not taken part in the step, and may still do so with another batch or None.
 
         Args:
             batch: real rows. Without ranks None and a batch with neither tokens nor inputs are no
