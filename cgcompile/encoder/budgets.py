@@ -101,7 +101,7 @@ def resolve_budgets(
     if max_items is None:
         ladder = generated_budgets(least, most) if given is None else given
         return Budgets(ladder, min(most // least, ladder[0]))
-    items = _checked_number("max_items", max_items, 1)
+    items = checked_number("max_items", max_items, 1)
     if given is None:
         if items > most:
             raise EncoderBudgetError.items_above_range(items, most)
@@ -122,9 +122,9 @@ def resolve_frames(max_items: int, max_frames_per_video: int, given: int | None 
     Raises:
         EncoderBudgetError: a number is out of range.
     """
-    items = _checked_number("max_items", max_items, 1)
-    frames = _checked_number("max_frames_per_video", max_frames_per_video, 0)
-    most = items * frames if given is None else _checked_number("max_frames", given, 0)
+    items = checked_number("max_items", max_items, 1)
+    frames = checked_number("max_frames_per_video", max_frames_per_video, 0)
+    most = items * frames if given is None else checked_number("max_frames", given, 0)
     return most if frames else 0
 
 
@@ -159,8 +159,8 @@ def fitted_budgets(
         SizesError: neither ``count`` nor ``nbytes`` is given, nothing fits in ``nbytes``, or an
             entry of ``observed`` is none.
     """
-    items = _checked_number("max_items", max_items, 1)
-    step = _checked_number("multiple_of", multiple_of, 1)
+    items = checked_number("max_items", max_items, 1)
+    step = checked_number("multiple_of", multiple_of, 1)
     pairs = observed if isinstance(observed, Mapping) else Counter(observed)
     groups: Mapping[int, int] = checked_histogram({n: pairs[n] for n in pairs if n != 0})
     if not groups:
@@ -178,7 +178,12 @@ def fitted_budgets(
     ).sizes
 
 
-def _checked_number(name: str, value: Any, least: int) -> int:
+def checked_number(name: str, value: Any, least: int) -> int:
+    """A whole number of at least ``least``.
+
+    Raises:
+        EncoderBudgetError: it is none.
+    """
     number = whole(value)
     if number is None or number < least:
         raise EncoderBudgetError.number(name, value, least)
