@@ -112,12 +112,13 @@ def resolve_budgets(
 
 
 def resolve_frames(max_items: int, max_frames_per_video: int, given: int | None = None) -> int:
-    """How many frames one replay holds, all its items together; 0 if the model takes no videos.
+    """How many frames one replay holds, all its items together; 0 if graphs are not for videos.
 
     Args:
         max_items: items in one replay.
         max_frames_per_video: of one video; 0 if the model takes none, and the result is 0 then.
-        given: by the user; None for room for ``max_items`` videos of the greatest length.
+        given: by the user; None for room for ``max_items`` videos of the greatest length, 0 for
+            none: graphs have one frame for each item then, as those of images alone.
 
     Raises:
         EncoderBudgetError: a number is out of range.

@@ -48,7 +48,8 @@ class EncoderCudaGraphManager:
         max_batch_size: most items of a replay; at most the least budget, so that a model which
             shares a budget out among its items has a token for each. Left out: inferred.
         max_frames_per_batch: most frames (sequences of attention) of a replay; left out:
-            ``max_batch_size * max_frames_per_video``.
+            ``max_batch_size * max_frames_per_video``. 0: graphs for images, with one frame for each
+            item as of a model without videos; videos of more frames in all run eager.
         settings: what the model infers its range from.
         config: ``capture_device``, ``num_warmups``, ``strict``, ``poison``.
         pool: memory of the graphs, shared with another manager; left out: a pool of its own. Do not
@@ -137,7 +138,7 @@ class EncoderCudaGraphManager:
 
     @property
     def max_frames_per_batch(self) -> int:
-        """Most frames of a replay; 0, of a model without videos: one for each item."""
+        """Most frames of a replay; 0, if graphs are not for videos: one for each item."""
         return self._limits.max_frames
 
     @property
