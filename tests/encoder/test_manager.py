@@ -206,6 +206,14 @@ def test_more_frames_than_a_graph_takes_run_eager(device: str) -> None:
     assert made.statistics.replays == 2  # 3 and 2, then 3
 
 
+def test_one_budget_alone_takes_one_item() -> None:
+    model = Rows()
+    made = manager(model, token_budgets=[16])
+    assert made.max_batch_size == 1
+    check(made, model, rows(3, 4))
+    assert (counts(made), made.statistics.replays) == ((2, 0), 2)
+
+
 def test_no_frames_of_videos_leave_one_for_each_item(device: str) -> None:
     model = patches(device, frames=4)
     made = manager(model, device, max_frames_per_batch=0)
