@@ -83,6 +83,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "EncoderBudgetError.empty": EncoderBudgetError.empty(),
     "EncoderBudgetError.range": EncoderBudgetError.range((0, 64)),
     "EncoderBudgetError.range_order": EncoderBudgetError.range_order(200, 100),
+    "EncoderBudgetError.path_above_range": EncoderBudgetError.path_above_range("global", 272, 256),
     "EncoderBudgetError.items_above_range": EncoderBudgetError.items_above_range(256, 128),
     "EncoderBudgetError.items_above_budget": EncoderBudgetError.items_above_budget(256, 64),
     "EncoderBudgetError.ratio": EncoderBudgetError.ratio(1),
@@ -570,6 +571,8 @@ EncoderBudgetError.range: budget_range = (0, 64); expected the least and the mos
   Both must be positive whole numbers.
 EncoderBudgetError.range_order: budget_range = (200, 100): the least, 200, is above the most, 100.
   Swap them, or raise the most: it is the largest budget that is captured.
+EncoderBudgetError.path_above_range: path 'global': its budgets begin at 272 (min_token_budget), which is above 256, the largest budget of budget_range.
+  Raise the most of get_encoder_cudagraph_budget_range(), lower min_token_budget (with enable_dual_path_graph: global_token_per_image or local_token_per_patch), or give token_budgets=.
 EncoderBudgetError.items_above_range: max_items = 256 is above 128, the largest budget of budget_range.
   Each item needs at least one token of every budget. Lower max_items, or raise the most of budget_range.
 EncoderBudgetError.items_above_budget: max_items = 256; it must be <= the smallest token budget, 64.

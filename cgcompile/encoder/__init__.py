@@ -13,7 +13,6 @@ from cgcompile.encoder.budgets import (
     resolve_frames,
     smallest_budget,
 )
-from cgcompile.encoder.captured import GraphKey
 from cgcompile.encoder.defs import (
     EncoderCaptureAxis,
     EncoderCudaGraphCaptureInputs,
@@ -23,6 +22,7 @@ from cgcompile.encoder.defs import (
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
 )
+from cgcompile.encoder.keys import GraphKey
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
 from cgcompile.encoder.patches import PatchEncoder, PatchOffsets, PatchTable

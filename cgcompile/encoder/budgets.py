@@ -101,7 +101,7 @@ def resolve_budgets(
     if max_items is None:
         ladder = generated_budgets(least, most) if given is None else given
         return Budgets(ladder, min(most // least, ladder[0]))
-    items = _checked_number("max_items", max_items, 1)
+    items = checked_number("max_items", max_items, 1)
     if given is None:
         if items > most:
             raise EncoderBudgetError.items_above_range(items, most)
@@ -112,19 +112,20 @@ def resolve_budgets(
 
 
 def resolve_frames(max_items: int, max_frames_per_video: int, given: int | None = None) -> int:
-    """How many frames one replay holds, all its items together; 0 if the model takes no videos.
+    """How many frames one replay holds, all its items together; 0 if graphs are not for videos.
 
     Args:
         max_items: items in one replay.
         max_frames_per_video: of one video; 0 if the model takes none, and the result is 0 then.
-        given: by the user; None for room for ``max_items`` videos of the greatest length.
+        given: by the user; None for room for ``max_items`` videos of the greatest length, 0 for
+            none: graphs have one frame for each item then, as those of images alone.
 
     Raises:
         EncoderBudgetError: a number is out of range.
     """
-    items = _checked_number("max_items", max_items, 1)
-    frames = _checked_number("max_frames_per_video", max_frames_per_video, 0)
-    most = items * frames if given is None else _checked_number("max_frames", given, 0)
+    items = checked_number("max_items", max_items, 1)
+    frames = checked_number("max_frames_per_video", max_frames_per_video, 0)
+    most = items * frames if given is None else checked_number("max_frames", given, 0)
     return most if frames else 0
 
 
@@ -159,8 +160,8 @@ def fitted_budgets(
         SizesError: neither ``count`` nor ``nbytes`` is given, nothing fits in ``nbytes``, or an
             entry of ``observed`` is none.
     """
-    items = _checked_number("max_items", max_items, 1)
-    step = _checked_number("multiple_of", multiple_of, 1)
+    items = checked_number("max_items", max_items, 1)
+    step = checked_number("multiple_of", multiple_of, 1)
     pairs = observed if isinstance(observed, Mapping) else Counter(observed)
     groups: Mapping[int, int] = checked_histogram({n: pairs[n] for n in pairs if n != 0})
     if not groups:
@@ -178,7 +179,12 @@ def fitted_budgets(
     ).sizes
 
 
-def _checked_number(name: str, value: Any, least: int) -> int:
+def checked_number(name: str, value: Any, least: int) -> int:
+    """A whole number of at least ``least``.
+
+    Raises:
+        EncoderBudgetError: it is none.
+    """
     number = whole(value)
     if number is None or number < least:
         raise EncoderBudgetError.number(name, value, least)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cgcompile.encoder.captured import GraphKey
+from cgcompile.encoder.keys import GraphKey
 from cgcompile.encoder.packing import Costs
 
 _RUNS = 2

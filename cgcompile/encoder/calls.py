@@ -6,13 +6,14 @@ no graph runs eager, under a reason.
 
 from typing import Any
 
-from cgcompile.encoder.captured import EncoderGraphs, GraphKey
+from cgcompile.encoder.captured import EncoderGraphs
 from cgcompile.encoder.defs import (
     DEFAULT,
     GLOBAL,
     EncoderCudaGraphConfig,
     EncoderItemSpec,
 )
+from cgcompile.encoder.keys import GraphKey
 from cgcompile.encoder.limits import Limits
 from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
 from cgcompile.encoder.protocol import CheckedModel

@@ -3,19 +3,21 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.descriptors import BatchDescriptor
 from cgcompile.encoder.defs import DEFAULT, EncoderCudaGraphConfig, EncoderItemSpec
+from cgcompile.encoder.keys import GraphKey
 from cgcompile.encoder.limits import Limits
 from cgcompile.encoder.modules import modules_of
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.results import checked_rows, empty_rows, own_rows
+from cgcompile.encoder.room import Rehearsal, left_out
 from cgcompile.encoder.staging import GraphInputs, check_keys
 from cgcompile.errors import CaptureError, EncoderModelError
 from cgcompile.forward_context import set_forward_context
@@ -36,25 +38,6 @@ FULL = CUDAGraphMode.FULL
 _MANY = 64  # graphs; each costs start-up time and memory
 
 
-class GraphKey(NamedTuple):
-    """What one graph was captured for.
-
-    Attributes:
-        path: its set of graphs.
-        budget: rows of its result.
-        axes: one value for each capture axis.
-    """
-
-    path: str
-    budget: int
-    axes: tuple[int, ...] = ()
-
-    @property
-    def descriptor(self) -> BatchDescriptor:
-        """As the forward context has it."""
-        return BatchDescriptor(self.budget, extra=(self.path, *self.axes))
-
-
 class EncoderGraphs:
     """Captures and replays. Not for several threads at a time.
 
@@ -71,6 +54,7 @@ class EncoderGraphs:
     Attributes:
         pool: the memory of the graphs; None where nothing can be captured.
         kept_keys: how often a replay left a buffer as it was, by key.
+        without_room: what the last capture left out for its bytes, with the reason as text.
     """
 
     def __init__(
@@ -94,6 +78,8 @@ class EncoderGraphs:
         self.pool = pool
         self._wrapper = CUDAGraphWrapper(self._recorded, settings, FULL, pool=pool, name="encoder")
         self._wrapper.closed = True  # but in capture()
+        if pool is not None:
+            pool.add_owner(self)
         self._runs: GraphKey | None = None
         self._modules = modules_of(model.model)
         self._check_weights = check_weights
@@ -103,6 +89,7 @@ class EncoderGraphs:
         self._empty: dict[str, Any] = {}
         self._dtypes: dict[str, dict[str, torch.dtype]] = {}
         self.kept_keys: dict[str, int] = {}
+        self.without_room: dict[GraphKey, str] = {}
         if len(self._descriptors) > _MANY:
             log.warning("%d encoder graphs are planned", len(self._descriptors))
 
@@ -186,12 +173,14 @@ class EncoderGraphs:
         self,
         around: Callable[[], AbstractContextManager[Any]],
         timed: Callable[[GraphKey, Callable[[], Any]], None],
+        max_graph_bytes: int | None = None,
     ) -> BulkCapture:
         """Capture what is planned and has no graph yet.
 
         Args:
-            around: entered around all captures.
+            around: entered around all captures, and before around what is measured.
             timed: called with each captured key and what replays it, in no capture.
+            max_graph_bytes: what ``pool.nbytes`` may come to.
 
         Raises:
             CaptureError: called inside of a capture.
@@ -201,6 +190,9 @@ class EncoderGraphs:
         missing = {each: key for key, each in self._descriptors.items() if not self.has(key)}
         if len(missing) == len(self._descriptors):
             self._weights = []  # the graphs that read them are gone
+        self.without_room = self._left_out(list(missing.values()), around, max_graph_bytes)
+        for key in self.without_room:
+            del missing[self._descriptors[key]]
         for key in missing.values():
             self.inputs(key).check_offsets()
         self._wrapper.closed = False
@@ -221,7 +213,35 @@ class EncoderGraphs:
             self._weights = [WeightsGuard(each) for each in self._modules]
         for key in self.captured():
             timed(key, lambda key=key: self._run(key))  # type: ignore[misc]
-        return found
+        left_out = tuple((self._descriptors[key], why) for key, why in self.without_room.items())
+        return replace(found, missing=found.missing + left_out)
+
+    def _left_out(
+        self,
+        missing: list[GraphKey],
+        around: Callable[[], AbstractContextManager[Any]],
+        max_graph_bytes: int | None,
+    ) -> dict[GraphKey, str]:
+        """What has no room, and why. Nothing of it has buffers afterwards."""
+        if max_graph_bytes is None or self.pool is None or not missing:
+            return {}
+        pool = self.pool
+        with around(), self._uncompiled():
+            return left_out(
+                missing,
+                self.captured(),
+                max_graph_bytes,
+                max_graph_bytes - pool.nbytes,
+                lambda: Rehearsal(pool, self._settings, self._recorded),
+                self._rehearse,
+            )
+
+    def _rehearse(self, key: GraphKey, rehearsal: Rehearsal) -> int:
+        """Capture on other memory what is to be measured; the bytes that its buffers will add."""
+        inputs = self._inputs.get(key) or self._made(key)
+        inputs.check_offsets()
+        rehearsal.run(key.descriptor, lambda: self._run(key, rehearsal.wrapper, inputs))
+        return 0 if key in self._inputs else inputs.nbytes
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
         """What a device asks for around compiled code: the host recorder cannot look into it."""
@@ -248,6 +268,7 @@ class EncoderGraphs:
             self._wrapper.clear_all_graphs()
         self._wrapper.clear_graphs()
         self._inputs.clear()
+        self.without_room = {}
         self._weights = []
 
     # -------------------------------------------------------------- replay
@@ -345,7 +366,12 @@ class EncoderGraphs:
         if path not in self._empty:
             self._empty[path] = empty_rows(result)
 
-    def _run(self, key: GraphKey) -> Any:
+    def _run(
+        self,
+        key: GraphKey,
+        wrapper: CUDAGraphWrapper | None = None,
+        inputs: GraphInputs | None = None,
+    ) -> Any:
         self._runs = key
         with set_forward_context(
             None,
@@ -353,7 +379,7 @@ class EncoderGraphs:
             batch_descriptor=self._descriptors[key],
             num_tokens=key.budget,
         ):
-            return self._wrapper(**self.inputs(key).values)
+            return (wrapper or self._wrapper)(**(inputs or self.inputs(key)).values)
 
     def _recorded(self, **values: torch.Tensor) -> Any:
         """What a graph records. Its key is no argument: flat ones are compared sooner."""

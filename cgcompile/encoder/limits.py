@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from cgcompile.encoder.budgets import Budgets, generated_budgets, resolve_budgets, resolve_frames
 from cgcompile.encoder.defs import EncoderCudaGraphConfig
-from cgcompile.errors import ConfigError
+from cgcompile.errors import ConfigError, EncoderBudgetError
 
 Budgeted = Sequence[int] | Mapping[str, Sequence[int]]
 Range = Callable[[], tuple[int, int]]
@@ -17,7 +17,7 @@ class Limits(NamedTuple):
     Attributes:
         budgets: by path, output tokens, ascending.
         max_items: of one replay; at most the least budget.
-        max_frames: of one replay; 0, of a model without videos: one for each item.
+        max_frames: of one replay; 0, if graphs are not for videos: one for each item.
     """
 
     budgets: Mapping[str, tuple[int, ...]]
@@ -80,10 +80,10 @@ def _inferred(
 ) -> tuple[dict[str, tuple[int, ...]], int]:
     base = resolve_budgets(None, max_items, budget_range=span)
     most = base.budgets[-1]
-    starts = {
-        path: min(each.min_token_budget or base.budgets[0], most)
-        for path, each in config.paths.items()
-    }
+    starts = {path: each.min_token_budget or base.budgets[0] for path, each in config.paths.items()}
+    for path, least in starts.items():
+        if least > most:  # budgets below it would hold no item of this path
+            raise EncoderBudgetError.path_above_range(path, least, most)
     items = base.max_items
     if max_items is None:
         items = min(items, *starts.values())

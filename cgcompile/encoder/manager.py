@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from cgcompile.config import CompilationConfig
+from cgcompile.encoder.budgets import checked_number
 from cgcompile.encoder.calibration import Calibration
 from cgcompile.encoder.calls import EncoderCalls
-from cgcompile.encoder.captured import EncoderGraphs, GraphKey
+from cgcompile.encoder.captured import EncoderGraphs
 from cgcompile.encoder.defs import DEFAULT, EncoderCudaGraphConfig, EncoderItemSpec
+from cgcompile.encoder.keys import GraphKey
 from cgcompile.encoder.limits import Budgeted, resolved_limits
 from cgcompile.encoder.packing import Costs
 from cgcompile.encoder.protocol import CheckedModel
@@ -44,9 +46,12 @@ class EncoderCudaGraphManager:
         token_budgets: output tokens of the graphs, for all paths or by path; left out: doubled from
             the least to the most that ``get_encoder_cudagraph_budget_range(settings)`` says.
         max_batch_size: most items of a replay; at most the least budget, so that a model which
-            shares a budget out among its items has a token for each. Left out: inferred.
+            shares a budget out among its items has a token for each. Left out: the largest
+            budget (or most of the range) divided by the least, at most the least; 1 if there is one
+            budget alone.
         max_frames_per_batch: most frames (sequences of attention) of a replay; left out:
-            ``max_batch_size * max_frames_per_video``.
+            ``max_batch_size * max_frames_per_video``. 0: graphs for images, with one frame for each
+            item as of a model without videos; videos of more frames in all run eager.
         settings: what the model infers its range from.
         config: ``capture_device``, ``num_warmups``, ``strict``, ``poison``.
         pool: memory of the graphs, shared with another manager; left out: a pool of its own. Do not
@@ -135,7 +140,7 @@ class EncoderCudaGraphManager:
 
     @property
     def max_frames_per_batch(self) -> int:
-        """Most frames of a replay; 0, of a model without videos: one for each item."""
+        """Most frames of a replay; 0, if graphs are not for videos: one for each item."""
         return self._limits.max_frames
 
     @property
@@ -190,26 +195,46 @@ class EncoderCudaGraphManager:
         planned = [(path, b) for path, budgets in self._limits.budgets.items() for b in budgets]
         captured = {(key.path, key.budget) for key in self._graphs.captured()}
         lines = [self.statistics.coverage(planned, captured)]
+        for key, why in self._graphs.without_room.items():
+            lines.append(f"{key.path} {key.budget}: {why}")
         lines += [f"kept {key}: {count} times" for key, count in self.kept_keys.items()]
         return "\n".join(lines)
 
     # -------------------------------------------------------------- capture
 
-    def capture(self) -> BulkCapture:
+    def capture(self, max_graph_bytes: int | None = None) -> BulkCapture:
         """Warm up and capture all graphs that are missing, the largest first.
 
         What could not be captured runs eager; its reason is in the result.
 
+        With a budget of bytes, graphs are first captured on memory that is dropped again, and
+        measured there: up to one graph more than the budget is in use meanwhile, and captures take
+        twice the time. Chosen are the largest graph of each path, or none of a path for which that
+        has no room, and then whichever saves the most padding, as long as their buffers and all
+        that was measured down to the smallest of them stay within the budget. It is never
+        exceeded to find out: a pool gives nothing back for one graph.
+
+        Args:
+            max_graph_bytes: most bytes of ``pool.nbytes`` afterwards: memory of the graphs, of
+                the arena, and the buffers of all managers that share the pool. So the second one
+                gets what the first has left; that some of its graphs may lie in memory of the
+                first's is not counted on. Not counted: what the driver keeps of each graph, and
+                scratch of libraries. Left out: no limit.
+
         Returns:
-            How it went.
+            How it went. What has no room is among ``missing``; its items take the next larger
+            budget that is captured, or run eager.
 
         Raises:
+            EncoderBudgetError: ``max_graph_bytes`` is no whole number of at least 0.
             EncoderModelError: what the model made or returned is not of the protocol.
             EncoderBufferError: buffers of other keys, or offsets that do not end at the last row.
             CaptureError: called inside of a capture.
             DispatchError: ``strict``, and a graph could not be captured.
             BaseException: what the model raised in a warm-up.
         """
+        if max_graph_bytes is not None:
+            max_graph_bytes = checked_number("max_graph_bytes", max_graph_bytes, 0)
         calibration = Calibration(self._device)
 
         def timed(key: GraphKey, run: Callable[[], Any]) -> None:
@@ -217,7 +242,7 @@ class EncoderCudaGraphManager:
                 calibration.measure(key, run, lambda: self._graphs.plain(key))
 
         with self._lock, self._mode():
-            found = self._graphs.capture(self._graph_capture, timed)
+            found = self._graphs.capture(self._graph_capture, timed, max_graph_bytes)
             if self._calibrate and calibration.replays:
                 self._calls.costs = calibration.costs(list(self.config.paths))
                 self.statistics.measured(calibration.replays)

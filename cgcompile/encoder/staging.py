@@ -60,8 +60,9 @@ class GraphInputs:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the buffers, in bytes."""
-        return sum(each.nbytes for each in self.values.values())
+        """Memory of the buffers and of what writes them, in bytes."""
+        kept = [*self.values.values(), *self._ends.values(), *self._steps.values()]
+        return sum(each.nbytes for each in kept)
 
     def check_offsets(self) -> None:
         """Raise unless offsets end where their buffer does. Synchronises, so for captures alone.

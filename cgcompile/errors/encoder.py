@@ -213,6 +213,16 @@ class EncoderBudgetError(CGCompileError, ValueError):
         )
 
     @classmethod
+    def path_above_range(cls, path: str, least: int, most: int) -> "EncoderBudgetError":
+        return cls(
+            f"path {path!r}: its budgets begin at {least} (min_token_budget), which is above "
+            f"{most}, the largest budget of budget_range.\n"
+            "  Raise the most of get_encoder_cudagraph_budget_range(), lower min_token_budget "
+            "(with enable_dual_path_graph: global_token_per_image or local_token_per_patch), or "
+            "give token_budgets=."
+        )
+
+    @classmethod
     def items_above_range(cls, max_items: int, most: int) -> "EncoderBudgetError":
         return cls(
             f"max_items = {max_items} is above {most}, the largest budget of budget_range.\n"

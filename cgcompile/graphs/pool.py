@@ -23,6 +23,11 @@ class _HasGraphs(Protocol):
     def lent(self) -> Iterable[torch.Tensor]: ...
 
 
+class _HasBuffers(Protocol):
+    @property
+    def input_bytes(self) -> int: ...
+
+
 class GraphPool:
     """Memory and capture stream of graphs that never run at the same time.
 
@@ -50,6 +55,7 @@ class GraphPool:
         self._parked: list[DeviceGraph] = []
         self._retired: list[Any] = []  # memory of graphs from before a failure
         self._users: weakref.WeakSet[_HasGraphs] = weakref.WeakSet()
+        self._owners: weakref.WeakSet[_HasBuffers] = weakref.WeakSet()
 
     @property
     def memory(self) -> Any:
@@ -68,6 +74,16 @@ class GraphPool:
         """What its graphs hold of the device's pool, and of the pools from before a failure."""
         memories = [*self._retired, *([] if self._memory is None else [self._memory])]
         return sum(map(self.device.pool_bytes, memories), PoolBytes())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that graphs of the pool need: its own, the arena's, and owners' buffers."""
+        buffers = sum(owner.input_bytes for owner in list(self._owners))
+        return self.held.held + self.arena.nbytes + buffers
+
+    def add_owner(self, owner: _HasBuffers) -> None:
+        """Remember, weakly, who has buffers of its own that graphs of the pool read."""
+        self._owners.add(owner)
 
     def add_user(self, user: _HasGraphs) -> None:
         """Remember, weakly, who has graphs here."""

@@ -206,6 +206,25 @@ def test_more_frames_than_a_graph_takes_run_eager(device: str) -> None:
     assert made.statistics.replays == 2  # 3 and 2, then 3
 
 
+def test_one_budget_alone_takes_one_item() -> None:
+    model = Rows()
+    made = manager(model, token_budgets=[16])
+    assert made.max_batch_size == 1
+    check(made, model, rows(3, 4))
+    assert (counts(made), made.statistics.replays) == ((2, 0), 2)
+
+
+def test_no_frames_of_videos_leave_one_for_each_item(device: str) -> None:
+    model = patches(device, frames=4)
+    made = manager(model, device, max_frames_per_batch=0)
+    assert (made.max_frames_per_batch, made.max_batch_size) == (0, 8)
+    check(made, model, images(*[(2, 2)] * 8, device=device))
+    assert (counts(made), made.statistics.replays) == ((8, 0), 1)
+    check(made, model, videos((9, 2, 2), (8, 2, 2), device=device))  # the first has too many
+    assert counts(made) == (9, 1)
+    assert made.statistics.reasons() == {Reason.TOO_MANY_FRAMES: 1}
+
+
 def test_several_outputs_of_an_item(device: str) -> None:
     model = patches(device, deep=True)
     made = manager(model, device)
@@ -395,6 +414,37 @@ def test_calibration(device: str) -> None:
     assert [costs.replay(0, budget) > 0 for budget in BUDGETS] == [True] * 4
     assert costs.eager(0, 64) >= costs.eager(0, 8) > 0
     check(made, model, images((4, 4), (8, 8), device=device))
+
+
+class Timed(Rows):
+    """A clock on which the forward takes 1 ms for each row, and a replay 50 ms."""
+
+    now, took = 0.0, 0.05
+
+    def perf_counter(self) -> float:
+        self.now += self.took
+        self.took = 0.05
+        return self.now
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, torch.Tensor]) -> Any:
+        self.took = len(inputs["x"]) * 1e-3  # replays on the host do not come here
+        return super().encoder_cudagraph_forward(inputs)
+
+
+def test_measured_costs_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = rows(40)  # 40 ms without a graph, or padded to 64 rows
+    model = Timed()
+    monkeypatch.setattr("cgcompile.encoder.calibration.time", model)
+    estimated = manager(model, token_budgets=[16, 64])
+    check(estimated, model, call)
+    assert counts(estimated) == (1, 0)  # by the costs that were given graphs are always cheaper
+    made = manager(model, token_budgets=[16, 64], calibrate=True)
+    assert made.costs.replay(0, 64) == pytest.approx(50)
+    assert made.costs.eager(0, 40) == pytest.approx(40)
+    check(made, model, call)
+    assert made.statistics.reasons() == {Reason.CHEAPER_EAGER: 1}
+    check(made, model, rows(60))
+    assert counts(made) == (1, 1)
 
 
 # ------------------------------------------------------------------ others

@@ -15,7 +15,7 @@ from cgcompile.encoder import (
     EncoderItemSpec,
     GraphKey,
 )
-from cgcompile.errors import EncoderItemError
+from cgcompile.errors import EncoderBudgetError, EncoderItemError
 from cgcompile.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("earlier_is_frozen")
@@ -45,6 +45,20 @@ def test_budgets_of_each_path() -> None:
         "global": [8],
         "local": [8],
     }
+
+
+@pytest.mark.parametrize(("field", "path"), [("GLOBAL", "global"), ("LOCAL", "local")])
+def test_a_path_that_begins_above_the_range_is_named(field: str, path: str) -> None:
+    class Large(DualPath):
+        pass
+
+    setattr(Large, field, 17)  # the range is 4 to 16
+    with pytest.raises(EncoderBudgetError, match=f"path '{path}': its budgets begin at 17.* 16"):
+        manager(Large(), token_budgets=None, captured=False)
+    made = manager(Large(), token_budgets={"global": [32], "local": [32]}, captured=False)
+    assert made.token_budgets == {"global": [32], "local": [32]}
+    setattr(Large, field, 16)
+    assert manager(Large(), token_budgets=None, captured=False).token_budgets[path] == [16]
 
 
 def test_both_paths_replay(device: str) -> None:
