@@ -141,21 +141,23 @@ def run(program: Program, compiler: str, first: int) -> tuple[int, int]:
 
 # A first size of 4 is that of another dimension as well: torch takes the two for one symbol, and
 # compiles again for the next size. After 6 the graph of the first size serves the second one too.
-FIRST = (6, 6, 4)
+# Which one a program gets follows from the program: drawn by chance, 4 was at times hardly drawn.
+def first_size(steps: list[Step]) -> int:
+    return 4 if len(steps) % 3 == 0 else 6
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot"])
 def test_random_programs_equal_eager(compiler: str) -> None:
     totals: Counter[str] = Counter()
 
-    @given(steps=steps, first=st.sampled_from(FIRST))
+    @given(steps=steps)
     @settings(
         max_examples=40,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
-    def random_programs(steps: list[Step], first: int) -> None:
-        program = Program(steps)
+    def random_programs(steps: list[Step]) -> None:
+        program, first = Program(steps), first_size(steps)
         if not contiguous_enough(program, torch.randn(4, 4, D), torch.randn(4, 4, D)):
             return
         captured, eager = run(program, compiler, first)
