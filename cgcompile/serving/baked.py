@@ -15,13 +15,16 @@ from cgcompile.errors import AddressChangedError
 from cgcompile.serving.steps import Metadata
 
 _DEPTH = 3  # of objects in objects: deeper ones are not looked into
+# Modules: their weights are compared elsewhere, and are many.
+_NOT_LOOKED_INTO = (int, float, str, bytes, type, torch.nn.Module)
 
 
 class MetadataGuard:
     """The addresses of the device's tensors in the metadata of one capture.
 
-    Found in tuples, lists, dicts and objects with attributes. Tensors of the host are not looked
-    at, where the device is another: a graph cannot read them.
+    Found in tuples, lists, dicts and objects with attributes, three deep, at each step anew; that
+    synchronises nothing. Tensors of the host are not looked at, where the device is another: a
+    graph cannot read them.
 
     Args:
         metadata: of the capture.
@@ -60,7 +63,7 @@ def _addresses(value: Any, path: str, kind: str, depth: int) -> Iterator[tuple[s
         if value.device.type == kind:
             yield path, value.data_ptr()
         return
-    if not depth or value is None or isinstance(value, (int, float, str, bytes, type)):
+    if not depth or value is None or isinstance(value, _NOT_LOOKED_INTO):
         return
     for name, part in _parts(value):
         yield from _addresses(part, f"{path}{name}", kind, depth - 1)

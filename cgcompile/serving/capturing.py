@@ -8,9 +8,6 @@ from itertools import groupby
 
 from cgcompile.config import CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
-from cgcompile.graphs.sets import capture_set
-
-__all__ = ["Planned", "capture_set", "largest", "sets_of"]
 
 Planned = tuple[CUDAGraphMode, BatchDescriptor]
 

@@ -16,11 +16,12 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import AgreementError, BatchError, ManagerError
 from cgcompile.graphs.bulk import BulkCapture
+from cgcompile.graphs.sets import capture_set
 from cgcompile.serving.agreement import Agreement, together
 from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.captured import CapturedGraphs
-from cgcompile.serving.capturing import capture_set, largest, sets_of
+from cgcompile.serving.capturing import largest, sets_of
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.fillers import Fillers
 from cgcompile.serving.memory import MemoryMeter, MemoryPlan, plan_memory
@@ -307,7 +308,7 @@ class CudaGraphManager(Questions):
         Raises:
             InputBufferError: inputs that do not fit the declarations; nothing ran.
             BatchError: numbers of the batch that contradict each other.
-            AddressChangedError: a weight moved since the capture.
+            AddressChangedError: a weight, or a tensor of metadata, moved since the capture.
             AgreementError: a rank stays away or, checked, goes its own way.
             BaseException: what the model or ``metadata`` raised.
         """

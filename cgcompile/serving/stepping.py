@@ -129,6 +129,8 @@ class StepRunner:
 
         Raises:
             ManagerError: FULL without metadata; or results with other rows than declared.
+            AddressChangedError: metadata of a FULL graph lies elsewhere than at its capture.
+            HostValueChangedError: another autocast mode than at the capture of a FULL graph.
         """
         real = (batch.num_tokens, batch.num_reqs)
         padded = (descriptor.num_tokens, descriptor.num_reqs or batch.num_reqs)
@@ -139,8 +141,9 @@ class StepRunner:
             if mode is FULL and metadata.attn_metadata is None:
                 raise ManagerError.no_metadata(str(descriptor))
         entry = self._entry(descriptor) if mode is FULL else None
-        if entry is not None and descriptor in self._baked:
-            self._baked[descriptor].check(metadata, descriptor)
+        guard = None if entry is None else self._baked.get(descriptor)
+        if guard is not None:
+            guard.check(metadata, descriptor)
         if entry is not None and "inputs_ready" not in metadata.additional:
             return self._rows.replayed(self._replay(entry), padded, real)
         run = self._model if mode is NONE else self.full if mode is FULL else self._pieces
