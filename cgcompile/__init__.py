@@ -39,6 +39,7 @@ from cgcompile.graphs.staging import HostStaging
 from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.observe import Explanation, explain
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudagraphDispatcher, CudaGraphManager, get_cudagraph_sizes
 from cgcompile.tracing.dims import DynamicDim
@@ -71,6 +72,7 @@ __all__ = [
     "EncoderCudaGraphManager",
     "EncoderCudaGraphReplayBuffers",
     "EncoderItemSpec",
+    "Explanation",
     "ForwardContext",
     "GraphSegment",
     "GraphSequence",
@@ -84,6 +86,7 @@ __all__ = [
     "compile",
     "eager_break_during_capture",
     "eager_region",
+    "explain",
     "get_cudagraph_sizes",
     "get_forward_context",
     "is_forward_context_available",

@@ -73,6 +73,12 @@ from cgcompile.compat.dynamo import (
     source_name,
     storage_key,
 )
+from cgcompile.compat.marks import (
+    marked,
+    size_oblivious,
+    without_memory,
+    without_traces_left,
+)
 from cgcompile.compat.modes import (
     DispatchMode,
     any_autocast,
@@ -140,8 +146,6 @@ from cgcompile.compat.tracing import (
     Trace,
     hooks_of,
     is_constant_result,
-    marked,
-    size_oblivious,
     spoken_function,
     trace_call,
     traced_function,

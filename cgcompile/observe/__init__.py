@@ -1,0 +1,9 @@
+"""Looking at a model, at what was compiled of it, and at what its graphs were worth.
+
+Read in this order: ``parts`` and ``explanation`` (the values), ``explain`` (how they are made),
+``report`` (from a split), ``text`` (how they print); ``coverage``. The rule: what is here looks,
+and changes nothing.
+"""
+
+from cgcompile.observe.explain import explain
+from cgcompile.observe.explanation import Explanation
