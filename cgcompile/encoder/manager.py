@@ -30,6 +30,7 @@ from cgcompile.encoder.statistics import EncoderStatistics
 from cgcompile.errors import EncoderModelError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
 
 

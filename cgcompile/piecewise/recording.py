@@ -25,6 +25,7 @@ from cgcompile.graphs.copies import OwnedCopy
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
+from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.calls import Call, call_of, written_inputs
 from cgcompile.piecewise.compilers import Runnable
@@ -46,6 +47,7 @@ class Program:
         boundaries: the registry that it was split by.
         pool: memory and capture stream.
         config: the settings.
+        timeline: what was captured, and when.
     """
 
     split: SplitGraph
@@ -54,6 +56,7 @@ class Program:
     boundaries: Boundaries
     pool: GraphPool
     config: CompilationConfig
+    timeline: Timeline
 
     @cached_property
     def calls(self) -> dict[int, Call]:
@@ -112,6 +115,12 @@ class Batch:
     descriptor: BatchDescriptor
     own_context: bool
     copies: bool
+
+    @property
+    def shown(self) -> BatchDescriptor:
+        """The descriptor without the mark of a synthetic one, for profilers."""
+        own = self.descriptor.extra if self.own_context else ()
+        return self.descriptor._replace(extra=own[1]) if own else self.descriptor
 
 
 class Recording:
