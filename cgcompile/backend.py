@@ -323,7 +323,7 @@ class NamedBackend:
         config = CompilationConfig.resolve(options=options, torch_mode=mode)
         if mode is not None and config.compiler == "inductor":
             tuned = {**compat.inductor_mode_options(mode), **dict(config.inductor_options)}
-            config = replace(config, inductor_options=tuple(tuned.items()))
+            config = CompilationConfig.resolve(config, options={"inductor_options": tuned})
         for handle in self._handles:  # compared, not hashed: settings may hold lists
             if handle.config == config:
                 return handle
