@@ -301,6 +301,7 @@ class CUDAGraphWrapper(Transparent):
             self._pool.poison(compat.tree_tensors((args, kwargs)))
         entry.sequence.replay()
         self.counters.replays += 1
+        entry.tally.replays += 1
         return entry.output
 
     def _plain(

@@ -140,6 +140,8 @@ class Recording:
         starts: until then, where the memory of each of these begins; 0 for what has none.
         sequence: once it is finished, what a replay runs.
         sources: where a replay leaves the values that pieces make, by name, as far as it is known.
+        replays: how often it was replayed.
+        padding: rows of all replays that were padding, as far as callers said.
     """
 
     def __init__(self, program: Program, roles: Roles, batch: Batch, inputs: Sequence[Any]) -> None:
@@ -148,6 +150,7 @@ class Recording:
         self.frame = program.pool.arena.frame()
         self.sequence: GraphSequence
         self.sources: Mapping[str, Any] = {}
+        self.replays = self.padding = 0
         self._program = program
         self._poison = program.config.poison
         own = ForwardContext.synthetic(batch.mode, batch.descriptor)
@@ -242,8 +245,11 @@ class Recording:
             What the graph returns: the caller's own, or without copies views of pool memory.
         """
         self._prepare(inputs)
-        if real is not None and real >= self.batch.descriptor.num_tokens:
-            real = None  # nothing is padded
+        if real is not None:
+            if real < self.batch.descriptor.num_tokens:
+                self.padding += self.batch.descriptor.num_tokens - real
+            else:
+                real = None  # nothing is padded
         slots = self._run(inputs, real)
         if not slots:
             return self._returns.make(slots, inputs)
@@ -271,6 +277,7 @@ class Recording:
             sequence.clear()
 
     def _prepare(self, inputs: Sequence[Any]) -> None:
+        self.replays += 1
         pool = self._program.pool
         pool.follow_stream()
         if self._poison:

@@ -57,7 +57,8 @@ class CudaGraphManager(Questions):
         outputs: what rows of the model's results count: ``"tokens"`` or ``"reqs"``; one for all, or
             one for each tensor of the flattened result.
         backend: the handle of a compiled model; left out: found on the model.
-        config: of the wrappers: splitting ops, ``capture_device``, ``num_warmups``, ``strict``.
+        config: of the wrappers: splitting ops, ``capture_device``, ``num_warmups``; ``strict``:
+            a batch that no graph serves is an error, and said before ranks agree.
         hooks: what others do around graphs.
         graph_capture: a context around each set of captures, such as a communicator's.
         lazily: capture a planned graph when a batch first asks for it, after one warming call; else
@@ -308,6 +309,7 @@ class CudaGraphManager(Questions):
         Raises:
             InputBufferError: inputs that do not fit the declarations; nothing ran.
             BatchError: numbers of the batch that contradict each other.
+            DispatchError: ``strict``, and no graph serves the batch.
             AddressChangedError: a weight, or a tensor of metadata, moved since the capture.
             AgreementError: a rank stays away or, checked, goes its own way.
             BaseException: what the model or ``metadata`` raised.
@@ -316,14 +318,14 @@ class CudaGraphManager(Questions):
             return self._run_agreed(batch or NO_WORK, restrictions)
         if batch is None or not (batch.num_tokens or batch.inputs):
             return None
-        chosen = self.dispatched(batch, **restrictions)
+        chosen = self._allowed(batch, restrictions)
         self._fillers.check(batch)
         return self._run(batch, chosen)
 
     def _run_agreed(self, batch: Batch, restrictions: dict[str, Any]) -> Any:
         assert self.agreement is not None
         # What is wrong with this rank is said before others count on it.
-        own = self.dispatched(batch, **restrictions)
+        own = self._allowed(batch, restrictions)
         if batch.num_tokens:
             self._fillers.check(batch)
             self.inputs.check(batch.inputs, (batch.num_tokens, batch.num_reqs))
@@ -348,7 +350,10 @@ class CudaGraphManager(Questions):
             if mode is NONE:
                 result = steps.step(batch, mode, descriptor)
             else:
-                result = steps.hooks.around(lambda: self._on_graph(batch, mode, descriptor))
+                around = steps.hooks.around
+                result, why = around(lambda: self._on_graph(batch, mode, descriptor))
+                if why is not None:  # it was dispatched to a graph that is not there yet
+                    chosen = Dispatched(NONE, BatchDescriptor(batch.num_tokens), why)
         self.statistics.record(batch.num_tokens, chosen)
         return result
 
