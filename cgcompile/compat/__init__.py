@@ -111,6 +111,7 @@ from cgcompile.compat.operators import (
     written_arguments,
     written_tensors,
 )
+from cgcompile.compat.presence import private_names
 from cgcompile.compat.saved import (
     FUNCTORCH_STATE,
     FUNCTORCH_STATE_WE_LEAVE_ALONE,

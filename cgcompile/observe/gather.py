@@ -16,7 +16,7 @@ from cgcompile.entry import CompiledGraph
 from cgcompile.graphs.host import HostGraph
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.observe.environment import environment
+from cgcompile.observe.environment import versions
 from cgcompile.observe.overview import (
     VERSION,
     Count,
@@ -33,12 +33,6 @@ from cgcompile.observe.targets import recorders_of
 from cgcompile.observe.timeline import timeline
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudaGraphManager
-
-_SHARED = (
-    "All models that torch.compile(backend='cgcompile') compiled with these settings are in this "
-    "report: they share one handle."
-)
-
 
 def report(
     target: Any,
@@ -86,7 +80,7 @@ def report(
         counters=_counters(target, recorders),
         memory=_memory(target, recorders),
         settings=settings_of(config),
-        environment=tuple(Fact(*each) for each in environment().items()),
+        environment=tuple(Fact(*each) for each in versions().items()),
         notes=tuple(_notes(target, recorders)),
     )
     if path is not None:
