@@ -39,7 +39,7 @@ from cgcompile.graphs.staging import HostStaging
 from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.observe import Explanation, explain
+from cgcompile.observe import Coverage, Explanation, coverage, explain
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudagraphDispatcher, CudaGraphManager, get_cudagraph_sizes
 from cgcompile.tracing.dims import DynamicDim
@@ -62,6 +62,7 @@ __all__ = [
     "CompilationMode",
     "CompiledModel",
     "Counters",
+    "Coverage",
     "CudaGraphManager",
     "CudagraphDispatcher",
     "Difference",
@@ -84,6 +85,7 @@ __all__ = [
     "allow_capture",
     "capture_all",
     "compile",
+    "coverage",
     "eager_break_during_capture",
     "eager_region",
     "explain",
