@@ -49,6 +49,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "ConfigError.unknown_torch_mode": ConfigError.unknown_torch_mode("reduce", ("default",)),
     "ConfigError.settings_are_fixed": ConfigError.settings_are_fixed(),
     "ConfigError.not_compiled_here": ConfigError.not_compiled_here("Linear"),
+    "ConfigError.nothing_to_cover": ConfigError.nothing_to_cover("Linear"),
     "ConfigError.unknown_inductor_option": ConfigError.unknown_inductor_option(
         "max_autotun", ("max_autotune",)
     ),
@@ -316,6 +317,8 @@ ConfigError.settings_are_fixed: settings beside a cgcompile.Backend object: the 
   Give them to cgcompile.Backend(...), or use backend='cgcompile' with options.
 ConfigError.not_compiled_here: cgcompile.runtime(): found a Linear; expected a module that torch.compile returned for this backend.
   For a function, keep the object of backend=cgcompile.Backend(...).
+ConfigError.nothing_to_cover: cgcompile.coverage(): found a Linear; expected a compiled model, its handle, a wrapper or a manager.
+  Of a function that torch.compile returned, give the object of backend=cgcompile.Backend(...).
 ConfigError.unknown_inductor_option: inductor_options: this torch has no Inductor setting 'max_autotun'. Did you mean 'max_autotune'?
   The names are those of torch._inductor.config.
 ConfigError.trace_once_needs_guards_dropped: mode DYNAMO_TRACE_ONCE traces once and drops Dynamo's guards, but torch.compile gives a backend no say over guards.

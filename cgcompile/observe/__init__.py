@@ -5,5 +5,6 @@ Read in this order: ``parts`` and ``explanation`` (the values), ``explain`` (how
 and changes nothing.
 """
 
+from cgcompile.observe.coverage import Coverage, coverage
 from cgcompile.observe.explain import explain
 from cgcompile.observe.explanation import Explanation

@@ -245,12 +245,13 @@ class Recording:
             What the graph returns: the caller's own, or without copies views of pool memory.
         """
         self._prepare(inputs)
-        if real is not None:
-            if real < self.batch.descriptor.num_tokens:
-                self.padding += self.batch.descriptor.num_tokens - real
-            else:
-                real = None  # nothing is padded
+        padding = 0 if real is None else self.batch.descriptor.num_tokens - real
+        if padding <= 0:
+            real = None  # nothing is padded
         slots = self._run(inputs, real)
+        self.replays += 1
+        if padding > 0:
+            self.padding += padding
         if not slots:
             return self._returns.make(slots, inputs)
         try:
@@ -272,12 +273,13 @@ class Recording:
             return sequence.watch(inputs, real, lambda place: after(place, sequence.slots))
 
         try:
-            return self._returns.make(self.in_context(run)(), inputs)
+            result = self._returns.make(self.in_context(run)(), inputs)
         finally:
             sequence.clear()
+        self.replays += 1
+        return result
 
     def _prepare(self, inputs: Sequence[Any]) -> None:
-        self.replays += 1
         pool = self._program.pool
         pool.follow_stream()
         if self._poison:

@@ -68,11 +68,6 @@ class _Graph:
         self.sizes: dict[int, int] = {}  # steps by real tokens
         self.overflow = 0  # steps of sizes that found no room there
 
-    @property
-    def waste(self) -> float:
-        """The share of rows that were padding."""
-        return 1 - self.real / self.ran if self.ran else 0.0
-
 
 class _Loss:
     """Steps with one reason: how many, of which sizes, and the last detail."""
