@@ -152,6 +152,11 @@ class EncoderCudaGraphManager:
         return self._graphs.pool
 
     @property
+    def wrapper(self) -> CUDAGraphWrapper:
+        """What captures and replays its graphs."""
+        return self._graphs.wrapper
+
+    @property
     def counters(self) -> Counters:
         """What the graphs did."""
         return self._graphs.counters

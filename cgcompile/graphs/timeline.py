@@ -89,11 +89,25 @@ class Timeline:
 
     @contextmanager
     def capture(
-        self, pool: GraphPool, name: str, mode: CUDAGraphMode, batch: BatchDescriptor
+        self,
+        pool: GraphPool,
+        name: str,
+        mode: CUDAGraphMode,
+        batch: BatchDescriptor,
+        before: int | None = None,
     ) -> Iterator[Outcome]:
-        """Around one capture and the execution that it is; what is raised inside is noted."""
+        """Around one capture and the execution that it is; what is raised inside is noted.
+
+        Args:
+            pool: where memory comes from.
+            name: of what is captured.
+            mode: PIECEWISE or FULL.
+            batch: what it is captured for.
+            before: ``pool.reserved`` before anything was made for it; now, if left out.
+        """
         outcome = Outcome()
-        start, before, begun = time.time(), pool.reserved, time.perf_counter()
+        before = pool.reserved if before is None else before
+        start, begun = time.time(), time.perf_counter()
         try:
             yield outcome
         except BaseException as error:

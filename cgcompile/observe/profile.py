@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.ranges import observing
+from cgcompile.graphs.ranges import Observed, observing
 from cgcompile.graphs.sequence import EagerSegment, GraphSequence
 from cgcompile.observe.targets import sequences_of
 
@@ -83,8 +84,9 @@ class Profile:
     # -------------------------------------------------------------- measuring
 
     @contextmanager
-    def around(self, sequence: GraphSequence, place: int | None) -> Iterator[None]:
+    def around(self, sequence: Observed, place: int | None) -> Iterator[None]:
         """See :class:`cgcompile.graphs.ranges.Observer`."""
+        assert isinstance(sequence, GraphSequence)
         times = self._known.get(sequence) or self._begun(sequence)
         if times is None:
             yield
@@ -115,7 +117,7 @@ class Profile:
         for times in self._times:
             for marks in times.marks:
                 marks[-1].synchronize()
-                for place, (begin, end) in enumerate(zip(marks, marks[1:], strict=False)):
+                for place, (begin, end) in enumerate(pairwise(marks)):
                     times.device[place].append(begin.elapsed_time(end))
             times.marks.clear()
 

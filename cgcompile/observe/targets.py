@@ -20,11 +20,12 @@ def recorders_of(target: Any) -> list[CompiledGraph | CUDAGraphWrapper]:
     """
     if isinstance(target, CompiledGraph | CUDAGraphWrapper):
         return [target]
+    if isinstance(target, CudaGraphManager):
+        compiled = [] if target.backend is None else recorders_of(target.backend)
+        return [*target.wrappers, *compiled]
     handle = target if isinstance(target, Backend) else handle_of(target)
     if handle is not None:
         return [*handle.graphs, *handle.wrappers]
-    if isinstance(target, CudaGraphManager):
-        return recorders_of(target.model)
     wrapper = getattr(target, "wrapper", None)
     if isinstance(wrapper, CUDAGraphWrapper):
         return [wrapper]

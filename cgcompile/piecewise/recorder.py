@@ -71,9 +71,10 @@ def record(
         DispatchError: ``strict``, and the step is not recorded after all.
         BaseException: what the step raised when it ran plain, unchanged; nothing is kept then.
     """
-    batch = recording.batch
-    with program.timeline.capture(program.pool, full.name, batch.mode, batch.descriptor) as found:
-        if batch.mode is CUDAGraphMode.FULL:
+    mode, batch = recording.batch.mode, recording.batch.shown
+    timed = program.timeline.capture(program.pool, full.name, mode, batch, recording.reserved)
+    with timed as found:
+        if mode is CUDAGraphMode.FULL:
             outcome = _record_full(program, full, recording, inputs)
         else:
             outcome = _record_pieces(program, wrappers, recording, inputs)
@@ -118,6 +119,7 @@ def _record_full(
         return Outcome(None, _why(program, error, "the step", ""), False, None)
     if captured is None:
         return Outcome(None, Why(Reason.GRADIENTS, "a result requires grad"), False, None)
+    captured.entry.sequence.batch = str(recording.batch.shown)
     result = captured.run()
     full.keep(captured.entry)
     fixed = {*recording.starts, *map(address, tensors(result))} - {0}

@@ -118,9 +118,12 @@ class Batch:
 
     @property
     def shown(self) -> BatchDescriptor:
-        """The descriptor without the mark of a synthetic one, for profilers."""
-        own = self.descriptor.extra if self.own_context else ()
-        return self.descriptor._replace(extra=own[1]) if own else self.descriptor
+        """The descriptor as people read it: a synthetic one without its mark."""
+        if not self.own_context:
+            return self.descriptor
+        _, sizes = self.descriptor.extra
+        alone = sizes == (self.descriptor.num_tokens,)  # says it twice
+        return self.descriptor._replace(extra=() if alone else sizes)
 
 
 class Recording:
@@ -138,6 +141,7 @@ class Recording:
         frame: where its bridges and copies of inputs take memory.
         given: until it is finished, ``inputs`` with buffers in place of what is copied.
         starts: until then, where the memory of each of these begins; 0 for what has none.
+        reserved: bytes of the pool before buffers for it were made; see ``GraphPool.reserved``.
         sequence: once it is finished, what a replay runs.
         sources: where a replay leaves the values that pieces make, by name, as far as it is known.
         replays: how often it was replayed.
@@ -147,6 +151,7 @@ class Recording:
     def __init__(self, program: Program, roles: Roles, batch: Batch, inputs: Sequence[Any]) -> None:
         self.batch = batch
         self.roles = roles
+        self.reserved = program.pool.reserved
         self.frame = program.pool.arena.frame()
         self.sequence: GraphSequence
         self.sources: Mapping[str, Any] = {}
