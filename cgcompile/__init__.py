@@ -39,6 +39,8 @@ from cgcompile.graphs.staging import HostStaging
 from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.observe.diagnosis import Diagnosis
+from cgcompile.observe.doctor import doctor
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudagraphDispatcher, CudaGraphManager, get_cudagraph_sizes
 from cgcompile.tracing.dims import DynamicDim
@@ -63,6 +65,7 @@ __all__ = [
     "Counters",
     "CudaGraphManager",
     "CudagraphDispatcher",
+    "Diagnosis",
     "Difference",
     "DynamicDim",
     "EagerSegment",
@@ -82,6 +85,7 @@ __all__ = [
     "allow_capture",
     "capture_all",
     "compile",
+    "doctor",
     "eager_break_during_capture",
     "eager_region",
     "get_cudagraph_sizes",
