@@ -28,7 +28,7 @@ def found(
     line = marked_line(code, marker)
     alike = [e for e in diagnosis.of_kind(kind) if e.source is not None and e.source.line == line]
     assert len(alike) == 1, f"{kind} in line {line}:\n{diagnosis}"
-    assert alike[0].source.file == inspect.getsourcefile(code)
+    assert alike[0].source.file == inspect.getsourcefile(inspect.unwrap(code))
     assert alike[0].source.code.endswith(f"# <{marker}>")
     assert alike[0].fix
     return alike[0]

@@ -12,10 +12,11 @@ from cgcompile import compat
 aten = torch.ops.aten
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
 _MASKS = (torch.bool, torch.uint8)
-_WRITE_UNDECLARED = {
-    aten.native_batch_norm,
-    aten._batch_norm_impl_index,
-}  # their running statistics
+# Their running statistics. Inference mode shows the composite ones whole.
+_WRITE_UNDECLARED = {aten.native_batch_norm, aten._batch_norm_impl_index, aten.batch_norm}
+_WRITE_UNDECLARED |= {aten.instance_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
+_WRITE_UNDECLARED |= {aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts}
+_WRITE_UNDECLARED |= {aten.batch_norm_update_stats}
 # Composite ops that inference mode shows whole, and whose bodies read: torch tags the bodies alone.
 _READ_INSIDE = {aten.is_nonzero}
 _COUNT_INSIDE = {aten.nonzero_numpy}

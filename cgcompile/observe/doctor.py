@@ -7,6 +7,7 @@ recorder (``graphs/host_rules.py``) and of the registry of boundaries. Read on i
 """
 
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ class _Examination:
             weights,
             device.stream_key if device is not None else _one_stream,
         )
-        self._watch = Watch(self._case)
+        self._ran: list[set[CodeType]] = []  # of each call
 
     def run(self, *, compare: bool) -> Diagnosis:
         """Look at the arguments, run the model twice, compare, and put everything back."""
@@ -162,8 +163,10 @@ class _Examination:
 
     def _runs(self, call: Call) -> bool:
         """Run the model; an error of its own is a finding."""
+        watch = Watch(self._case)
+        self._ran.append(watch.ran)
         try:
-            with self._watch:
+            with watch:
                 _call(self._model, call)
         except Exception as error:
             line = raised_at(error, _call.__code__)
@@ -179,14 +182,14 @@ class _Examination:
         each_call = {change.place[1:] for change in changes(between, after)}
         for change in changes(between, after):
             kind, text = _what_changed(change)
-            self._add(kind, text, change)
+            self._add(kind, text, change, self._ran[-1])
         for change in changes(self._before, between):
             place = change.place
             if place[1:] not in each_call and place.path.startswith("self.") and place.attribute:
-                self._add("lazy_attribute", "the first call sets it", change)
+                self._add("lazy_attribute", "the first call sets it", change, self._ran[0])
 
-    def _add(self, kind: str, text: str, change: Change) -> None:
-        line = store_line(change.place, self._watch.ran) or forward_line(self._model)
+    def _add(self, kind: str, text: str, change: Change, ran: set[CodeType]) -> None:
+        line = store_line(change.place, ran) or forward_line(self._model)
         self._notes.add(kind, change.place.path, text, line)
 
 

@@ -11,6 +11,9 @@ from cgcompile.observe.findings import Finding
 from cgcompile.passes.lines import Line, running_line
 
 
+_GUARDED = "the function asks whether it is traced or captured, and may leave it out then"
+
+
 class Notes:
     """Collects findings; the same one from the same line is counted, not repeated.
 
@@ -21,11 +24,13 @@ class Notes:
     Attributes:
         way: as given.
         closed: collect nothing any more; may be set.
+        guarded: (file, function) of code that asks whether it is traced or captured.
     """
 
     def __init__(self, way: Way, until: CodeType) -> None:
         self.way = way
         self.closed = False
+        self.guarded: set[tuple[str, str]] = set()
         self._until = until
         self._quiet = 0
         self._found: dict[tuple[object, ...], Finding] = {}
@@ -56,9 +61,16 @@ class Notes:
         return running_line(sys._getframe(1), self._until)
 
     def here(self, kind: str, op: str, message: str, *, severity: str | None = None) -> None:
-        """A finding about what runs now."""
-        if self.listens:
-            self.add(kind, op, message, self.line(), severity=severity)
+        """A finding about what runs now.
+
+        Only a note, where the code asks whether it is traced or captured: it may not do so then.
+        """
+        if not self.listens:
+            return
+        line = self.line()
+        if line is not None and (line.file, line.function) in self.guarded:
+            message, severity = f"{message}; {_GUARDED}", "note"
+        self.add(kind, op, message, line, severity=severity)
 
     def add(
         self,

@@ -26,6 +26,7 @@ from cgcompile.observe.attention import WrittenOut, is_attention_name, resembles
 from cgcompile.observe.memory import Memory
 from cgcompile.observe.notes import Notes
 from cgcompile.passes.capturable import takes_python_data, why_no_collective, why_not_on
+from cgcompile.passes.lines import is_users_file
 from cgcompile.passes.nodes import short_name
 
 _CPU = torch.device("cpu")
@@ -285,6 +286,11 @@ class PythonCalls:
             _code(torch.cuda.Event.synchronize): "torch.cuda.Event.synchronize",
             _code(torch.accelerator.synchronize): "torch.accelerator.synchronize",
         }
+        self._asks = {
+            _code(torch.compiler.is_compiling),
+            _code(torch.compiler.is_dynamo_compiling),
+            _code(torch.cuda.is_current_stream_capturing),
+        }
         self._reads = {_code(get_forward_context), _code(is_forward_context_available)}
         self._break = _code(eager_break_during_capture(operator.neg))
         self._region = _code(eager_region)
@@ -305,7 +311,7 @@ class PythonCalls:
         if event == "call":
             self._called(frame)
         elif event == "return":
-            self._returned(frame.f_code, what)
+            self._returned(frame, what)
         elif event == "c_call" and is_attention_name(getattr(what, "__name__", "")):
             top = str(getattr(what, "__module__", None) or "torch").partition(".")[0]
             if top not in ("torch", "builtins"):
@@ -318,6 +324,8 @@ class PythonCalls:
         if code in self._waits:
             name = self._waits[code]
             notes.here("synchronize", name, f"{name}() makes the host wait for the device")
+        elif code in self._asks:
+            self._guard(frame.f_back)
         elif code in self._reads:
             text = f"{code.co_name}() outside of a splitting op: a graph keeps this step's context"
             notes.here("context_read", code.co_name, text)
@@ -327,7 +335,15 @@ class PythonCalls:
             self._regions = [r for r in self._regions if r is not frame.f_locals["self"]]
             notes.hush(-1)
 
-    def _returned(self, code: CodeType, what: Any) -> None:
+    def _guard(self, asker: FrameType | None) -> None:
+        """A frame has got an answer to whether it is traced or captured."""
+        if asker is not None and is_users_file(asker.f_code.co_filename):
+            self.notes.guarded.add((asker.f_code.co_filename, asker.f_code.co_name))
+
+    def _returned(self, frame: FrameType, what: Any) -> None:
+        code = frame.f_code
+        if isinstance(what, bool) and (code.co_filename, code.co_name) in self.notes.guarded:
+            self._guard(frame.f_back)  # a predicate that passes the answer on
         if code is self._break and self.notes.way is Way.UNTRACED:
             self.notes.hush(-1)
         elif code is self._region and self.notes.way is not Way.UNTRACED:

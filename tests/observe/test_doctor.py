@@ -45,7 +45,7 @@ def test_host_reads(device: str, marker: str) -> None:
 def test_print(capsys) -> None:
     class Prints(nn.Module):
         def forward(self, x):
-            print(x)  # <print>
+            print(x)  # noqa: T201  # <print>
             return x.relu()
 
     diagnosis = examine(Prints(), torch.randn(3))
