@@ -42,6 +42,8 @@ from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe import Coverage, Explanation, coverage, explain
+from cgcompile.observe.diagnosis import Diagnosis
+from cgcompile.observe.doctor import doctor
 from cgcompile.observe.profile import Profile, profile
 from cgcompile.observe.timeline import timeline
 from cgcompile.reasons import Counters, Reason
@@ -70,6 +72,7 @@ __all__ = [
     "Coverage",
     "CudaGraphManager",
     "CudagraphDispatcher",
+    "Diagnosis",
     "Difference",
     "DynamicDim",
     "EagerSegment",
@@ -92,6 +95,7 @@ __all__ = [
     "capture_all",
     "compile",
     "coverage",
+    "doctor",
     "eager_break_during_capture",
     "eager_region",
     "explain",

@@ -33,6 +33,8 @@ import torch
 from cgcompile import compat
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.host_pool import HostPool, nowhere
+from cgcompile.graphs.host_rules import refusal
+from cgcompile.graphs.host_rules import written as write_targets
 from cgcompile.graphs.usage import PoolBytes
 
 _active = threading.local()  # .graph: the one that records in this thread; CUDA keeps the same
@@ -40,12 +42,6 @@ _active = threading.local()  # .graph: the one that records in this thread; CUDA
 aten = torch.ops.aten
 _ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted}
 _ALLOCATIONS |= {aten.new_empty, aten.new_empty_strided}
-_INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
-_MASKS = (torch.bool, torch.uint8)
-_WRITE_UNDECLARED = {
-    aten.native_batch_norm,
-    aten._batch_norm_impl_index,
-}  # their running statistics
 
 
 @dataclass
@@ -203,7 +199,9 @@ class _Recorder(compat.DispatchMode):
         if kernel is not None:
             with self:  # the ops in its body are recorded, not the call
                 return kernel(*args, **kwargs)
-        self._refuse_host_reads(func, args, kwargs)
+        refused = refusal(func, args, kwargs)
+        if refused is not None:
+            self._refuse(refused.what)
         return self._op(func, args, kwargs)
 
     # -------------------------------------------------------------- one call
@@ -217,7 +215,7 @@ class _Recorder(compat.DispatchMode):
 
     def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         packet = getattr(func, "overloadpacket", func)
-        written = _written(func, args, kwargs)
+        written = write_targets(func, args, kwargs)
         for tensor in written:
             self._remember(tensor)
         call = compat.waited_collective(func) or func  # its result is moved at once
@@ -293,20 +291,6 @@ class _Recorder(compat.DispatchMode):
         self.refused = CaptureError.refused(what)
         raise self.refused
 
-    def _refuse_host_reads(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        packet = getattr(func, "overloadpacket", None)
-        if isinstance(kwargs.get("generator"), torch.Generator):
-            self._refuse(f"{func} with a random generator that is not registered")
-        if packet in _INDEXING:
-            masked = any(index.dtype in _MASKS for index in compat.tree_tensors(args[1]))
-            fills = packet in (aten.index_put, aten.index_put_) and args[2].numel() == 1
-            if masked and not fills:
-                self._refuse(f"{func} with a mask")
-        elif packet is aten.repeat_interleave and kwargs.get("output_size") is not None:
-            return
-        elif compat.reads_on_host(func):
-            self._refuse(str(func))
-
     def _remember(self, tensor: torch.Tensor) -> None:
         """Keep the bytes of memory that this capture did not make, before it is written."""
         storage = tensor.untyped_storage()
@@ -315,12 +299,6 @@ class _Recorder(compat.DispatchMode):
             with torch.inference_mode(False):
                 memory = _bytes_of(storage)
                 self._before[address] = (memory, memory.clone())
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    if getattr(func, "overloadpacket", None) in _WRITE_UNDECLARED:
-        return compat.tree_tensors((args, kwargs))
-    return compat.written_tensors(func, args, kwargs)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
