@@ -39,6 +39,7 @@ from cgcompile.graphs.staging import HostStaging
 from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.observe import Bisection, Check, Finding, Verification, bisect, verify
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudagraphDispatcher, CudaGraphManager, get_cudagraph_sizes
 from cgcompile.tracing.dims import DynamicDim
@@ -48,6 +49,7 @@ __all__ = [
     "AttentionCGSupport",
     "Backend",
     "BatchDescriptor",
+    "Bisection",
     "Boundaries",
     "BreakableCUDAGraphCapture",
     "BreakableCUDAGraphWrapper",
@@ -57,6 +59,7 @@ __all__ = [
     "CUDAGraphMode",
     "CUDAGraphOptions",
     "CUDAGraphWrapper",
+    "Check",
     "CompilationConfig",
     "CompilationMode",
     "CompiledModel",
@@ -71,6 +74,7 @@ __all__ = [
     "EncoderCudaGraphManager",
     "EncoderCudaGraphReplayBuffers",
     "EncoderItemSpec",
+    "Finding",
     "ForwardContext",
     "GraphSegment",
     "GraphSequence",
@@ -78,8 +82,10 @@ __all__ = [
     "Reason",
     "SplittingOp",
     "SupportsEncoderCudaGraph",
+    "Verification",
     "__version__",
     "allow_capture",
+    "bisect",
     "capture_all",
     "compile",
     "eager_break_during_capture",
@@ -91,5 +97,6 @@ __all__ = [
     "runtime",
     "set_forward_context",
     "update_weights",
+    "verify",
     "verify_wrapper",
 ]
