@@ -41,7 +41,18 @@ from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.observe import Coverage, Explanation, coverage, explain
+from cgcompile.observe import (
+    Bisection,
+    Check,
+    Coverage,
+    Explanation,
+    Finding,
+    Verification,
+    bisect,
+    coverage,
+    explain,
+    verify,
+)
 from cgcompile.observe.diagnosis import Diagnosis
 from cgcompile.observe.doctor import doctor
 from cgcompile.observe.profile import Profile, profile
@@ -55,6 +66,7 @@ __all__ = [
     "AttentionCGSupport",
     "Backend",
     "BatchDescriptor",
+    "Bisection",
     "Boundaries",
     "BreakableCUDAGraphCapture",
     "BreakableCUDAGraphWrapper",
@@ -65,6 +77,7 @@ __all__ = [
     "CUDAGraphOptions",
     "CUDAGraphWrapper",
     "CaptureRecord",
+    "Check",
     "CompilationConfig",
     "CompilationMode",
     "CompiledModel",
@@ -82,6 +95,7 @@ __all__ = [
     "EncoderCudaGraphReplayBuffers",
     "EncoderItemSpec",
     "Explanation",
+    "Finding",
     "ForwardContext",
     "GraphSegment",
     "GraphSequence",
@@ -90,8 +104,10 @@ __all__ = [
     "Reason",
     "SplittingOp",
     "SupportsEncoderCudaGraph",
+    "Verification",
     "__version__",
     "allow_capture",
+    "bisect",
     "capture_all",
     "compile",
     "coverage",
@@ -109,5 +125,6 @@ __all__ = [
     "timeline",
     "tracing_ranges",
     "update_weights",
+    "verify",
     "verify_wrapper",
 ]

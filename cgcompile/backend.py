@@ -27,6 +27,7 @@ from cgcompile.piecewise.cache import PieceCache
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
 from cgcompile.piecewise.splitting import check_sizes, split_as_set
 from cgcompile.piecewise.traces import trace_code, trace_split
+from cgcompile.piecewise.verify import verifier
 from cgcompile.reasons import Counters
 from cgcompile.tracing.saved import KeptTraces
 
@@ -171,12 +172,12 @@ class Backend:
         graphs = self.graphs
         before = self.counters
         for graph in graphs:
-            graph.verifying(found, rtol, atol)
+            graph.observe(verifier(found, rtol, atol))
         try:
             model(*args, **kwargs)
         finally:
             for graph in graphs:
-                graph.verifying(None)
+                graph.observe(None)
         if not found:
             after = self.counters
             whys = [f"{r.value}: {after.details.get(r, '-')}" for r in after.plain - before.plain]

@@ -5,6 +5,9 @@ Read in this order: ``parts`` and ``explanation`` (the values), ``explain`` (how
 and changes nothing.
 """
 
+from cgcompile.observe.bisect import Bisection, bisect
 from cgcompile.observe.coverage import Coverage, coverage
 from cgcompile.observe.explain import explain
 from cgcompile.observe.explanation import Explanation
+from cgcompile.observe.verification import Check, Finding, Verification
+from cgcompile.observe.verify import verify

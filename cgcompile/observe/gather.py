@@ -34,6 +34,7 @@ from cgcompile.observe.timeline import timeline
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudaGraphManager
 
+
 def report(
     target: Any,
     path: str | PathLike[str] | None = None,
