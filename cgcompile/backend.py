@@ -94,11 +94,6 @@ class Backend:
         return tuple(graph for graph in found if graph is not None)
 
     @property
-    def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
-        """The wrappers that were adopted and still live."""
-        return tuple(self._wrappers)
-
-    @property
     def counters(self) -> Counters:
         """What all calls of these graphs did, and of wrappers, in one sum."""
         found = [each.counters for each in self.graphs]

@@ -210,8 +210,8 @@ def _counters(target: Any, recorders: Sequence[Any]) -> CountersReport:
         found = sum([each.counters for each in recorders], Counters())
 
     def counts(those: Counter[Reason]) -> tuple[Count, ...]:
-        named = sorted((reason.value, n, found.details.get(reason, "")) for reason, n in those.items())
-        return tuple(Count(*each) for each in named)
+        named = [(each.value, n, found.details.get(each, "")) for each, n in those.items()]
+        return tuple(Count(*each) for each in sorted(named))
 
     return CountersReport(
         calls=found.calls,
