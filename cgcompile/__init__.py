@@ -47,10 +47,12 @@ from cgcompile.observe import (
     Coverage,
     Explanation,
     Finding,
+    Overview,
     Verification,
     bisect,
     coverage,
     explain,
+    report,
     verify,
 )
 from cgcompile.observe.diagnosis import Diagnosis
@@ -100,6 +102,7 @@ __all__ = [
     "GraphSegment",
     "GraphSequence",
     "HostStaging",
+    "Overview",
     "Profile",
     "Reason",
     "SplittingOp",
@@ -120,6 +123,7 @@ __all__ = [
     "is_forward_context_available",
     "override_forward_context",
     "profile",
+    "report",
     "runtime",
     "set_forward_context",
     "timeline",

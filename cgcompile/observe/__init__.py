@@ -9,5 +9,7 @@ from cgcompile.observe.bisect import Bisection, bisect
 from cgcompile.observe.coverage import Coverage, coverage
 from cgcompile.observe.explain import explain
 from cgcompile.observe.explanation import Explanation
+from cgcompile.observe.gather import report
+from cgcompile.observe.overview import Overview
 from cgcompile.observe.verification import Check, Finding, Verification
 from cgcompile.observe.verify import verify

@@ -79,15 +79,6 @@ def times(records: Sequence[Mapping[str, Any]]) -> Times:
     return {"lanes": list(lanes.values()), "gaps": gaps, "seconds": whole}
 
 
-def bars(shares: Sequence[Mapping[str, Any]]) -> list[Box]:
-    """Rows that ran, of the graph with the most as the whole width."""
-    most = max((each["padded"] for each in shares), default=0) or 1
-    return [
-        {"x": 0.0, "width": 100 * each["padded"] / most, "row": row, "of": each}
-        for row, each in enumerate(shares)
-    ]
-
-
 def distinct(pieces: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
     """Each piece that is the first of its structure, and how many have it."""
     counts: dict[int, int] = {}

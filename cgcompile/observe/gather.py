@@ -11,11 +11,11 @@ from os import PathLike
 from typing import Any
 
 from cgcompile.config import CompilationConfig
-from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.entry import CompiledGraph
 from cgcompile.graphs.host import HostGraph
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.observe.coverage import coverage
 from cgcompile.observe.environment import versions
 from cgcompile.observe.overview import (
     VERSION,
@@ -23,8 +23,8 @@ from cgcompile.observe.overview import (
     CountersReport,
     Fact,
     GraphReport,
+    Memory,
     Overview,
-    Share,
     StepReport,
 )
 from cgcompile.observe.parts import SettingReport
@@ -76,8 +76,7 @@ def report(
         ),
         steps=tuple(_steps(recorders)),
         timeline=timeline(target),
-        padding=_padding(target),
-        coverage=(),
+        coverage=coverage(target),
         counters=_counters(target, recorders),
         memory=_memory(target, recorders),
         settings=settings_of(config),
@@ -185,24 +184,6 @@ def _nodes(sequence: GraphSequence) -> int | None:
     return sum(counts) if len(counts) == len(graphs) else None
 
 
-def _padding(target: Any) -> tuple[Share, ...]:
-    """What each graph of a manager was worth, the order that of its coverage."""
-    if isinstance(target, EncoderCudaGraphManager):
-        graphs = target.statistics.as_dict()["graphs"]
-        return tuple(
-            _share(f"{g['path']} {g['budget']}", g["replays"], g["tokens"], g["padded_tokens"])
-            for g in graphs
-        )
-    if not isinstance(target, CudaGraphManager):
-        return ()
-    rows = [each for each in target.statistics.rows() if each.graph is not None and each.hits]
-    return tuple(_share(f"{r.mode} {r.graph}", r.hits, r.real, r.ran) for r in rows)
-
-
-def _share(graph: str, steps: int, real: int, padded: int) -> Share:
-    return Share(graph, steps, real, padded, 1 - real / padded if padded else 0.0)
-
-
 def _counters(target: Any, recorders: Sequence[Any]) -> CountersReport:
     own = getattr(target, "counters", None)
     found = own if isinstance(own, Counters) else None
@@ -223,16 +204,16 @@ def _counters(target: Any, recorders: Sequence[Any]) -> CountersReport:
     )
 
 
-def _memory(target: Any, recorders: Sequence[Any]) -> tuple[tuple[str, int], ...]:
+def _memory(target: Any, recorders: Sequence[Any]) -> tuple[Memory, ...]:
     """Bytes by what they are for; each pool once."""
     if isinstance(target, CudaGraphManager):
-        return tuple(vars(target.graph_memory()).items())
+        return tuple(Memory(*each) for each in vars(target.graph_memory()).items())
     pools = {id(each.pool): each.pool for each in recorders if each.pool is not None}
     held = sum(pool.held.held for pool in pools.values())
     staging = sum(pool.arena.nbytes for pool in pools.values())
     buffers = sum(pool.nbytes for pool in pools.values()) - held - staging
     found = {"pools": held, "staging": staging, "buffers": buffers}
-    return tuple(found.items())
+    return tuple(Memory(*each) for each in found.items())
 
 
 def _notes(target: Any, recorders: Sequence[Any]) -> Iterable[str]:

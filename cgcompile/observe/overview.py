@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cgcompile.graphs.timeline import CaptureRecord
+from cgcompile.observe.coverage import Coverage
 from cgcompile.observe.page import write_page
 from cgcompile.observe.parts import (
     PieceReport,
@@ -78,24 +79,6 @@ class StepReport:
     replays: int
 
 
-class Share(NamedTuple):
-    """What one graph was worth.
-
-    Attributes:
-        graph: its mode and batch, as text.
-        steps: that took it.
-        real: rows of them that were real.
-        padded: rows that ran.
-        waste: the share of rows that were padding, 0.0 to 1.0.
-    """
-
-    graph: str
-    steps: int
-    real: int
-    padded: int
-    waste: float
-
-
 class Count(NamedTuple):
     """A reason, and how often it was one.
 
@@ -129,6 +112,13 @@ class Fact(NamedTuple):
     value: str
 
 
+class Memory(NamedTuple):
+    """Bytes that graphs take, and what for."""
+
+    name: str
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class Overview:
     """What a compiled model, a wrapper or a manager did so far; a value of one moment.
@@ -140,8 +130,7 @@ class Overview:
         graphs: what was compiled and still lives.
         steps: what is recorded and can be replayed.
         timeline: the captures in the order of time, those that failed as well.
-        padding: what graphs were worth; empty where nobody counts real rows.
-        coverage: which batches run how: rows of :func:`cgcompile.coverage`, as plain data.
+        coverage: which batches ran how, as of :func:`cgcompile.coverage`.
         counters: what all calls did.
         memory: bytes that the graphs take, by what they are for.
         settings: all of them, with where each comes from.
@@ -155,10 +144,9 @@ class Overview:
     graphs: tuple[GraphReport, ...]
     steps: tuple[StepReport, ...]
     timeline: tuple[CaptureRecord, ...]
-    padding: tuple[Share, ...]
-    coverage: tuple[Any, ...]
+    coverage: Coverage
     counters: CountersReport
-    memory: tuple[tuple[str, int], ...]
+    memory: tuple[Memory, ...]
     settings: tuple[SettingReport, ...]
     environment: tuple[Fact, ...]
     notes: tuple[str, ...]

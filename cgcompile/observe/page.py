@@ -37,7 +37,6 @@ def render(template: str, found: dict[str, Any]) -> str:
         "share": "{:.1%}".format,
         "strip": charts.strip,
         "times": charts.times,
-        "bars": charts.bars,
         "distinct": charts.distinct,
         "percent": "{:.3f}%".format,
     }
