@@ -10,7 +10,6 @@ from cgcompile.observe.advice import Way, finding
 from cgcompile.observe.findings import Finding
 from cgcompile.passes.lines import Line, running_line
 
-
 _GUARDED = "the function asks whether it is traced or captured, and may leave it out then"
 
 
