@@ -18,7 +18,7 @@ from cgcompile.observe.inputs import Call, InputSets
 from cgcompile.observe.locate import WHOLE, Place, finding_of, made, place_of
 from cgcompile.observe.minimal import minimal
 from cgcompile.observe.miscompiled import miscompiled_op
-from cgcompile.observe.passes import wrong_pass
+from cgcompile.observe.passes import anew, wrong_pass
 from cgcompile.observe.subject import Subject, tolerance_of
 from cgcompile.observe.traces import Parting, Watcher
 from cgcompile.observe.verification import Finding, plain
@@ -239,9 +239,14 @@ class _Search:
 
     def _before_pieces(self, difference: Difference) -> Bisection:
         """No piece is to blame: a pass, or the trace."""
-        found = wrong_pass(self._subject, self._call, self._expected, self._tolerance, self._note)
+        note = self._note
+        stale = anew(self._subject, self._call, self._expected, self._tolerance, {}, note)
+        args = self._subject, self._call, self._expected, self._tolerance, note
+        found = None if stale else wrong_pass(*args)
         if found is None:
-            detail = "the traced graph computes something else than the model does now"
+            detail = "the traced graph computes something else than the model does"
+            if stale:
+                detail = "traced anew it is right: what the trace holds has changed since"
             finding = self._made("tracing", difference, Place(detail=detail))
             return self._result("tracing", (), "", finding)
         name, place = found

@@ -13,7 +13,7 @@ from cgcompile.graphs.verify import Difference, first_difference
 # (relative, absolute): what other kernels for the same model may differ by. Others: not at all.
 BY_DTYPE: Mapping[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-7, 1e-8),
-    torch.float32: (1e-4, 1e-5),
+    torch.float32: (1e-3, 1e-4),
     torch.float16: (1e-2, 1e-3),
     torch.bfloat16: (5e-2, 1e-2),
 }

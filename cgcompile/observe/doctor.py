@@ -6,7 +6,7 @@ recorder (``graphs/host_rules.py``) and of the registry of boundaries. Read on i
 ``state``, ``advice``, and for errors that have happened in ``failures``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 
@@ -35,7 +35,7 @@ from cgcompile.passes.lines import raised_at
 def doctor(
     model: Any,
     *args: Any,
-    config: CompilationConfig | Backend | None = None,
+    config: CompilationConfig | Backend | Mapping[str, Any] | None = None,
     prepare: Callable[[], Any] | None = None,
     **kwargs: Any,
 ) -> Diagnosis:
@@ -54,9 +54,9 @@ def doctor(
         model: a module or function, compiled or not; or, without arguments, a ``Backend`` or a
             wrapper that has run: then its counters are explained.
         *args: of one call.
-        config: settings, or the ``Backend``, that the model will be compiled with; its splitting
-            ops run eager, so nothing is said of what they do. Left out: those of a compiled model,
-            else the defaults.
+        config: the settings that the model will be compiled with, a ``Backend``, or a mapping as
+            for ``options``; its splitting ops run eager, so nothing is said of what they do. Left
+            out: those of a compiled model, else the defaults.
         prepare: makes the inputs of a call, in place of ``args``: a tuple, a dict, or ``(tuple,
             dict)``. Called twice, so that inputs that move or change show.
         **kwargs: of the call.
@@ -81,12 +81,14 @@ def _ran(model: Any) -> Any:
     return handle_of(model)
 
 
-def _settings(model: Any, given: CompilationConfig | Backend | None) -> CompilationConfig:
+def _settings(model: Any, given: Any) -> CompilationConfig:
     if given is None and isinstance(model, CUDAGraphWrapper):
         return model.config
     found = given if given is not None else handle_of(model)
     if isinstance(found, Backend):
         return found.config
+    if isinstance(found, Mapping):
+        return CompilationConfig.resolve(options=found)
     return CompilationConfig() if found is None else found
 
 

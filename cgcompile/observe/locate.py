@@ -44,16 +44,14 @@ class Place:
     detail: str = ""
 
 
-def place_of(piece: Piece | None, node: fx.Node | None, detail: str = "") -> Place:
-    """A node as a place."""
+def place_of(piece: Piece, node: fx.Node | None, detail: str = "") -> Place:
+    """A node of a piece as a place."""
     if node is None:
-        return Place("" if piece is None else piece.name, detail=detail)
-    if piece is not None and (user_line(node) is None or not _own_lines(piece)):
-        begins = ": ".join(piece.lines[0]) if piece.lines else ""
-        return Place(piece.name, op_name(node), begins, f"{detail}; the piece begins at that line")
-    return Place(
-        "" if piece is None else piece.name, op_name(node), ": ".join(user_line(node) or ()), detail
-    )
+        return Place(piece.name, detail=detail)
+    line = user_line(node) if _own_lines(piece) else None
+    if line is None and piece.lines:
+        line, detail = piece.lines[0], f"{detail}; the piece begins at that line"
+    return Place(piece.name, op_name(node), ": ".join(line or ()), detail)
 
 
 def _own_lines(piece: Piece) -> bool:

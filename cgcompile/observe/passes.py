@@ -1,5 +1,7 @@
 """The pass that makes a result wrong: :func:`wrong_pass`."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -14,6 +16,8 @@ from cgcompile.observe.subject import Subject
 from cgcompile.observe.traces import Nodes, Step, Watcher, nodes_of
 from cgcompile.passes import OPTIONAL
 from cgcompile.passes.nodes import COMPUTING
+
+Note = Callable[[str], None]
 
 
 def removable(subject: Subject) -> list[str]:
@@ -30,7 +34,7 @@ def wrong_pass(
     call: Call,
     expected: dict[str, Any],
     tolerance: Tolerance,
-    note: Any,
+    note: Note,
 ) -> tuple[str, Place] | None:
     """(its name, the first op that it makes wrong); None if no single pass is to blame.
 
@@ -45,23 +49,40 @@ def wrong_pass(
     """
     own = [str(each.name) for each in (*subject.config.graph_passes, *subject.config.piece_passes)]
     for name in removable(subject):
-        disabled = (*subject.config.disabled_passes, name)
-        try:
-            other = subject.again(disabled_passes=disabled)
-        except CGCompileError as error:
-            note(f"without pass {name}: {str(error).splitlines()[0]}")
-            continue
-        try:
-            found = other.outcome(other.call, call)
-            right = tolerance.first("the result", expected, found) is None
-            note(f"without pass {name}: {'right' if right else 'wrong'}")
-            if right:
-                what = "a pass of yours" if name in own else "a pass of cgcompile"
+        settings = {"disabled_passes": (*subject.config.disabled_passes, name)}
+        if anew(subject, call, expected, tolerance, settings, note, f"without pass {name}"):
+            other = subject.again(**settings)
+            try:
                 place = _place(subject, other, call, tolerance)
-                return name, Place(place.piece, place.op, place.line, f"{what}, {name}, changes it")
-        finally:
-            other.release()
+            finally:
+                other.release()
+            what = "a pass of yours" if name in own else "a pass of cgcompile"
+            return name, replace(place, detail=f"{what}, {name}, changes it")
     return None
+
+
+def anew(
+    subject: Subject,
+    call: Call,
+    expected: dict[str, Any],
+    tolerance: Tolerance,
+    settings: dict[str, Any],
+    note: Note,
+    what: str = "compiled anew",
+) -> bool:
+    """Whether the original model, compiled anew with other settings, gives what eager gives."""
+    try:
+        other = subject.again(**settings)
+    except CGCompileError as error:
+        note(f"{what}: {str(error).splitlines()[0]}")
+        return False
+    try:
+        found = other.outcome(other.call, call)
+    finally:
+        other.release()
+    right = tolerance.first("the result", expected, found) is None
+    note(f"{what}: {'right' if right else 'wrong'}")
+    return right
 
 
 def _place(subject: Subject, good: Subject, call: Call, tolerance: Tolerance) -> Place:

@@ -1,7 +1,8 @@
 """Run a recorded step with some pieces replayed and others not: :func:`run_step`.
 
-For debugging alone: which pieces make a result wrong is found by running a step in several ways. A
-piece that is not replayed is called, and what it makes is copied to where the graphs after it read.
+For debugging alone: which pieces make a result wrong is found by running a step in several ways.
+What a piece makes that is not replayed lies in memory of its own, and is put where graphs read it
+for just as long as one does.
 """
 
 import enum
