@@ -297,8 +297,6 @@ class _Recorder(compat.DispatchMode):
                 self._before[address] = (memory, memory.clone())
 
 
-
-
 class HostDevice:
     """See :class:`~cgcompile.graphs.device.CaptureDevice`. A CPU has one stream: the program."""
 

@@ -3,10 +3,13 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from cgcompile.observe.failures import of_error
 from cgcompile.observe.findings import SEVERITIES, Finding
+from cgcompile.observe.page import write_page
 
 SCHEMA = 1  # of to_dict(); a key that goes or changes its meaning makes it another one
 
@@ -62,6 +65,17 @@ class Diagnosis:
     def to_json(self, *, indent: int | None = 2) -> str:
         """:meth:`to_dict` as text."""
         return json.dumps(self.to_dict(), indent=indent)
+
+    def to_html(self, path: str | PathLike[str]) -> Path:
+        """Write it as one page that needs nothing else.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            OSError: it cannot be written there.
+        """
+        return write_page("diagnosis", self.to_dict(), path)
 
     def __str__(self) -> str:
         start = f"{self.model} on {self.device}:"

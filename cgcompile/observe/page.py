@@ -45,6 +45,8 @@ def render(template: str, found: dict[str, Any]) -> str:
 
 def duration(seconds: float) -> str:
     """``1.2 ms``: a time for people, three digits or fewer before the unit."""
+    if not seconds:
+        return "0 s"
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= size or unit == "us":
             found = seconds / size

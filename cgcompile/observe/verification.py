@@ -4,7 +4,11 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any
+
+from cgcompile.observe.page import write_page
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,17 @@ class Verification:
     def to_json(self) -> str:
         """:meth:`to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
+
+    def to_html(self, path: str | PathLike[str]) -> Path:
+        """Write it as one page that needs nothing else.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            OSError: it cannot be written there.
+        """
+        return write_page("verification", self.to_dict(), path)
 
     def __str__(self) -> str:
         cells = [("check", "inputs", "replays", "tolerance", "result")]
