@@ -20,18 +20,13 @@ from cgcompile.config import CompilationConfig, CompilationMode
 from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.observe.explanation import VERSION, Explanation
 from cgcompile.observe.parts import GraphBreak, SettingReport, SourceLine
-from cgcompile.observe.report import Reporter, mode_report
+from cgcompile.observe.report import Reporter, data_breaks, mode_report
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.splitting import check_sizes, split_as_set
-from cgcompile.reasons import Reason
 from cgcompile.settings import ENV_PREFIX
 from cgcompile.tracing.look import Look
 from cgcompile.tracing.variant import SHAPES, Rules
 
-_DATA_FIX = (
-    "cgcompile.compile() keeps it in the graph and runs it eager; or set "
-    "torch._dynamo.config.capture_scalar_outputs and capture_dynamic_output_shape_ops"
-)
 _FIX = (
     "Change that line, put it into an op of your own, or take torch.compile(model, "
     "backend='cgcompile'), which makes several graphs of it, or splitting='breakable' with "
@@ -107,16 +102,10 @@ def explain(
     try:
         look.at(args, kwargs, split)
     except compat.CannotTrace as error:
-        return find(None, (_broken(error, "cgcompile.compile"),), (_FIRST_NOTE,), query_lens, ())
+        return find(None, (_broken(error),), (_FIRST_NOTE,), query_lens, ())
     if not whole:
         return find(None, (), ("the call computes nothing with tensors",), query_lens, ())
-    breaks: tuple[GraphBreak, ...] = ()
-    if any(why.reason is Reason.HOST_SYNC for piece in whole[-1].pieces for why in piece.why):
-        try:
-            look.at(args, kwargs, lambda *_: None, reads_data=False)
-        except compat.CannotTrace as error:
-            breaks = (_broken(error, "torch.compile"),)
-    return find(whole[-1], breaks, _notes(whole[-1], chosen), query_lens, sizes)
+    return find(whole[-1], data_breaks(whole[-1]), _notes(whole[-1], chosen), query_lens, sizes)
 
 
 def _looked_at(
@@ -242,12 +231,10 @@ def _untraced(config: CompilationConfig) -> tuple[str, ...]:
     )
 
 
-def _broken(error: compat.CannotTrace, door: str) -> GraphBreak:
+def _broken(error: compat.CannotTrace) -> GraphBreak:
     line = None if error.line is None else SourceLine(*error.line)
-    fix = _DATA_FIX if door == "torch.compile" else _FIX
-    if error.model_raises:
-        fix = _RAISES_FIX
-    return GraphBreak(door, error.what, error.hints, line, fix)
+    fix = _RAISES_FIX if error.model_raises else _FIX
+    return GraphBreak("cgcompile.compile", error.what, error.hints, line, fix)
 
 
 def _notes(split: SplitGraph, config: CompilationConfig) -> tuple[str, ...]:
