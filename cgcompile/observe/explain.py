@@ -223,7 +223,7 @@ def _untraced(config: CompilationConfig) -> tuple[str, ...]:
     can = [each.name for each in registry if each.predicate is None]
     return (
         "splitting='breakable' traces nothing: which parts there are is known once a capture has "
-        "run, and then model.wrapper's entries tell it",
+        "run, and then cgcompile.coverage(model) tells which graphs there are",
         f"captures will break at decorated functions and at {len(can)} registered ops that run: "
         + ", ".join(can),
         "not told: symbols, sizes, bytes, graph breaks. explain() with splitting='fx' tells what a "
