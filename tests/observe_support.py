@@ -1,154 +1,88 @@
-"""Models with one fault each, and where the faults are: what the tests of ``observe`` share."""
+"""What the tests of ``cgcompile.observe`` share."""
 
-from pathlib import Path
+import re
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import D
-from entry_support import operators
 from torch import nn
 
-import cgcompile
-from cgcompile.graphs.device import any_capture
-
-LAYOUT = (4, D)  # of a row of a batch
+D = 16
+CALLS: list[str] = []
 
 
-def marked_line(marker: str) -> str:
-    """``file:number`` of the line of this file that ends with the marker."""
-    lines = Path(__file__).read_text().splitlines()
-    (number,) = [k for k, text in enumerate(lines, 1) if text.endswith(f"# {marker}")]
-    return f"{Path(__file__).name}:{number}"
+class Block(nn.Module):
+    def __init__(self, width: int = D) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v))
 
 
-def config(**settings: Any) -> cgcompile.CompilationConfig:
-    return cgcompile.CompilationConfig(
-        **{"capture_device": "host", "compiler": "eager", "cudagraph_mode": "PIECEWISE", **settings}
-    )
+class Decoder(nn.Module):
+    def __init__(self, layers: int = 2, width: int = D) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
-def built(kind: Any, device: str) -> nn.Module:
-    operators()
-    torch.manual_seed(0)
-    return kind().eval().to(device)
-
-
-def rows(device: str, count: int = 6) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(count)
-    return torch.randn(count, *LAYOUT, generator=generator).to(device)
-
-
-def attention(x: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(x, x, x)
-
-
-class Good(nn.Module):
-    """Five pieces; writes an argument's twin, a buffer, and draws no random numbers."""
+class Reads(nn.Module):
+    """The host reads a number of the data, which Dynamo keeps in the graph only if asked."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-        self.register_buffer("count", torch.zeros(1))
+        self.linear = nn.Linear(D, D)
 
-    def forward(self, x):
-        self.count.add_(1)
-        x = attention(self.first(x)).sin()
-        return attention(self.second(x)) + self.count
+    def forward(self, x, lengths):
+        y = self.linear(x)
+        return y * 2, lengths.max().item()
 
 
-class Mixes(nn.Module):
-    """Takes the mean over the batch: padding reaches every row."""
-
+class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(D, D)
+        self.linear = nn.Linear(D, D)
 
     def forward(self, x):
-        x = attention(self.first(x).sin())
-        centre = x.mean(0, keepdim=True)  # FAULT: mixes rows
-        return (x - centre).cos()
+        y = self.linear(x)
+        if y.sum() > 0:
+            y = y + 1
+        return y
 
 
-class Stale(nn.Module):
-    """The kernel of a captured op asks Python for a number, or for a table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-
+class Raises(nn.Module):
     def forward(self, x):
-        x = attention(self.first(x))
-        y = self.second(x).sin()
-        z = torch.ops.cgentry.hooked(y)  # FAULT: stale
-        return attention(z.cos() + x) + 1
+        CALLS.append("ran")
+        raise ValueError("not today")
 
 
-class Shares(nn.Module):
-    """Two captured pieces whose op has one workspace while a graph is captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x):
-        kept = torch.ops.cgentry.hooked(self.first(x))
-        y = attention(x)
-        other = torch.ops.cgentry.hooked(self.second(y).relu())  # FAULT: overwrites
-        return attention(other) + kept
+def meta(make: Any) -> nn.Module:
+    with torch.device("meta"):
+        return make()
 
 
-class Workspace:
-    """``2 x`` in a buffer of its own where a capture runs, else in new memory."""
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self.memory = torch.zeros_like(like)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.memory if any_capture() else torch.empty_like(x)
-        return torch.mul(x, 2, out=out)
+def inputs(rows: int = 4, device: str = "cpu", width: int = D) -> torch.Tensor:
+    return torch.randn(rows, 3, width, device=device)
 
 
-class Calculates(nn.Module):
-    """What compilers and passes get wrong."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x):
-        x = attention(self.first(x).cos())
-        y = self.second(x) * 2
-        z = torch.sin(y)  # FAULT: miscompiled
-        z = torch.exp(-z * z)
-        return attention(z) + z.tanh()
+def shown(text: str) -> str:
+    """Without line numbers."""
+    return re.sub(r"\.py:\d+ in", ".py:N in", text)
 
 
-def _swapped(gm: torch.fx.GraphModule, old: Any, new: Any) -> torch.fx.GraphModule:
-    for node in gm.graph.find_nodes(op="call_function", target=old):
-        node.target = new
-    gm.recompile()
-    return gm
-
-
-def miscompiler(gm: torch.fx.GraphModule, fake_inputs: Any) -> Any:
-    """Takes sines for cosines."""
-    copy = torch.fx.GraphModule(gm, torch.fx.Graph())
-    copy.graph.output(copy.graph.graph_copy(gm.graph, {}))
-    return _swapped(copy, torch.sin, torch.cos).forward
-
-
-class WrongPass:
-    """Takes sines for cosines."""
-
-    name = "fold_sines"
-
-    def uuid(self) -> str:
-        return "1"
-
-    def __call__(self, gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        return _swapped(gm, torch.sin, torch.cos)
-
-
-def softmax(x: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(x, -1)
+def names_of(data: Any, indent: str = "") -> str:
+    """The schema of plain data: a line for each name, with what it holds; of lists the first."""
+    rows = []
+    for name, each in data.items():
+        inner, many = (each[0], " list") if isinstance(each, list) and each else (each, "")
+        kind = "" if isinstance(inner, dict) else f" {type(inner).__name__}"
+        rows.append(f"{indent}{name}:{many}{kind}")
+        if isinstance(inner, dict):
+            rows.append(names_of(inner, indent + "  "))
+    return "\n".join(rows)

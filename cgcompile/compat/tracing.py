@@ -258,7 +258,6 @@ def trace_call(
     kwargs: Mapping[str, Any],
     *,
     freeze: bool,
-    reads_data: bool = True,
 ) -> Trace:
     """Trace a call; nothing is run.
 
@@ -268,8 +267,6 @@ def trace_call(
         kwargs: of the call.
         freeze: take tensors of modules, globals and closures as they are now, instead of looking
             them up at each call.
-        reads_data: ops that read the data, such as ``item`` and ``nonzero``, may be in the graph;
-            ``torch.compile`` breaks the graph there unless its settings say otherwise.
 
     Raises:
         CannotTrace: the call does not become one graph.
@@ -279,8 +276,8 @@ def trace_call(
 
     patches = {
         "install_free_tensors": freeze,
-        "capture_scalar_outputs": reads_data,
-        "capture_dynamic_output_shape_ops": reads_data,
+        "capture_scalar_outputs": True,
+        "capture_dynamic_output_shape_ops": True,
         "skip_nnmodule_hook_guards": False,
     }
     with ExitStack() as stack:

@@ -5,7 +5,6 @@ the settings say; then the trace is forgotten. So it needs no GPU, and no memory
 """
 
 import functools
-import os
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,19 +18,13 @@ from cgcompile.compile import CompiledModel
 from cgcompile.config import CompilationConfig, CompilationMode
 from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.observe.explanation import VERSION, Explanation
-from cgcompile.observe.parts import GraphBreak, SettingReport, SourceLine
-from cgcompile.observe.report import Reporter, mode_report
+from cgcompile.observe.parts import GraphBreak, SourceLine, settings_of
+from cgcompile.observe.report import Reporter, data_breaks, mode_report
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.splitting import check_sizes, split_as_set
-from cgcompile.reasons import Reason
-from cgcompile.settings import ENV_PREFIX
 from cgcompile.tracing.look import Look
 from cgcompile.tracing.variant import SHAPES, Rules
 
-_DATA_FIX = (
-    "cgcompile.compile() keeps it in the graph and runs it eager; or set "
-    "torch._dynamo.config.capture_scalar_outputs and capture_dynamic_output_shape_ops"
-)
 _FIX = (
     "Change that line, put it into an op of your own, or take torch.compile(model, "
     "backend='cgcompile'), which makes several graphs of it, or splitting='breakable' with "
@@ -93,8 +86,8 @@ def explain(
         TypeError: the model does not take these arguments.
     """
     runnable, settings, dims, rules = _looked_at(model, config, dynamic_dims, dynamic_shapes)
-    chosen, origins = _resolved(settings)
-    find = functools.partial(_found, runnable, chosen, origins)
+    chosen = _resolved(settings)
+    find = functools.partial(_found, runnable, chosen)
     if chosen.splitting == "breakable":
         return find(None, (), _untraced(chosen), query_lens, ())
     args, kwargs = _with_weights(runnable, args, kwargs)
@@ -107,16 +100,10 @@ def explain(
     try:
         look.at(args, kwargs, split)
     except compat.CannotTrace as error:
-        return find(None, (_broken(error, "cgcompile.compile"),), (_FIRST_NOTE,), query_lens, ())
+        return find(None, (_broken(error),), (_FIRST_NOTE,), query_lens, ())
     if not whole:
         return find(None, (), ("the call computes nothing with tensors",), query_lens, ())
-    breaks: tuple[GraphBreak, ...] = ()
-    if any(why.reason is Reason.HOST_SYNC for piece in whole[-1].pieces for why in piece.why):
-        try:
-            look.at(args, kwargs, lambda *_: None, reads_data=False)
-        except compat.CannotTrace as error:
-            breaks = (_broken(error, "torch.compile"),)
-    return find(whole[-1], breaks, _notes(whole[-1], chosen), query_lens, sizes)
+    return find(whole[-1], data_breaks(whole[-1]), _notes(whole[-1], chosen), query_lens, sizes)
 
 
 def _looked_at(
@@ -146,29 +133,15 @@ def _looked_at(
     return model, config, dims, given
 
 
-def _resolved(settings: Any) -> tuple[CompilationConfig, dict[str, str]]:
-    """The settings, and where each comes from."""
-    origins = {
-        name: "environment" if ENV_PREFIX + name.upper() in os.environ else "default"
-        for name in CompilationConfig.names()
-    }
+def _resolved(settings: Any) -> CompilationConfig:
     if isinstance(settings, Mapping):
-        chosen = CompilationConfig.resolve(options=settings)
-        return chosen, {**origins, **dict.fromkeys(settings, "options")}
-    given = settings.config if isinstance(settings, Backend) else settings
-    chosen = CompilationConfig.resolve(given)
-    if given is not None:
-        usual = CompilationConfig()
-        for name in CompilationConfig.names():
-            if getattr(chosen, name) != getattr(usual, name):
-                origins[name] = "config"
-    return chosen, origins
+        return CompilationConfig.resolve(options=settings)
+    return CompilationConfig.resolve(settings.config if isinstance(settings, Backend) else settings)
 
 
 def _found(
     model: Any,
     config: CompilationConfig,
-    origins: Mapping[str, str],
     split: SplitGraph | None,
     breaks: tuple[GraphBreak, ...],
     notes: tuple[str, ...],
@@ -189,21 +162,10 @@ def _found(
         totals=None if reporter is None else reporter.totals(),
         breaks=breaks,
         modes=mode_report(split, config, query_lens),
-        settings=tuple(
-            SettingReport(name, _plain_setting(getattr(config, name)), origins[name])
-            for name in CompilationConfig.names()
-        ),
+        settings=settings_of(config),
         notes=notes,
         split=split,
     )
-
-
-def _plain_setting(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_plain_setting, value))
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    return str(getattr(value, "name", None) or getattr(value, "__qualname__", None) or value)
 
 
 def _with_weights(
@@ -234,7 +196,7 @@ def _untraced(config: CompilationConfig) -> tuple[str, ...]:
     can = [each.name for each in registry if each.predicate is None]
     return (
         "splitting='breakable' traces nothing: which parts there are is known once a capture has "
-        "run, and then model.wrapper's entries tell it",
+        "run, and then cgcompile.coverage(model) tells which graphs there are",
         f"captures will break at decorated functions and at {len(can)} registered ops that run: "
         + ", ".join(can),
         "not told: symbols, sizes, bytes, graph breaks. explain() with splitting='fx' tells what a "
@@ -242,12 +204,10 @@ def _untraced(config: CompilationConfig) -> tuple[str, ...]:
     )
 
 
-def _broken(error: compat.CannotTrace, door: str) -> GraphBreak:
+def _broken(error: compat.CannotTrace) -> GraphBreak:
     line = None if error.line is None else SourceLine(*error.line)
-    fix = _DATA_FIX if door == "torch.compile" else _FIX
-    if error.model_raises:
-        fix = _RAISES_FIX
-    return GraphBreak(door, error.what, error.hints, line, fix)
+    fix = _RAISES_FIX if error.model_raises else _FIX
+    return GraphBreak("cgcompile.compile", error.what, error.hints, line, fix)
 
 
 def _notes(split: SplitGraph, config: CompilationConfig) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from cgcompile.observe.overview import (
     Overview,
     StepReport,
 )
-from cgcompile.observe.parts import SettingReport
+from cgcompile.observe.parts import settings_of
 from cgcompile.observe.report import Reporter
 from cgcompile.observe.targets import recorders_of
 from cgcompile.observe.timeline import timeline
@@ -94,23 +94,6 @@ def _config_of(target: Any, recorders: Sequence[Any]) -> CompilationConfig:
         if isinstance(config, CompilationConfig):
             return config
     return CompilationConfig()
-
-
-def settings_of(config: CompilationConfig) -> tuple[SettingReport, ...]:
-    """All settings as plain values, with where each comes from."""
-    return tuple(
-        SettingReport(name, plain_setting(getattr(config, name)), origin)
-        for name, origin in config.origins.items()
-    )
-
-
-def plain_setting(value: Any) -> Any:
-    """A setting as text, a number, a bool, None, or a tuple of such."""
-    if isinstance(value, tuple):
-        return tuple(map(plain_setting, value))
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    return str(getattr(value, "name", None) or getattr(value, "__qualname__", None) or value)
 
 
 def _name_of(target: Any) -> str:

@@ -5,12 +5,16 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 
+from cgcompile import compat
+from cgcompile.boundaries import target_name
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.errors import ConfigError
 from cgcompile.observe.parts import (
     Bytes,
     Cause,
+    GraphBreak,
     ModeReport,
     PieceReport,
     SourceLine,
@@ -18,7 +22,14 @@ from cgcompile.observe.parts import (
     Totals,
     ValueReport,
 )
-from cgcompile.passes.nodes import tensors
+from cgcompile.passes.nodes import (
+    COMPUTING,
+    is_symbolic_number,
+    symbols_of,
+    tensors,
+    user_line,
+    value,
+)
 from cgcompile.passes.pieces import Piece, Value
 from cgcompile.passes.split import SplitGraph
 from cgcompile.passes.symbols import dtype_text
@@ -150,6 +161,36 @@ def _number(expression: Any, numbers: dict[sympy.Symbol, int] | None) -> int | N
         return None
     found = sympy.sympify(expression).subs(numbers)
     return int(found) if found.is_number else None
+
+
+_DATA_FIX = (
+    "cgcompile.compile() keeps it in the graph and runs it eager; or set "
+    "torch._dynamo.config.capture_scalar_outputs and capture_dynamic_output_shape_ops"
+)
+
+
+def data_breaks(split: SplitGraph) -> tuple[GraphBreak, ...]:
+    """Where ``torch.compile`` breaks a graph by default: at ops that read data for the host."""
+    found: dict[tuple[str, SourceLine | None], None] = {}
+    for piece in split.pieces:
+        if any(why.reason is Reason.HOST_SYNC for why in piece.why):
+            for node in piece.module.graph.nodes:
+                if node.op in COMPUTING and _reads_data(node):
+                    line = user_line(node)
+                    where = None if line is None else SourceLine(*line)
+                    found[f"{target_name(node.target)} reads data", where] = None
+    return tuple(GraphBreak("torch.compile", what, (), line, _DATA_FIX) for what, line in found)
+
+
+def _reads_data(node: fx.Node) -> bool:
+    """Whether a number or a size comes of data here, not of such a number or size before."""
+    given = {each for argument in node.all_input_nodes for each in _unbacked(argument)}
+    made = _unbacked(node) - given
+    return bool(made) and (is_symbolic_number(value(node)) or not given)
+
+
+def _unbacked(node: fx.Node) -> set[sympy.Symbol]:
+    return {each for each in symbols_of(value(node)) if compat.is_unbacked(each)}
 
 
 def cause(why: Why) -> Cause:

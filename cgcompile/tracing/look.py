@@ -32,8 +32,6 @@ class Look(Traces):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         use: Callable[[fx.GraphModule, list[Any]], T_],
-        *,
-        reads_data: bool = True,
     ) -> T_ | None:
         """Trace a call and give the graph to ``use``, while Dynamo's context of it is there.
 
@@ -44,7 +42,6 @@ class Look(Traces):
             args: of the call.
             kwargs: of the call.
             use: takes the pre-grad graph and what it was traced with; it may change the graph.
-            reads_data: whether ops that read the data may be in the graph.
 
         Returns:
             What ``use`` returned; None if the call computes nothing with tensors.
@@ -64,9 +61,9 @@ class Look(Traces):
             if small:  # torch would take a size of 0 or 1 for a constant
                 with suppress(compat.CannotTrace):
                     larger = with_two_rows(args, kwargs, dims)
-                    return self._seen(*larger, use, reads_data)
+                    return self._seen(*larger, use)
             kept = [each for each in dims if each not in small]
-            return self._seen(args, kwargs, kept, use, reads_data)
+            return self._seen(args, kwargs, kept, use)
 
     def _seen(
         self,
@@ -74,11 +71,10 @@ class Look(Traces):
         kwargs: dict[str, Any],
         dims: list[Found],
         use: Callable[[fx.GraphModule, list[Any]], T_],
-        reads_data: bool,
     ) -> T_ | None:
         called = self._function if self._bound is not None else self._called
         with self._tracing(dims):
-            trace = compat.trace_call(called, args, kwargs, freeze=False, reads_data=reads_data)
+            trace = compat.trace_call(called, args, kwargs, freeze=False)
             check_dims(self.name, dims, trace.sizes)
             if trace.graph is None:
                 return None

@@ -11,7 +11,7 @@ from expecttest import TestCase
 from graphs.breakable_support import Stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from observe_support import (
+from verify_support import (
     Calculates,
     Good,
     Mixes,

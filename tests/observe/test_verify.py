@@ -8,7 +8,7 @@ import torch
 from cases import D
 from expecttest import TestCase
 from manager_support import manager, requests
-from observe_support import (
+from verify_support import (
     Calculates,
     Good,
     Mixes,
