@@ -35,7 +35,7 @@ def _spoken_of(tree: ast.AST) -> Iterator[str]:
             names = [_dotted(node)]
         elif isinstance(node, ast.Call) and _dotted(node.func) == "getattr":
             of, name = node.args[:2]
-            if isinstance(name, ast.Constant):
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 names = [f"{_dotted(of)}.{name.value}"]
         yield from filter(_is_private, names)
 

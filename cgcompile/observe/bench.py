@@ -73,10 +73,14 @@ class Bench:
         for way in self.ways:
             replays = "-" if way.replays is None else str(way.replays)
             result = "as eager" if way.difference is None else way.difference
-            rows.append((way.name, f"{way.seconds * 1e3:.3f} ms", f"{way.ratio:.2f} x", replays, result))
+            rows.append(
+                (way.name, f"{way.seconds * 1e3:.3f} ms", f"{way.ratio:.2f} x", replays, result)
+            )
         head = f"{self.model} on {self.device}: {self.rounds} rounds of {self.calls} calls"
         found = [head, *table(rows)]
-        return "\n".join([*found, f"no graph was replayed: {self.without}"] if self.without else found)
+        return "\n".join(
+            [*found, f"no graph was replayed: {self.without}"] if self.without else found
+        )
 
 
 def bench(
@@ -96,7 +100,8 @@ def bench(
     Args:
         model: a module or function, or a compiled one.
         call: its arguments.
-        config: with which a plain one is compiled.
+        config: with which a plain one is compiled; left out: the defaults, and tensors on the CPU
+            are recorded by the host recorder, which is slow.
         torch_compile: measure ``torch.compile`` with its own backend as well.
         rounds: how often each way takes its turn.
         calls: in each round.
@@ -105,7 +110,7 @@ def bench(
         ConfigError: settings for a compiled model, or that cannot be.
         BaseException: what the model raised.
     """
-    subject = Subject(model, config or CompilationConfig() if _plain(model) else config)
+    subject = Subject(model, config)
     try:
         tolerance = tolerance_of(subject, call, None, None)
         ways: dict[str, Callable[..., Any]] = {"eager": subject.original}

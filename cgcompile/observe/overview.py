@@ -84,12 +84,12 @@ class Count(NamedTuple):
 
     Attributes:
         reason: the name of a :class:`cgcompile.Reason`.
-        count: calls.
+        calls: how many.
         detail: the last thing known about it.
     """
 
     reason: str
-    count: int
+    calls: int
     detail: str
 
 

@@ -11,6 +11,7 @@ from expecttest import TestCase
 from graphs.breakable_support import Stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from verify_support import (
     Calculates,
     Good,
@@ -27,7 +28,6 @@ from verify_support import (
     rows,
     softmax,
 )
-from torch import nn
 
 import cgcompile
 from cgcompile import (

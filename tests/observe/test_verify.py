@@ -8,6 +8,7 @@ import torch
 from cases import D
 from expecttest import TestCase
 from manager_support import manager, requests
+from torch import nn
 from verify_support import (
     Calculates,
     Good,
@@ -23,7 +24,6 @@ from verify_support import (
     rows,
     softmax,
 )
-from torch import nn
 
 import cgcompile
 from cgcompile import (
