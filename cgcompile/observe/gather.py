@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any
 
+from cgcompile.backend import handle_of
 from cgcompile.config import CompilationConfig
 from cgcompile.entry import CompiledGraph
 from cgcompile.graphs.host import HostGraph
@@ -89,7 +90,7 @@ def report(
 
 
 def _config_of(target: Any, recorders: Sequence[Any]) -> CompilationConfig:
-    for each in (target, getattr(target, "backend", None), *recorders):
+    for each in (target, getattr(target, "backend", None), handle_of(target), *recorders):
         config = getattr(each, "config", None)
         if isinstance(config, CompilationConfig):
             return config
