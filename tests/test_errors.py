@@ -153,6 +153,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CaptureError.no_breaks": CaptureError.no_breaks("Decoder", "ns::attend"),
     "CaptureError.inside_full": CaptureError.inside_full("ns::attend", "NEVER", "num_tokens=8"),
     "CaptureError.swallowed": CaptureError.swallowed("Decoder", "attend", KeyError("x")),
+    "CaptureError.open_break": CaptureError.open_break("step"),
     "CaptureError.other_thread": CaptureError.other_thread("attend", "Decoder"),
     "CaptureError.escaped": CaptureError.escaped("aten.mm.default", "attend"),
     "CaptureError.writes_a_copy": CaptureError.writes_a_copy("aten.add_.Tensor", "get_cache"),
