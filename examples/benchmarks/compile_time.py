@@ -6,11 +6,11 @@ Run it on a machine with a CUDA device::
     python examples/benchmarks/compile_time.py --layers 2 --hidden 64 --device cpu --calls 100
 
 A decoder with an attention op that writes into a cache and a given output is compiled in several
-ways. Each way runs in processes of its own. *Cold*: all caches are empty. *Warm*: the same again, with what
-the first process has left in the caches that belong to it: for cgcompile its own folder alone,
-Inductor's and Triton's are emptied; for torch.compile those of Inductor and Triton. ``total`` is
-the first call in seconds, without capture of graphs. The row ``dynamo`` is torch.compile with a
-backend that does nothing.
+ways. Each way runs in processes of its own. *Cold*: all caches are empty. *Warm*: the same again,
+with what the first process has left in the caches that belong to it: for cgcompile its own folder
+alone, Inductor's and Triton's are emptied; for torch.compile those of Inductor and Triton.
+``total`` is the first call in seconds, without capture of graphs. The row ``dynamo`` is
+torch.compile with a backend that does nothing.
 
 The table below is the cost of a call beside the compiled graph, in microseconds: guards, binding
 of arguments, look-up of parameters, results. The graph is replaced by a constant there.

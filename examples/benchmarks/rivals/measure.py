@@ -1,5 +1,6 @@
 """Measures variants and their floors in turn, and checks that they are right and did replay."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ class Broken(Exception):
 
 def error_limit(setup: Setup) -> float:
     """The relative L2 error of logits that is allowed: rounding adds up over layers."""
-    return LIMITS[setup.dtype] * max(1.0, (setup.dims.layers / 32) ** 0.5)
+    return LIMITS[setup.dtype] * max(1.0, math.sqrt(setup.dims.layers / 32))
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ import cgcompile
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode, SplittingOp
 from cgcompile.piecewise.recording import Recording
 from rivals.decoder import OP, arguments_of, attend, make_decoder
-from rivals.timing import Call, floor_of, public_replay
+from rivals.timing import Call, floor_of
 from rivals.variant import Captured, LeftOut, Setup, Variant
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -208,7 +208,7 @@ class Lean(Ours):
             own.k_cache, own.v_cache = other.k_cache, other.v_cache
         self.backend = cgcompile.Backend(self.config())
         self.model = cgcompile.compile(lean, self.backend, dynamic_dims=DIMS, guards="none")
-        self.plain_passes(lambda size: self._call(size, NONE)(), self.batches)
+        self.plain_passes(lambda size: self._call(size, NONE)(), setup.batches[:1])
 
     def _call(self, size: int, mode: CUDAGraphMode | None, metadata: Any = None) -> Call:
         from llm_engine.attention import PagedMetadata
@@ -219,15 +219,16 @@ class Lean(Ours):
         return super()._call(size, mode, paged)
 
     def capture(self, limit: float) -> Captured:
-        found = self.backend.capture(lambda size: self.step(size)(), self.batches)
-        return Captured(len(found.captured), found.capture_seconds, 1)
+        found = self.backend.capture(lambda size: self.step(size)(), self.setup.batches[:1])
+        graphs = 1 if self.mode is FULL else self.setup.dims.layers + 1
+        missing = tuple(f"{size}: {why}" for size, why in found.missing)
+        return Captured(len(found.captured), found.capture_seconds, graphs, missing)
 
     def floor(self, batch: int) -> Call | None:
         if self.mode is not FULL:
             return None  # its op reads the forward context of a step
         (found,) = self.recordings(batch)
-        (segment,) = found.sequence.segments
-        return public_replay(segment.graph)
+        return floor_of(found.sequence, attend)
 
 
 def all_ours(setup: Setup, plain: Variant, compiled: Variant, few: bool) -> list[Variant]:

@@ -104,20 +104,8 @@ def budget_table(found: dict[str, Any]) -> Table:
 def troubles(found: dict[str, Any]) -> Iterator[str]:
     """What was left out, or failed, and why."""
     for title, model in found.get("models", {}).items():
-        for name, about in model.get("variants", {}).items():
-            if "left_out" in about:
-                yield f"{title}: {name} was left out: {about['left_out']}"
-            for failure in about.get("failures", ()):
-                yield f"{title}: {name} FAILED: {failure}"
-            for missing in about.get("capture", {}).get("missing", ()):
-                yield f"{title}: {name} has no graph of {missing}"
-        for batch, measured in model.get("batches", {}).items():
-            if "error" in measured:
-                yield f"{title}: batch {batch}: {measured['error']}"
-            for name, row in measured.get("rows", {}).items():
-                for what, about in ((name, row), (f"floor of {name}", row.get("floor", {}))):
-                    if "error" in about:
-                        yield f"{title}: {what}, batch {batch}, FAILED: {about['error']}"
+        for trouble in (*_of_variants(model), *_of_batches(model)):
+            yield f"{title}: {trouble}"
         if not model.get("complete"):
             yield f"{title}: ended before it was done"
     for name, about in found.get("starts", {}).items():
@@ -125,6 +113,26 @@ def troubles(found: dict[str, Any]) -> Iterator[str]:
             if key in about:
                 yield f"start of {name}: {about[key].strip().splitlines()[-1]}"
     yield from found.get("notes", ())
+
+
+def _of_variants(model: dict[str, Any]) -> Iterator[str]:
+    for name, about in model.get("variants", {}).items():
+        if "left_out" in about:
+            yield f"{name} was left out: {about['left_out']}"
+        for failure in about.get("failures", ()):
+            yield f"{name} FAILED: {failure}"
+        for missing in about.get("capture", {}).get("missing", ()):
+            yield f"{name} has no graph of {missing}"
+
+
+def _of_batches(model: dict[str, Any]) -> Iterator[str]:
+    for batch, measured in model.get("batches", {}).items():
+        if "error" in measured:
+            yield f"batch {batch}: {measured['error']}"
+        for name, row in measured.get("rows", {}).items():
+            for what, about in ((name, row), (f"floor of {name}", row.get("floor", {}))):
+                if "error" in about:
+                    yield f"{what}, batch {batch}, FAILED: {about['error']}"
 
 
 def machine_line(found: dict[str, Any]) -> str:
