@@ -24,13 +24,15 @@ Results are ``compare.json``, ``compare.txt`` and, with matplotlib, ``compare.pn
 and the files of each part are written as soon as there is something, so that little is lost when
 ``--seconds`` are over. ``readme_table.py`` makes the README's section of the JSON.
 
-Without a GPU it takes small models, and measures what cgcompile's dispatch costs over replays by
-the host recorder; the rest is left out, with a line that says so.
+Without a GPU it takes models of nearly nothing but attention that does nothing, and measures what
+cgcompile's dispatch costs over replays by the host recorder; the rest is left out, with a line that
+says so.
 
 Exits with 1 where a way of cgcompile is wrong, was not replayed, or was not measured.
 """
 
 import argparse
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -64,7 +66,8 @@ MODELS = {
     "main": Dims(32, 2048, 16, 8, 5632, 32000),
     "deep": Dims(64, 512, 8, 4, 1408, 32000),
 }
-ON_CPU = {"main": Dims(6, 16, 2, 1, 24, 64, 4), "deep": Dims(12, 16, 2, 1, 24, 64, 4)}
+THIN = Dims(8, 16, 2, 1, 24, 64, 4, thin=True)
+ON_CPU = {"main": THIN, "deep": dataclasses.replace(THIN, layers=16)}
 PACKAGES = ("torch", "triton", "piecewise-cuda-graphs", "cgcompile")
 LAST_SECONDS = 12.0  # for the report, and for a process to end
 
@@ -76,7 +79,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compiler", help="of pieces; default: inductor, on a CPU eager")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all, on a CPU time")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--layers", type=int, help="in place of 32 and 64, or 6 and 12")
+    parser.add_argument("--layers", type=int, help="in place of 32 and 64, or on a CPU 8 and 16")
     parser.add_argument("--batches", type=int, nargs="+", help="default: 8 1 64 256; deep: 8 64")
     parser.add_argument("--only", nargs="+", default=[], help="names of variants, beside eager")
     parser.add_argument("--rounds", type=int, default=10)
@@ -95,7 +98,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def dims_of(args: argparse.Namespace, model: str) -> Dims:
     dims = (ON_CPU if args.device == "cpu" else MODELS)[model]
-    return Dims(**{**vars(dims), "layers": args.layers}) if args.layers else dims
+    return dataclasses.replace(dims, layers=args.layers) if args.layers else dims
 
 
 def make_setup(args: argparse.Namespace, model: str) -> Setup:
@@ -115,7 +118,14 @@ def make_setup(args: argparse.Namespace, model: str) -> Setup:
 
 
 def run_worker(args: argparse.Namespace) -> int:
-    """The process of one model."""
+    """The process of one model: says that it is ready, and goes on when a line comes in."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever is printed from now on must not be taken for an answer
+
+    def wait_for_turn() -> None:
+        print("ready", file=answers, flush=True)
+        sys.stdin.readline()
+
     if args.device == "cpu":
         torch.set_num_threads(1)
     worker = Worker(
@@ -126,7 +136,7 @@ def run_worker(args: argparse.Namespace) -> int:
         deadline=args.deadline,
     )
     rounds = args.rounds if "time" in args.parts else 0
-    return work(worker, rounds=rounds, repeats=args.repeats)
+    return work(worker, wait_for_turn, rounds=rounds, repeats=args.repeats)
 
 
 # ---------------------------------------------------------------- all processes
@@ -140,8 +150,10 @@ class Process:
         self.file: Path = args.out / f"{model}.json"
         self.file.unlink(missing_ok=True)
         command = [sys.executable, __file__, *given, "--worker", model, "--deadline", str(end)]
+        # Few threads: they compile while the starts of others are timed.
+        environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4", **os.environ}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
     def is_ready(self) -> bool:

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ SMALL = Dims(2, 16, 2, 1, 24, 64, 4)
 
 @pytest.fixture
 def setup(without_gradients: None) -> Setup:
-    return Setup(SMALL, "cpu", torch.float32, "eager", (2, 4), (4, 2))
+    dims = replace(SMALL, thin=True)
+    return Setup(dims, "cpu", torch.float32, "eager", (2, 4), (4, 2))
 
 
 def test_compare_measures_cgcompile_on_a_cpu(tmp_path: Path) -> None:
@@ -176,9 +178,7 @@ def test_a_failure_of_one_does_not_stop_the_others(setup: Setup, tmp_path: Path)
     assert found["steps"] == 2
 
 
-def test_what_is_not_installed_is_left_out(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_installed_is_left_out(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rivals.torchs.META", "no_such_package_of_graphs")
     with pytest.raises(LeftOut, match="pip install piecewise-cuda-graphs"):
         MetaPieces(setup, "meta", Plain(setup, "eager")).prepare()
@@ -298,9 +298,7 @@ def test_the_readme_has_the_figures_that_are_kept() -> None:
     assert readme_table.between(readme) == readme_table.section_of(readme_table.RESULTS)
 
 
-def test_the_section_is_written_between_the_comments(
-    found: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_section_is_written_between_the_comments(found: dict[str, Any], tmp_path: Path) -> None:
     results, readme = tmp_path / "r.json", tmp_path / "README.md"
     results.write_text(json.dumps(found))
     around = f"a\n{readme_table.BEGIN}\nold\n{readme_table.END}\nb\n"

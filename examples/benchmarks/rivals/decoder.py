@@ -23,7 +23,10 @@ Slots = tuple[torch.Tensor, torch.Tensor]  # rows and positions that traced code
 
 @dataclass(frozen=True)
 class Dims:
-    """The sizes of a decoder; ``context`` is the number of positions that each row attends to."""
+    """The sizes of a decoder; ``context`` is the number of positions that each row attends to.
+
+    ``thin`` leaves attention and an addition of each layer: what is left is dispatch.
+    """
 
     layers: int
     hidden: int
@@ -32,6 +35,7 @@ class Dims:
     intermediate: int
     vocabulary: int
     context: int = 256
+    thin: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -110,6 +114,7 @@ class Layer(nn.Module):
         super().__init__()
         hidden, heads, kv_heads = dims.hidden, dims.heads, dims.kv_heads
         self.heads, self.kv_heads, self.size = heads, kv_heads, dims.head_dim
+        self.thin = dims.thin
         self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
         self.qkv = nn.Linear(hidden, (heads + 2 * kv_heads) * self.size, bias=False)
         self.out = nn.Linear(hidden, hidden, bias=False)
@@ -126,6 +131,11 @@ class Layer(nn.Module):
     def forward(
         self, x: torch.Tensor, slots: Slots | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
+        if self.thin:
+            q = x.unflatten(-1, (-1, self.size))
+            k, out = q[:, : self.kv_heads], torch.empty_like(q)
+            torch.ops.cgrival.attend(q, k, k, out, self.k_cache, self.v_cache)
+            return x + out.flatten(1)
         found = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.size))
         q, k, v = found.split([self.heads, self.kv_heads, self.kv_heads], 1)
         q, k = self.rotated(q, cos, sin), self.rotated(k, cos, sin)

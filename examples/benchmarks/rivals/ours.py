@@ -187,6 +187,7 @@ class Lean(Ours):
         super().__init__(setup, name, mode, direct=True)
         self.attention_calls = 0
         self.batches = setup.batches[:1]
+        self._metadata: dict[int, Any] = {}  # FULL graphs hold its addresses
 
     def splitting_op(self) -> SplittingOp:
         from llm_engine.attention import splitting_op
@@ -213,10 +214,12 @@ class Lean(Ours):
     def _call(self, size: int, mode: CUDAGraphMode | None, metadata: Any = None) -> Call:
         from llm_engine.attention import PagedMetadata
 
-        rows = torch.arange(size, dtype=torch.int32, device=self.setup.device)
-        _, positions = self.setup.steps.views(size)
-        paged = PagedMetadata(rows[:, None].contiguous(), rows, positions)  # a row is one block
-        return super()._call(size, mode, paged)
+        if size not in self._metadata:
+            rows = torch.arange(size, dtype=torch.int32, device=self.setup.device)
+            _, positions = self.setup.steps.views(size)
+            # A row of the cache is one block.
+            self._metadata[size] = PagedMetadata(rows[:, None].contiguous(), rows, positions)
+        return super()._call(size, mode, self._metadata[size])
 
     def capture(self, limit: float) -> Captured:
         found = self.backend.capture(lambda size: self.step(size)(), self.setup.batches[:1])

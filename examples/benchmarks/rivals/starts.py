@@ -1,4 +1,7 @@
-"""Cold and warm starts: each in a process of its own, by ``compile_time.py``."""
+"""Cold and warm starts: each in a process of its own, by ``compile_time.py``.
+
+Without guards, cgcompile keeps its traces (``keep_traces``), so that a warm start needs no Dynamo.
+"""
 
 import tempfile
 import time

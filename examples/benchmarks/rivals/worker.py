@@ -1,8 +1,7 @@
 """One process of ``compare.py``: compiles all variants of a decoder, captures, checks, measures.
 
-What it has found is written after each stage, so that a process that is ended loses little. It says
-``ready`` on its standard output when everything is compiled, and goes on when a line comes in: the
-machine is quiet then.
+What it has found is written after each stage, so that a process that is ended loses little. When
+everything is compiled it waits for its turn, so that the machine is quiet when it measures.
 """
 
 import gc
@@ -177,12 +176,15 @@ class Worker:
         return self.tried(variant, f"check of batch {batch}", run)
 
 
-def work(worker: Worker, *, rounds: int, repeats: int) -> int:
-    """All stages. Returns 1 if a variant of cgcompile failed."""
+def work(worker: Worker, wait_for_turn: Callable[[], object], *, rounds: int, repeats: int) -> int:
+    """All stages; ``wait_for_turn`` is called in between, when all is compiled.
+
+    Returns:
+        1 if a variant of cgcompile failed.
+    """
     with torch.inference_mode():
         worker.prepare()
-        print("ready", flush=True)
-        sys.stdin.readline()
+        wait_for_turn()
         worker.capture()
         worker.time_all(rounds, repeats)
     worker.found["complete"] = True
