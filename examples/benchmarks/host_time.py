@@ -25,6 +25,7 @@ Exits with 1 where a sequence of pieces is above ``--limit`` times its floor.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     """What the attention op does, so that only its call costs."""
 
 
+@cache
 def define_attention() -> None:
     LIBRARY.define("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out) -> ()")
     LIBRARY.impl("attend", nothing, "CUDA")
