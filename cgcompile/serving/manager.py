@@ -72,6 +72,7 @@ class CudaGraphManager(Questions):
 
     Attributes:
         model: as given.
+        backend: the handle of the model; None of one that is not compiled.
         dispatcher: as given; it knows what has been captured.
         agreement: as given.
         inputs: the input buffers.
@@ -119,10 +120,10 @@ class CudaGraphManager(Questions):
         self._graph_capture = graph_capture
         self._fillers = Fillers(self.inputs, dispatcher)
         self._config = CompilationConfig.resolve(config)
-        self._backend = handle_of(model) if backend is None else backend
+        self.backend = handle_of(model) if backend is None else backend
         self._steps = StepRunner(
             model,
-            self._backend,
+            self.backend,
             self.inputs,
             device=torch.device(device),
             metadata=metadata,
@@ -133,7 +134,7 @@ class CudaGraphManager(Questions):
             inference_mode=inference_mode,
             check_metadata=check_metadata,
         )
-        self.meter = MemoryMeter(self._steps.pool, self._backend, self._steps.outputs)
+        self.meter = MemoryMeter(self._steps.pool, self.backend, self._steps.outputs)
 
     # -------------------------------------------------------------- capture
 
@@ -261,7 +262,7 @@ class CudaGraphManager(Questions):
 
     def num_compilations(self) -> int:
         """How often the model was compiled so far, of all ranks the most; 0 if it never is."""
-        found = 0 if self._backend is None else self._backend.num_compilations
+        found = 0 if self.backend is None else self.backend.num_compilations
         return found if self.agreement is None else self.agreement.largest(found)
 
     def dummy_batch(self, descriptor: BatchDescriptor, phase: str) -> Batch:
@@ -277,8 +278,8 @@ class CudaGraphManager(Questions):
             CaptureError: called inside of a step or of a capture.
         """
         self._steps.drop_graphs()
-        if self._backend is not None:
-            self._backend.release()
+        if self.backend is not None:
+            self.backend.release()
         self._graphs.forget()
 
     def drop_graphs(self) -> None:
@@ -350,10 +351,7 @@ class CudaGraphManager(Questions):
             if mode is NONE:
                 result = steps.step(batch, mode, descriptor)
             else:
-                around = steps.hooks.around
-                result, why = around(lambda: self._on_graph(batch, mode, descriptor))
-                if why is not None:  # it was dispatched to a graph that is not there yet
-                    chosen = Dispatched(NONE, BatchDescriptor(batch.num_tokens), why)
+                result, chosen = steps.hooks.around(lambda: self._on_graph(batch, chosen))
         self.statistics.record(batch.num_tokens, chosen)
         return result
 
@@ -391,6 +389,9 @@ class CudaGraphManager(Questions):
             self._steps.across = self.agreement.across(num_tokens)
         return self._steps.replay(descriptor)
 
-    def _on_graph(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
-        agreed, strict = self.agreement is not None, self._config.strict
-        return self._graphs.step(self._steps, batch, mode, descriptor, agreed=agreed, strict=strict)
+    def _on_graph(self, batch: Batch, chosen: Dispatched) -> tuple[Any, Dispatched]:
+        """(result, how it ran): not on the graph that was chosen if that is not there yet."""
+        agreed, strict, graphs = self.agreement is not None, self._config.strict, self._graphs
+        result, why = graphs.step(self._steps, batch, *chosen[:2], agreed=agreed, strict=strict)
+        plain = BatchDescriptor(batch.num_tokens)
+        return result, chosen if why is None else Dispatched(NONE, plain, why)
