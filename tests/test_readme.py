@@ -175,7 +175,7 @@ def test_the_printed_split_has_the_form_of_today() -> None:
 
 
 def test_seeing_of_the_readme_works(tmp_path, monkeypatch, capsys) -> None:
-    code, _ = re.findall(r"```python\n(.*?)```", section("Seeing"), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", section("Seeing"), re.DOTALL)
     monkeypatch.chdir(tmp_path)
 
     class Model(torch.nn.Module):
