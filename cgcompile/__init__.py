@@ -41,6 +41,7 @@ from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.observe import Coverage, Explanation, coverage, explain
 from cgcompile.observe.profile import Profile, profile
 from cgcompile.observe.timeline import timeline
 from cgcompile.reasons import Counters, Reason
@@ -66,6 +67,7 @@ __all__ = [
     "CompilationMode",
     "CompiledModel",
     "Counters",
+    "Coverage",
     "CudaGraphManager",
     "CudagraphDispatcher",
     "Difference",
@@ -76,6 +78,7 @@ __all__ = [
     "EncoderCudaGraphManager",
     "EncoderCudaGraphReplayBuffers",
     "EncoderItemSpec",
+    "Explanation",
     "ForwardContext",
     "GraphSegment",
     "GraphSequence",
@@ -88,8 +91,10 @@ __all__ = [
     "allow_capture",
     "capture_all",
     "compile",
+    "coverage",
     "eager_break_during_capture",
     "eager_region",
+    "explain",
     "get_cudagraph_sizes",
     "get_forward_context",
     "is_forward_context_available",

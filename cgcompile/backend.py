@@ -15,7 +15,6 @@ from typing import Any
 from torch import fx
 
 from cgcompile import compat
-from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.entry import CompiledGraph
 from cgcompile.errors import ConfigError, DispatchError
@@ -23,10 +22,10 @@ from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import releasing, without_garbage_collection
 from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.passes import check_disabled, split_graph
-from cgcompile.passes.split import SplitGraph
+from cgcompile.passes import check_disabled
 from cgcompile.piecewise.cache import PieceCache
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
+from cgcompile.piecewise.splitting import check_sizes, split_as_set
 from cgcompile.piecewise.traces import trace_code, trace_split
 from cgcompile.reasons import Counters
 from cgcompile.tracing.saved import KeptTraces
@@ -288,12 +287,7 @@ def _compile_unsplit(
     gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache, frozen: bool
 ) -> CompiledGraph:
     """Compile a whole graph for FULL graphs, if the boundaries that it holds allow them."""
-    registry = Boundaries(config.splitting_ops)
-    met = [found.support for found in map(registry.match, gm.graph.nodes) if found is not None]
-    nothing = Boundaries((), builtin=False)
-    split = split_graph(gm, nothing)
-    pieces = tuple(replace(piece, support=min([piece.support, *met])) for piece in split.pieces)
-    split = replace(split, pieces=pieces)
+    split, nothing = split_as_set(gm, config)
     trace_split(split)
     compiled = config.mode is not CompilationMode.NONE
     whole = replace(
@@ -308,27 +302,13 @@ def _compile_piecewise(
 ) -> CompiledGraph:
     """Split, check, compile, stitch."""
     compat.make_floats_constant(gm)
-    boundaries = Boundaries(config.splitting_ops, builtin=config.builtin_splitting_ops)
-    split = split_graph(
-        gm,
-        boundaries,
-        graph_passes=config.graph_passes,
-        piece_passes=config.piece_passes,
-        disabled_passes=config.disabled_passes,
-        dump_dir=config.dump_passes,
-    )
+    split, boundaries = split_as_set(gm, config)
     log.info("split graph:\n%s", split)
     trace_split(split)
-    _check_sizes(split, config)
+    check_sizes(split, config)
     runnables, compilation = compile_pieces(split, config, cache)
-    _check_sizes(split, config)  # a compiler may add guards of its own
+    check_sizes(split, config)  # a compiler may add guards of its own
     return CompiledGraph(split, runnables, boundaries, config, compilation, frozen=frozen)
-
-
-def _check_sizes(split: SplitGraph, config: CompilationConfig) -> None:
-    captured, compiled = config.cudagraph_capture_sizes or (), config.sizes_to_compile
-    split.symbols.check_sizes(captured, config.capture_dim)
-    split.symbols.check_sizes(compiled, config.capture_dim, "compile_sizes")
 
 
 class NamedBackend:

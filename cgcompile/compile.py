@@ -187,6 +187,11 @@ class CompiledModel(Transparent):
         return self.runnable
 
     @property
+    def asked(self) -> tuple[dict[str, Any], Rules]:
+        """The dynamic dimensions, and how calls are told apart, as :func:`compile` was told."""
+        return self._given
+
+    @property
     def wrapper(self) -> CUDAGraphWrapper | None:
         """What captures where nothing is traced: mode NONE, or breakable; else None."""
         return self._call if isinstance(self._call, CUDAGraphWrapper) else None

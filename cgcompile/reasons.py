@@ -85,6 +85,7 @@ EXPECTED = frozenset(
         Reason.NO_KERNEL,
         Reason.EMPTY_BATCH,
         Reason.MODE_EXCLUDED,
+        Reason.CHEAPER_EAGER,
     }
 )
 

@@ -8,7 +8,7 @@ guards refuse is refused up front, with the guard, and not by a wrong result.
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -50,6 +50,9 @@ class Symbols:
     def dims(self) -> dict[str, str]:
         """Printed symbol -> the input dimension it stands for: ``{"s0": "x.size()[0]"}``."""
         return {str(self._short[symbol]): dim for symbol, dim in self._dims.items()}
+
+    def __iter__(self) -> Iterator[sympy.Symbol]:
+        return iter(self._dims)
 
     def __contains__(self, symbol: sympy.Symbol) -> bool:
         return symbol in self._dims
@@ -118,6 +121,13 @@ class Symbols:
             if now.is_number:
                 fixed[dim] = str(now)
         return fixed
+
+    def guards_on(self, symbol: sympy.Symbol) -> list[str]:
+        """What the traced code assumed of a symbol, as printed expressions, each once."""
+        if self._shapes is None:
+            return []
+        guards = [guard for guard, _ in self._shapes.guards() if symbol in guard.free_symbols]
+        return list(dict.fromkeys(map(self.pretty, guards)))
 
     def bounds(self, symbol: sympy.Symbol) -> tuple[Any, Any]:
         """The least and the largest number that a symbol may stand for."""

@@ -122,6 +122,7 @@ def manager(
     *,
     model: nn.Module | None = None,
     dispatch: CudagraphDispatcher | None = None,
+    strict: bool = False,
     **more: Any,
 ) -> CudaGraphManager:
     """A manager of a model that is plain (not compiled) or compiled."""
@@ -130,7 +131,10 @@ def manager(
     made = (Decoder() if model is None else model).to(device).eval()
     op = SplittingOp("cgserve::attend", support=AttentionCGSupport.ALWAYS)
     config = cgcompile.CompilationConfig(
-        splitting_ops=(op,), capture_device="host" if device == "cpu" else "auto", compiler="eager"
+        splitting_ops=(op,),
+        capture_device="host" if device == "cpu" else "auto",
+        compiler="eager",
+        strict=strict,
     )
     called: Any = made
     if kind == "compiled":

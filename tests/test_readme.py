@@ -1,5 +1,6 @@
 """What the README says is so: its tables name what exists, its Python runs."""
 
+import json
 import re
 from pathlib import Path
 
@@ -171,3 +172,22 @@ def test_the_printed_split_has_the_form_of_today() -> None:
         assert any(re.sub(r"test_readme\.py:\d+", "", row).startswith(start) for row in real), (
             f"the README shows {line!r}"
         )
+
+
+def test_seeing_of_the_readme_works(tmp_path, monkeypatch, capsys) -> None:
+    code, *_ = re.findall(r"```python\n(.*?)```", section("Seeing"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(16, 16)
+
+        def forward(self, x):
+            return torch.nn.functional.scaled_dot_product_attention(x, x, self.linear(x))
+
+    namespace: dict = {"cgcompile": cgcompile, "torch": torch, "Model": Model}
+    exec(code, namespace)
+    assert "2 pieces: 1 captured, 1 eager" in capsys.readouterr().out
+    assert [line.where.split(":")[0] for line in namespace["eager"]] == ["test_readme.py"]
+    assert json.loads((tmp_path / "split.json").read_text())["totals"]["eager"] == 1

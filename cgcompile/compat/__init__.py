@@ -74,6 +74,12 @@ from cgcompile.compat.dynamo import (
     storage_key,
 )
 from cgcompile.compat.foreign import listen_to_no_graph
+from cgcompile.compat.marks import (
+    marked,
+    size_oblivious,
+    without_memory,
+    without_traces_left,
+)
 from cgcompile.compat.modes import (
     DispatchMode,
     any_autocast,
@@ -148,8 +154,6 @@ from cgcompile.compat.tracing import (
     Trace,
     hooks_of,
     is_constant_result,
-    marked,
-    size_oblivious,
     spoken_function,
     trace_call,
     traced_function,

@@ -5,6 +5,7 @@ the names are the same in 2.11, 2.13 and 2.15.
 """
 
 import dis
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,9 +24,15 @@ class CannotTrace(Exception):
 
     Attributes:
         model_raises: whether the reason is that the Python code of the model raises.
+        what: the reason in one line.
+        hints: what torch says to it, a line each.
+        line: the user's line, as ("model.py:41 in forward", "y = ..."); None if torch has none.
     """
 
     model_raises = False
+    what = ""
+    hints: tuple[str, ...] = ()
+    line: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -291,25 +298,24 @@ def _as_cannot_trace() -> Iterator[None]:
     try:
         yield
     except (TorchDynamoException, ConstraintViolationError) as error:
-        found = CannotTrace(_in_short(error))
-        found.model_raises = str(error).lstrip().startswith("Observed exception")
-        raise found from error
+        raise _in_short(error) from error
 
 
-def _in_short(error: BaseException) -> str:
+def _in_short(error: BaseException) -> CannotTrace:
     """The beginning of torch's explanation, and the user's line."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     hints = [line for line in lines if line.startswith(("Explanation:", "Hint:"))][:2]
     frames = [line for line in lines if line.startswith('File "')]
-    found = [*lines[:1], *hints, *frames[-1:]]
-    return "\n  ".join(found) or type(error).__name__
-
-
-def size_oblivious(on: bool) -> Any:
-    """A context in which sizes 0 and 1 of dynamic dimensions are not told from others."""
-    from torch.fx.experimental import _config
-
-    return _config.patch(backed_size_oblivious=on)
+    text = "\n  ".join([*lines[:1], *hints, *frames[-1:]]) or type(error).__name__
+    found = CannotTrace(text)
+    found.model_raises = str(error).lstrip().startswith("Observed exception")
+    found.what, found.hints = text.splitlines()[0], tuple(hints)
+    stack = [frame for frame in getattr(error, "real_stack", None) or () if frame.filename]
+    if stack:
+        last = stack[-1]
+        where = f"{os.path.basename(last.filename)}:{last.lineno} in {last.name}"
+        found.line = where, (last.line or "").strip()
+    return found
 
 
 def _lift(graph: fx.GraphModule, inputs: int) -> tuple[FrozenTensor, ...]:
@@ -341,36 +347,3 @@ def _lift(graph: fx.GraphModule, inputs: int) -> tuple[FrozenTensor, ...]:
         delattr(graph, name)
     graph.recompile()
     return tuple(found)
-
-
-# ---------------------------------------------------------------- marking dimensions
-
-_MARKS = ("_dynamo_", "_has_dynamo", "_specialize_on")
-
-
-@contextmanager
-def marked(dims: list[tuple[torch.Tensor, int, str | None]], unbacked: bool) -> Iterator[None]:
-    """Mark dimensions of tensors as dynamic for a trace; the tensors are as before after it.
-
-    Args:
-        dims: (tensor, dimension, name); equal names are equal sizes.
-        unbacked: nothing may be assumed of a size.
-    """
-    from torch._dynamo.decorators import mark_dynamic, mark_unbacked
-
-    tensors = {id(tensor): tensor for tensor, _, _ in dims}
-    before = {key: dict(tensor.__dict__) for key, tensor in tensors.items()}
-    try:
-        for tensor in tensors.values():
-            for mark in [mark for mark in tensor.__dict__ if mark.startswith(_MARKS)]:
-                del tensor.__dict__[mark]
-        for tensor, dim, name in dims:
-            if unbacked:
-                mark_unbacked(tensor, dim, shape_id=name)
-            else:
-                mark_dynamic(tensor, dim)
-        yield
-    finally:
-        for key, tensor in tensors.items():
-            tensor.__dict__.clear()
-            tensor.__dict__.update(before[key])

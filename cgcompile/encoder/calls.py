@@ -4,6 +4,7 @@ Specs, packing, one run per group and path, and the results back in the order of
 no graph runs eager, under a reason.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from cgcompile.encoder.captured import EncoderGraphs
@@ -18,8 +19,8 @@ from cgcompile.encoder.limits import Limits
 from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.statistics import EncoderStatistics, Ran
-from cgcompile.errors import ConfigError, EncoderItemError, EncoderModelError
-from cgcompile.reasons import Reason
+from cgcompile.errors import ConfigError, DispatchError, EncoderItemError, EncoderModelError
+from cgcompile.reasons import EXPECTED, Reason
 
 
 class EncoderCalls:
@@ -114,17 +115,11 @@ class EncoderCalls:
     def encoded(self, mm_kwargs: dict[str, Any], specs: list[EncoderItemSpec]) -> list[Any]:
         """All items of a call, in groups."""
         dest: dict[int, Any] = {}
-        full = [n for n, spec in enumerate(specs) if any(map(spec.tokens, self._paths))]
-        capacity = self._capacity()
-        if any(capacity.budgets):
+        if any(self._capacity().budgets):
             self._graphs.check_weights()
-        listed, unlisted = self._by_axes(full, specs)
-        for item in unlisted:  # alone, so that no other item goes without a graph for it
-            group = Group((item,), (None,) * len(self._paths))
-            self._run_group([item], group, mm_kwargs, specs, dest)
-        for group in pack([self._need(specs[item]) for item in listed], capacity, self.costs):
-            self._run_group([listed[place] for place in group.items], group, mm_kwargs, specs, dest)
-        idle = sorted(set(range(len(specs))).difference(full))
+        for items, group in self._groups(specs):
+            self._run_group(items, group, mm_kwargs, specs, dest)
+        idle = [n for n, spec in enumerate(specs) if not any(map(spec.tokens, self._paths))]
         if idle:  # last, as others tell what a result looks like
             self._without_tokens(idle, mm_kwargs, len(specs), dest)
         missing = [place for place in range(len(specs)) if place not in dest]
@@ -132,6 +127,33 @@ class EncoderCalls:
             found = f"no result for item {missing[0]}"
             raise EncoderModelError.returned("postprocess_encoder_output", found, "one for each")
         return [dest[place] for place in range(len(specs))]
+
+    def check(self, specs: list[EncoderItemSpec]) -> None:
+        """Refuse items that would run eager, but where that is the cheaper way; for ``strict``.
+
+        Raises:
+            DispatchError: names the first of them, and why.
+        """
+        for items, group in self._groups(specs):
+            mine = [specs[item] for item in items]
+            for path, budget in zip(self._paths, group.budgets, strict=True):
+                tokens = sum(spec.tokens(path) for spec in mine)
+                reason = self._graph_for(path, budget, mine)[1] if tokens else None
+                if reason is not None and reason not in EXPECTED:
+                    more = f" and {len(items) - 1} more" if items[1:] else ""
+                    what = f"item {items[0]}{more} of an encoder"
+                    detail = f"{tokens} output tokens on path {path!r}"
+                    raise DispatchError.strict(what, reason.value, detail)
+
+    def _groups(self, specs: list[EncoderItemSpec]) -> Iterator[tuple[list[int], Group]]:
+        """(items, group) of all that have tokens, as they will run."""
+        full = [n for n, spec in enumerate(specs) if any(map(spec.tokens, self._paths))]
+        listed, unlisted = self._by_axes(full, specs)
+        for item in unlisted:  # alone, so that no other item goes without a graph for it
+            yield [item], Group((item,), (None,) * len(self._paths))
+        needs = [self._need(specs[item]) for item in listed]
+        for group in pack(needs, self._capacity(), self.costs):
+            yield [listed[place] for place in group.items], group
 
     def _without_tokens(
         self, items: list[int], mm_kwargs: dict[str, Any], count: int, dest: dict[int, Any]

@@ -54,7 +54,8 @@ class EncoderCudaGraphManager:
             ``max_batch_size * max_frames_per_video``. 0: graphs for images, with one frame for each
             item as of a model without videos; videos of more frames in all run eager.
         settings: what the model infers its range from.
-        config: ``capture_device``, ``num_warmups``, ``strict``, ``poison``.
+        config: ``capture_device``, ``num_warmups``, ``poison``, and ``strict``: an item that no
+            graph serves is an error, unless a graph would be the slower way for it.
         pool: memory of the graphs, shared with another manager; left out: a pool of its own. Do not
             give the decoder's.
         costs: what a replay and an eager run take; left out: an estimate in tokens.
@@ -106,13 +107,14 @@ class EncoderCudaGraphManager:
             max_frames_per_batch,
             lambda: self._model.get_encoder_cudagraph_budget_range(settings),
         )
+        self._settings = CompilationConfig.resolve(config)
         self._graphs = EncoderGraphs(
             self._model,
             self.config,
             self._limits,
             self._device,
             dtype,
-            CompilationConfig.resolve(config),
+            self._settings,
             pool,
             check_weights,
         )
@@ -286,12 +288,16 @@ class EncoderCudaGraphManager:
             EncoderItemError: item specs that do not fit the configuration.
             EncoderBufferError: replay buffers that do not fit those of a graph.
             AddressChangedError: a weight was replaced since the capture: clear() and capture().
+            DispatchError: ``strict``, and an item would run eager; nothing ran then, on any rank.
             EncoderShardError: with a sharder: the share of another rank failed.
             BaseException: what the model raised.
         """
         with self._lock, self._mode():
             if self._sharder is None:
-                return self._calls.encoded(mm_kwargs, self._calls.specs(mm_kwargs))
+                specs = self._calls.specs(mm_kwargs)
+                if self._settings.strict:
+                    self._calls.check(specs)
+                return self._calls.encoded(mm_kwargs, specs)
             return self._sharded(self._sharder, mm_kwargs)
 
     def _sharded(self, sharder: Sharder, mm_kwargs: dict[str, Any]) -> list[Any]:
@@ -299,6 +305,8 @@ class EncoderCudaGraphManager:
         try:
             specs = self._calls.specs(mm_kwargs)
             shares = sharder.assign([spec.input_size for spec in specs])
+            for share in shares if self._settings.strict else ():  # of all, so that all raise
+                self._calls.check([specs[place] for place in share])
             mine = shares[sharder.rank]
             selected = self._calls.selected(mm_kwargs, list(mine), len(specs))
             own = self._calls.encoded(selected, [specs[place] for place in mine])

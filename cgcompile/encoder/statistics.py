@@ -168,6 +168,8 @@ class EncoderStatistics:
                         "reason": reason.value,
                         "items": eager.items,
                         "tokens": eager.tokens,
+                        "least_tokens": eager.least,
+                        "most_tokens": eager.most,
                     }
                     for (path, reason), eager in self._eager.items()
                 ],

@@ -1,7 +1,7 @@
 """What a wrapper keeps of a capture: :class:`CUDAGraphEntry`; and how it captures."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,17 @@ class CUDAGraphOptions:
     debug_breaks: bool = False
 
 
+@dataclass
+class Tally:
+    """How often something happened.
+
+    Attributes:
+        replays: of a graph, the capturing call not counted.
+    """
+
+    replays: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class CUDAGraphEntry:
     """What one descriptor captured.
@@ -49,6 +60,7 @@ class CUDAGraphEntry:
         guard: what the arguments must be; None where others see to that.
         weights: what the parameters and buffers must be; None likewise.
         needs_grad: whether gradients would be due if grad mode were on.
+        tally: counts its replays.
     """
 
     batch_descriptor: BatchDescriptor
@@ -57,6 +69,7 @@ class CUDAGraphEntry:
     guard: ArgumentGuard | None
     weights: WeightsGuard | None
     needs_grad: bool
+    tally: Tally = field(default_factory=Tally)
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> None:
         """Compare arguments and weights with those of the capture.

@@ -1,1 +1,10 @@
-"""What was split, captured and replayed, as a person wants to see it."""
+"""Looking at a model, at what was compiled of it, and at what its graphs were worth.
+
+Read in this order: ``parts`` and ``explanation`` (the values), ``explain`` (how they are made),
+``report`` (from a split), ``text`` (how they print); ``coverage``;
+``targets``, ``profile`` and ``timeline``. The rule: what is here looks, and changes nothing.
+"""
+
+from cgcompile.observe.coverage import Coverage, coverage
+from cgcompile.observe.explain import explain
+from cgcompile.observe.explanation import Explanation

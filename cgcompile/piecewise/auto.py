@@ -38,7 +38,7 @@ class AutoDispatch:
         self._config = config
         self._rows = _rows(split, config)
         self._read = Roles.of(split, CUDAGraphMode.FULL).read
-        self._first = _mode(split, wanted)
+        self._first = auto_mode(split, wanted)
         self.use(self._first)
 
     def reset(self) -> None:
@@ -103,7 +103,7 @@ class AutoDispatch:
         return None
 
 
-def _mode(split: SplitGraph, wanted: CUDAGraphMode) -> CUDAGraphMode:
+def auto_mode(split: SplitGraph, wanted: CUDAGraphMode) -> CUDAGraphMode:
     """The runtime mode of steps without a forward context; NONE if the settings leave none.
 
     FULL where every boundary allows it for any batch and no number is read by boundaries alone:

@@ -68,6 +68,7 @@ def record(
         inputs: what the call was given.
 
     Raises:
+        DispatchError: ``strict``, and the step is not recorded after all.
         BaseException: what the step raised when it ran plain, unchanged; nothing is kept then.
     """
     mode, batch = recording.batch.mode, recording.batch.shown
@@ -98,7 +99,10 @@ def _record_pieces(
         raise
     if recorder.why is not None:
         recorder.drop()
-        return Outcome(None, recorder.why, True, recorder.hand_over(result, inputs))
+        why, handed = recorder.why, recorder.hand_over(result, inputs)
+        if program.config.strict:
+            raise DispatchError.strict("the compiled step", why.reason.value, why.detail)
+        return Outcome(None, why, True, handed)
     return Outcome(recording, None, True, recorder.finish(result, inputs))
 
 

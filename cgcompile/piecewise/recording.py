@@ -144,6 +144,8 @@ class Recording:
         reserved: bytes of the pool before buffers for it were made; see ``GraphPool.reserved``.
         sequence: once it is finished, what a replay runs.
         sources: where a replay leaves the values that pieces make, by name, as far as it is known.
+        replays: how often it was replayed.
+        padding: rows of all replays that were padding, as far as callers said.
     """
 
     def __init__(self, program: Program, roles: Roles, batch: Batch, inputs: Sequence[Any]) -> None:
@@ -153,6 +155,7 @@ class Recording:
         self.frame = program.pool.arena.frame()
         self.sequence: GraphSequence
         self.sources: Mapping[str, Any] = {}
+        self.replays = self.padding = 0
         self._program = program
         self._poison = program.config.poison
         own = ForwardContext.synthetic(batch.mode, batch.descriptor)
@@ -247,9 +250,13 @@ class Recording:
             What the graph returns: the caller's own, or without copies views of pool memory.
         """
         self._prepare(inputs)
-        if real is not None and real >= self.batch.descriptor.num_tokens:
+        padding = 0 if real is None else self.batch.descriptor.num_tokens - real
+        if padding <= 0:
             real = None  # nothing is padded
         slots = self._run(inputs, real)
+        self.replays += 1
+        if padding > 0:
+            self.padding += padding
         if not slots:
             return self._returns.make(slots, inputs)
         try:
@@ -271,9 +278,11 @@ class Recording:
             return sequence.watch(inputs, real, lambda place: after(place, sequence.slots))
 
         try:
-            return self._returns.make(self.in_context(run)(), inputs)
+            result = self._returns.make(self.in_context(run)(), inputs)
         finally:
             sequence.clear()
+        self.replays += 1
+        return result
 
     def _prepare(self, inputs: Sequence[Any]) -> None:
         pool = self._program.pool

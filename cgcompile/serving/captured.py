@@ -9,12 +9,14 @@ from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.capture import postponed_capture
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.modes import CUDAGraphMode
+from cgcompile.reasons import Counters, Reason, Why
 from cgcompile.serving.capturing import Planned
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.stepping import StepRunner
 from cgcompile.serving.steps import Batch
 
 FULL = CUDAGraphMode.FULL
+_WARMING = Why(Reason.WARMING, "the first step of a graph; the next one captures it")
 
 
 class CapturedGraphs:
@@ -91,7 +93,7 @@ class CapturedGraphs:
         *,
         agreed: bool,
         strict: bool,
-    ) -> Any:
+    ) -> tuple[Any, Why | None]:
         """Run a step on its graph; or capture that, after one warming step.
 
         Args:
@@ -102,16 +104,19 @@ class CapturedGraphs:
             agreed: ranks have agreed on it.
             strict: raise what a capture raises. Else what cannot be captured as a whole runs plain
                 from now on; ranks that have to agree cannot do so one by one.
+
+        Returns:
+            (what the step returned, why it ran without a graph or None).
         """
         if self._dispatcher.is_captured(mode, descriptor):
             if mode is FULL and not agreed:  # else they were, before ranks agreed
                 self.check_weights(descriptor)
-            return steps.step(batch, mode, descriptor)
+            return steps.step(batch, mode, descriptor), None
         if (mode, descriptor) not in self.warmed:
             self.warmed.add((mode, descriptor))
             with postponed_capture():
-                return steps.step(batch, mode, descriptor)
-        before = steps.counters.captures
+                return steps.step(batch, mode, descriptor), _WARMING
+        before = steps.counters + Counters()  # a wrapper goes on counting in its own
         try:
             result = steps.step(batch, mode, descriptor)
         except CaptureError as error:
@@ -119,10 +124,14 @@ class CapturedGraphs:
                 raise
             # Of a whole step nothing has run yet.
             self._dispatcher.refused(mode, descriptor, str(error).splitlines()[0])
-            return steps.step(batch, CUDAGraphMode.NONE, BatchDescriptor(batch.num_tokens))
-        if steps.counters.captures > before:
+            why = Why(Reason.CAPTURE_FAILED, str(error).splitlines()[0])
+            plain = BatchDescriptor(batch.num_tokens)
+            return steps.step(batch, CUDAGraphMode.NONE, plain), why
+        after = steps.counters
+        if after.captures > before.captures:
             self.add(mode, descriptor)
-        return result
+        reasons = after.plain - before.plain
+        return result, next((Why(each, after.details[each]) for each in reasons), None)
 
     def full(
         self, num_tokens: int, uniform: bool | None, loras: int, extra: tuple[Any, ...]

@@ -17,7 +17,6 @@ from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import AgreementError, BatchError, ManagerError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.sets import capture_set
-from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.serving.agreement import Agreement, together
 from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
@@ -58,7 +57,8 @@ class CudaGraphManager(Questions):
         outputs: what rows of the model's results count: ``"tokens"`` or ``"reqs"``; one for all, or
             one for each tensor of the flattened result.
         backend: the handle of a compiled model; left out: found on the model.
-        config: of the wrappers: splitting ops, ``capture_device``, ``num_warmups``, ``strict``.
+        config: of the wrappers: splitting ops, ``capture_device``, ``num_warmups``; ``strict``:
+            a batch that no graph serves is an error, and said before ranks agree.
         hooks: what others do around graphs.
         graph_capture: a context around each set of captures, such as a communicator's.
         lazily: capture a planned graph when a batch first asks for it, after one warming call; else
@@ -260,11 +260,6 @@ class CudaGraphManager(Questions):
             self._steps.across = self.agreement.across(descriptor.num_tokens)
         self._steps.step(self._prepare(descriptor, phase), mode, descriptor)
 
-    @property
-    def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
-        """Who records steps that the model's own handle does not."""
-        return self._steps.wrappers
-
     def num_compilations(self) -> int:
         """How often the model was compiled so far, of all ranks the most; 0 if it never is."""
         found = 0 if self.backend is None else self.backend.num_compilations
@@ -315,6 +310,7 @@ class CudaGraphManager(Questions):
         Raises:
             InputBufferError: inputs that do not fit the declarations; nothing ran.
             BatchError: numbers of the batch that contradict each other.
+            DispatchError: ``strict``, and no graph serves the batch.
             AddressChangedError: a weight, or a tensor of metadata, moved since the capture.
             AgreementError: a rank stays away or, checked, goes its own way.
             BaseException: what the model or ``metadata`` raised.
@@ -323,14 +319,14 @@ class CudaGraphManager(Questions):
             return self._run_agreed(batch or NO_WORK, restrictions)
         if batch is None or not (batch.num_tokens or batch.inputs):
             return None
-        chosen = self.dispatched(batch, **restrictions)
+        chosen = self._allowed(batch, restrictions)
         self._fillers.check(batch)
         return self._run(batch, chosen)
 
     def _run_agreed(self, batch: Batch, restrictions: dict[str, Any]) -> Any:
         assert self.agreement is not None
         # What is wrong with this rank is said before others count on it.
-        own = self.dispatched(batch, **restrictions)
+        own = self._allowed(batch, restrictions)
         if batch.num_tokens:
             self._fillers.check(batch)
             self.inputs.check(batch.inputs, (batch.num_tokens, batch.num_reqs))
@@ -355,7 +351,7 @@ class CudaGraphManager(Questions):
             if mode is NONE:
                 result = steps.step(batch, mode, descriptor)
             else:
-                result = steps.hooks.around(lambda: self._on_graph(batch, mode, descriptor))
+                result, chosen = steps.hooks.around(lambda: self._on_graph(batch, chosen))
         self.statistics.record(batch.num_tokens, chosen)
         return result
 
@@ -393,6 +389,9 @@ class CudaGraphManager(Questions):
             self._steps.across = self.agreement.across(num_tokens)
         return self._steps.replay(descriptor)
 
-    def _on_graph(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
-        agreed, strict = self.agreement is not None, self._config.strict
-        return self._graphs.step(self._steps, batch, mode, descriptor, agreed=agreed, strict=strict)
+    def _on_graph(self, batch: Batch, chosen: Dispatched) -> tuple[Any, Dispatched]:
+        """(result, how it ran): not on the graph that was chosen if that is not there yet."""
+        agreed, strict, graphs = self.agreement is not None, self._config.strict, self._graphs
+        result, why = graphs.step(self._steps, batch, *chosen[:2], agreed=agreed, strict=strict)
+        plain = BatchDescriptor(batch.num_tokens)
+        return result, chosen if why is None else Dispatched(NONE, plain, why)

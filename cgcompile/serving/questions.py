@@ -2,10 +2,13 @@
 
 from typing import Any
 
+from cgcompile.config import CompilationConfig
+from cgcompile.errors import DispatchError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.modes import CUDAGraphMode
-from cgcompile.reasons import Counters
+from cgcompile.reasons import EXPECTED, Counters
 from cgcompile.serving.captured import CapturedGraphs
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.memory import GraphMemory, MemoryMeter
@@ -26,6 +29,7 @@ class Questions:
 
     dispatcher: CudagraphDispatcher
     meter: MemoryMeter
+    _config: CompilationConfig
     _graphs: CapturedGraphs
     _steps: StepRunner
 
@@ -38,6 +42,11 @@ class Questions:
     def counters(self) -> Counters:
         """What steps with graphs did, FULL ones and others."""
         return self._steps.counters
+
+    @property
+    def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
+        """Who records steps that the model's own handle does not."""
+        return self._steps.wrappers
 
     @property
     def pool(self) -> GraphPool | None:
@@ -99,3 +108,12 @@ class Questions:
     def dispatched(self, batch: Batch, **restrictions: Any) -> Dispatched:
         """What a batch would run as; see :meth:`run`."""
         return self.dispatcher.dispatch(**batch.numbers(), **restrictions)
+
+    def _allowed(self, batch: Batch, restrictions: dict[str, Any]) -> Dispatched:
+        """As :meth:`dispatched`; with ``strict`` an error where no graph serves the batch."""
+        chosen = self.dispatched(batch, **restrictions)
+        why = chosen.why
+        if self._config.strict and chosen.mode is NONE and why and why.reason not in EXPECTED:
+            what = f"a batch of {batch.num_tokens} tokens"
+            raise DispatchError.strict(what, why.reason.value, why.detail)
+        return chosen

@@ -32,6 +32,30 @@ class Cell(NamedTuple):
     hits: int
 
 
+class Row(NamedTuple):
+    """Steps of one kind: those of a graph, or those with one reason.
+
+    Attributes:
+        batches: which ones, in words: ``5..8 tokens``.
+        mode: name of the runtime mode.
+        graph: the key; None of steps with a reason.
+        hits: steps.
+        real: their real rows.
+        ran: their rows, with padding.
+        reason: why they have a lesser mode than was asked for; None of a graph.
+        detail: the last one of that reason, in words.
+    """
+
+    batches: str
+    mode: str
+    graph: BatchDescriptor | None
+    hits: int
+    real: int
+    ran: int
+    reason: Reason | None = None
+    detail: str = ""
+
+
 class _Graph:
     """What one graph did, or all steps without one."""
 
@@ -44,19 +68,14 @@ class _Graph:
         self.sizes: dict[int, int] = {}  # steps by real tokens
         self.overflow = 0  # steps of sizes that found no room there
 
-    @property
-    def waste(self) -> float:
-        """The share of rows that were padding."""
-        return 1 - self.real / self.ran if self.ran else 0.0
-
 
 class _Loss:
     """Steps with one reason: how many, of which sizes, and the last detail."""
 
-    __slots__ = ("count", "detail", "least", "most")
+    __slots__ = ("count", "detail", "least", "most", "real")
 
     def __init__(self, tokens: int) -> None:
-        self.count = 0
+        self.count = self.real = 0
         self.detail = ""
         self.least = self.most = tokens
 
@@ -133,6 +152,7 @@ class DispatchStatistics:
         if loss is None:
             loss = self._losses[key] = _Loss(tokens)
         loss.count += 1
+        loss.real += tokens
         loss.detail = detail
         loss.least = min(loss.least, tokens)
         loss.most = max(loss.most, tokens)
@@ -209,30 +229,47 @@ class DispatchStatistics:
                 ],
             }
 
+    def rows(self) -> list[Row]:
+        """A row for each graph, those without hits too; then one for each mode and reason.
+
+        Steps without a graph (mode NONE) are in one row each. Those with a graph are in its row,
+        and, if they were to have had another mode, in one with that reason as well.
+        """
+        with self._lock:
+            return self._rows()
+
+    def _rows(self) -> list[Row]:
+        ranges = _served([*self._full, *self._piecewise])
+        graphs = [*self._full.values(), *self._piecewise.values()]
+        pairs = sorted(zip(graphs, ranges, strict=True), key=lambda pair: _place(pair[0]))
+        rows = [
+            Row(served, each.mode.name, each.descriptor, each.hits, int(each.real), int(each.ran))
+            for each, served in pairs
+        ]
+        for (mode, reason), loss in self._losses.items():
+            served, real = _span(loss.least, loss.most, "token"), int(loss.real)
+            rows.append(Row(served, mode, None, loss.count, real, real, reason, loss.detail))
+        return rows
+
     def coverage(self) -> str:
         """A table: batches, mode, graph, padding, hits; then the reasons of lesser modes.
 
         A graph's row stands also where it has no hits: it costs memory and start-up time. *padding*
         is the share of rows that were padding in the steps that took the graph.
         """
+        table = [("batches", "mode", "graph", "padding", "hits", "reason")]
         with self._lock:
-            keys = [*self._full, *self._piecewise]
-            ranges = _served(keys)
-            rows = [("batches", "mode", "graph", "padding", "hits", "reason")]
-            graphs = [*self._full.values(), *self._piecewise.values()]
-            for graph, served in sorted(
-                zip(graphs, ranges, strict=True), key=lambda pair: _place(pair[0])
-            ):
-                waste = f"{graph.waste:.1%}" if graph.hits else "-"
-                name = str(graph.descriptor)
-                rows.append((served, graph.mode.name, name, waste, str(graph.hits), ""))
-            for (mode, reason), loss in self._losses.items():
-                served = _span(loss.least, loss.most, "token")
-                why = f"{reason.value}: {loss.detail}"
-                rows.append((served, mode, "-", "", str(loss.count), why))
+            for row in self._rows():
+                hits = str(row.hits)
+                if row.reason is None:
+                    waste = f"{1 - row.real / row.ran:.1%}" if row.hits else "-"
+                    table.append((row.batches, row.mode, str(row.graph), waste, hits, ""))
+                else:
+                    why = f"{row.reason.value}: {row.detail}"
+                    table.append((row.batches, row.mode, "-", "", hits, why))
             total = sum(graph.hits for graph in self._graphs())
             share = self._padding_share()
-        return _text(rows) + f"\n{total} steps, {share:.1%} of their rows padding"
+        return _text(table) + f"\n{total} steps, {share:.1%} of their rows padding"
 
 
 def _place(graph: _Graph) -> tuple[Any, ...]:

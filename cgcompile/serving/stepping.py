@@ -197,6 +197,7 @@ class StepRunner:
         entry.sequence.replay()
         self.full.counters.calls += 1
         self.full.counters.replays += 1
+        entry.tally.replays += 1
         return entry.output
 
     def replay(self, descriptor: BatchDescriptor) -> Any:

@@ -8,8 +8,8 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -201,14 +201,7 @@ class Traces:
             raise TraceError.refused(self.name, str(error)) from error
 
     def _attempt(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
-        unbacked = self._rules.shapes == "unbacked"
-        marks = [(each.tensor, each.dim, each.name) for each in dims]
-        oblivious = self._rules.shapes == "backed_size_oblivious"
-        with (
-            without_garbage_collection(),  # 0.4 to 0.9 s of a trace of 3.6 s
-            compat.size_oblivious(oblivious),
-            compat.marked(marks, unbacked),
-        ):
+        with self._tracing(dims):
             variant = self._read(args, kwargs, dims)
             for _ in range(_RESTARTS):
                 if variant is None:  # a compiler may want another trace; Dynamo remembers how
@@ -218,6 +211,19 @@ class Traces:
         log.info("%s: %s", self.name, variant.start)
         self._add(variant)
         return variant
+
+    @contextmanager
+    def _tracing(self, dims: list[Found]) -> Iterator[None]:
+        """What is around a trace: these dimensions vary, and the rules say what may be assumed."""
+        unbacked = self._rules.shapes == "unbacked"
+        marks = [(each.tensor, each.dim, each.name) for each in dims]
+        oblivious = self._rules.shapes == "backed_size_oblivious"
+        with (
+            without_garbage_collection(),  # 0.4 to 0.9 s of a trace of 3.6 s
+            compat.size_oblivious(oblivious),
+            compat.marked(marks, unbacked),
+        ):
+            yield
 
     def _add(self, variant: Variant) -> None:
         self.made = (variant, *(each for each in self.made if each.is_alive))

@@ -1,0 +1,88 @@
+"""What the tests of ``cgcompile.observe`` share."""
+
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+D = 16
+CALLS: list[str] = []
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = D) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v))
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int = 2, width: int = D) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Reads(nn.Module):
+    """The host reads a number of the data, which Dynamo keeps in the graph only if asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x, lengths):
+        y = self.linear(x)
+        return y * 2, lengths.max().item()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if y.sum() > 0:
+            y = y + 1
+        return y
+
+
+class Raises(nn.Module):
+    def forward(self, x):
+        CALLS.append("ran")
+        raise ValueError("not today")
+
+
+def meta(make: Any) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def inputs(rows: int = 4, device: str = "cpu", width: int = D) -> torch.Tensor:
+    return torch.randn(rows, 3, width, device=device)
+
+
+def shown(text: str) -> str:
+    """Without line numbers."""
+    return re.sub(r"\.py:\d+ in", ".py:N in", text)
+
+
+def names_of(data: Any, indent: str = "") -> str:
+    """The schema of plain data: a line for each name, with what it holds; of lists the first."""
+    rows = []
+    for name, each in data.items():
+        inner, many = (each[0], " list") if isinstance(each, list) and each else (each, "")
+        kind = "" if isinstance(inner, dict) else f" {type(inner).__name__}"
+        rows.append(f"{indent}{name}:{many}{kind}")
+        if isinstance(inner, dict):
+            rows.append(names_of(inner, indent + "  "))
+    return "\n".join(rows)
