@@ -41,7 +41,22 @@ from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.observe import Coverage, Explanation, coverage, explain
+from cgcompile.observe import (
+    Bisection,
+    Check,
+    Coverage,
+    Explanation,
+    Finding,
+    Overview,
+    Verification,
+    bisect,
+    coverage,
+    explain,
+    report,
+    verify,
+)
+from cgcompile.observe.diagnosis import Diagnosis
+from cgcompile.observe.doctor import doctor
 from cgcompile.observe.profile import Profile, profile
 from cgcompile.observe.timeline import timeline
 from cgcompile.reasons import Counters, Reason
@@ -53,6 +68,7 @@ __all__ = [
     "AttentionCGSupport",
     "Backend",
     "BatchDescriptor",
+    "Bisection",
     "Boundaries",
     "BreakableCUDAGraphCapture",
     "BreakableCUDAGraphWrapper",
@@ -63,6 +79,7 @@ __all__ = [
     "CUDAGraphOptions",
     "CUDAGraphWrapper",
     "CaptureRecord",
+    "Check",
     "CompilationConfig",
     "CompilationMode",
     "CompiledModel",
@@ -70,6 +87,7 @@ __all__ = [
     "Coverage",
     "CudaGraphManager",
     "CudagraphDispatcher",
+    "Diagnosis",
     "Difference",
     "DynamicDim",
     "EagerSegment",
@@ -79,19 +97,24 @@ __all__ = [
     "EncoderCudaGraphReplayBuffers",
     "EncoderItemSpec",
     "Explanation",
+    "Finding",
     "ForwardContext",
     "GraphSegment",
     "GraphSequence",
     "HostStaging",
+    "Overview",
     "Profile",
     "Reason",
     "SplittingOp",
     "SupportsEncoderCudaGraph",
+    "Verification",
     "__version__",
     "allow_capture",
+    "bisect",
     "capture_all",
     "compile",
     "coverage",
+    "doctor",
     "eager_break_during_capture",
     "eager_region",
     "explain",
@@ -100,10 +123,12 @@ __all__ = [
     "is_forward_context_available",
     "override_forward_context",
     "profile",
+    "report",
     "runtime",
     "set_forward_context",
     "timeline",
     "tracing_ranges",
     "update_weights",
+    "verify",
     "verify_wrapper",
 ]

@@ -4,11 +4,13 @@ import argparse
 import difflib
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cgcompile.config import CompilationConfig
-from cgcompile.errors import CacheError, CGCompileError
+from cgcompile.errors import CacheError, CGCompileError, CommandError, ConfigError
+from cgcompile.observe.commands import Answer, add_commands
 from cgcompile.piecewise.store import Entry, Store, cache_folder
 
 _SHOWN = 12  # characters of a key
@@ -22,23 +24,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after the program's name; those of the process if left out.
 
     Returns:
-        The exit status: 0, or 1 after an error, which was printed.
+        The exit status: 0; 1 after a finding, a difference or an error, which was printed; 2 after
+        words that cannot be.
     """
     given = _parser().parse_args(arguments)
     try:
-        for line in given.run(given):
+        answer = given.run(given)
+        for line in answer.lines:
             print(line)
-    except CGCompileError as error:
-        print(f"cgcompile: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # the reader has seen enough
         sys.stderr.close()
-    return 0
+        return 0
+    except Exception as error:  # of the user's code as well
+        if given.traceback:
+            raise
+        print(f"cgcompile: {_told(error)}", file=sys.stderr)
+        return 2 if isinstance(error, (CommandError, ConfigError)) else 1
+    return int(answer.status)
+
+
+def _told(error: Exception) -> str:
+    """An error in words; of one that is not ours, where it comes from."""
+    if isinstance(error, CGCompileError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = (
+        f"\n  at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    )
+    return f"{type(error).__name__}: {error}{where}\n  --traceback shows all of it."
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cgcompile", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="cgcompile",
+        description="See what cgcompile does to a model. Also: python -m cgcompile.",
+        epilog="cgcompile COMMAND --help tells more, with an example.",
+    )
+    parser.add_argument("--traceback", action="store_true", help="of an error, show where it was")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_commands(commands)
     cache = commands.add_parser("cache", help="what is kept on disk")
     actions = cache.add_subparsers(required=True, metavar="ACTION")
     folder = argparse.ArgumentParser(add_help=False)
@@ -46,17 +70,17 @@ def _parser() -> argparse.ArgumentParser:
         "--dir", type=Path, help="the folder; left out: that of CGCOMPILE_CACHE_DIR, or the default"
     )
     listing = actions.add_parser("list", parents=[folder], help="one line per entry")
-    listing.set_defaults(run=_list)
+    listing.set_defaults(run=lambda given: Answer(_list(given)))
     clear = actions.add_parser("clear", parents=[folder], help="remove entries; asks nothing")
     clear.add_argument("keys", nargs="*", metavar="KEY", help="beginnings of keys; none: all")
-    clear.set_defaults(run=_clear)
+    clear.set_defaults(run=lambda given: Answer(_clear(given)))
     why = actions.add_parser(
         "why", parents=[folder], help="what an entry depends on, or in what two entries differ"
     )
     why.add_argument("key", metavar="KEY", help="the beginning of a key")
     why.add_argument("other", metavar="KEY2", nargs="?", help="of another one")
     why.add_argument("--full", action="store_true", help=f"facts of more than {_LINES} lines too")
-    why.set_defaults(run=_why)
+    why.set_defaults(run=lambda given: Answer(_why(given)))
     return parser
 
 

@@ -166,12 +166,12 @@ class Backend:
         graphs = self.graphs
         before = self.counters
         for graph in graphs:
-            graph.verifying(found, rtol, atol)
+            graph.observe(verifier(found, rtol, atol))
         try:
             model(*args, **kwargs)
         finally:
             for graph in graphs:
-                graph.verifying(None)
+                graph.observe(None)
         if not found:
             after = self.counters
             whys = [f"{r.value}: {after.details.get(r, '-')}" for r in after.plain - before.plain]
@@ -323,7 +323,7 @@ class NamedBackend:
         config = CompilationConfig.resolve(options=options, torch_mode=mode)
         if mode is not None and config.compiler == "inductor":
             tuned = {**compat.inductor_mode_options(mode), **dict(config.inductor_options)}
-            config = replace(config, inductor_options=tuple(tuned.items()))
+            config = CompilationConfig.resolve(config, options={"inductor_options": tuned})
         for handle in self._handles:  # compared, not hashed: settings may hold lists
             if handle.config == config:
                 return handle

@@ -261,7 +261,25 @@ class CompilationConfig:
         for name in settings:
             if name not in cls.names():
                 raise ConfigError.unknown_setting(name, "arguments", cls.names())
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made._say_origins(dict.fromkeys(settings, "argument"))
+        return made
+
+    def _say_origins(self, given: Mapping[str, str]) -> None:
+        """No field: where settings come from makes no two configurations different."""
+        origins = {
+            name: "environment" if ENV_PREFIX + name.upper() in os.environ else "default"
+            for name in self.names()
+        }
+        object.__setattr__(self, "_origins", {**origins, **given})
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Where each setting comes from.
+
+        ``argument``, ``options`` or ``mode`` of ``torch.compile``, ``environment``, ``default``.
+        """
+        return dict(self.__dict__["_origins"])
 
     def __post_init__(self) -> None:
         self._refuse_unknown_environment()
@@ -357,7 +375,12 @@ class CompilationConfig:
         for where, settings in (("options", options or {}), ("arguments", arguments or {})):
             for name, value in settings.items():
                 given[name] = cls._parse_setting(name, where, value)
-        return dataclasses.replace(config, **given) if config is not None else cls(**given)
+        made = dataclasses.replace(config, **given) if config is not None else cls(**given)
+        origins = {} if config is None else config.origins
+        origins |= dict.fromkeys(TORCH_MODES[torch_mode or "default"], "mode")
+        origins |= dict.fromkeys(options or {}, "options")
+        made._say_origins({**origins, **dict.fromkeys(arguments or {}, "argument")})
+        return made
 
     @classmethod
     def _parse_setting(cls, name: str, where: str, value: Any) -> Any:

@@ -27,7 +27,6 @@ from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.timeline import Timeline
-from cgcompile.graphs.verify import Difference
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.admission import Admission
 from cgcompile.piecewise.auto import AutoDispatch
@@ -39,7 +38,7 @@ from cgcompile.piecewise.recorder import record
 from cgcompile.piecewise.recording import Batch, Program, Recording
 from cgcompile.piecewise.roles import Roles, full_support, why_never
 from cgcompile.piecewise.stitch import Step
-from cgcompile.piecewise.verify import verify_recording
+from cgcompile.piecewise.verify import Observer
 from cgcompile.reasons import EXPECTED, Counters, Ledger, Reason, Why
 
 log = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ class CompiledGraph:
         )
         self._lock = threading.Lock()  # of buffers, bindings and graphs
         self._owner = 0
-        self._verifying: tuple[list[Difference | None], tuple[float, float]] | None = None
+        self._observer: Observer | None = None
         self._again: Again | None = None  # what the last call under a context replayed
         self._prepare(step, runnables, boundaries, frozen)
 
@@ -261,11 +260,10 @@ class CompiledGraph:
         overlap = found.overlap(inputs)
         if overlap is not None:
             return overlap, None
-        if self._verifying is not None:
-            verified = verify_recording(self._program, found, inputs, real, *self._verifying[1])
-            self._verifying[0].append(verified.difference)
+        if self._observer is not None:
+            result = self._observer(self._program, found, inputs, real)
             self._ledger.replayed()
-            return None, verified.result
+            return None, result
         result = found.replay(inputs, real)
         again = self._config.on_input_change == "raise"
         if again and context is not None and found.batch.mode is context.cudagraph_runtime_mode:
@@ -351,20 +349,12 @@ class CompiledGraph:
         if self.pool is not None:
             self._admission.closed = True
 
-    def verifying(
-        self, found: list[Difference | None] | None, rtol: float = 0.0, atol: float = 0.0
-    ) -> None:
-        """Compare each replay with the plain step, from now on; None: no more.
-
-        Args:
-            found: gets the first difference of each replay, or None where there is none.
-            rtol: relative tolerance.
-            atol: absolute tolerance.
-        """
+    def observe(self, observer: Observer | None) -> None:
+        """Let ``observer`` run each recorded step, in place of its replay; None: no more."""
         self._refuse_inside()
         with self._lock:
             self._again = None
-            self._verifying = None if found is None else (found, (rtol, atol))
+            self._observer = observer
 
     def invalidate(self, reason: str) -> None:
         """Drop all graphs because something that they hold is not so any more.

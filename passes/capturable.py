@@ -6,7 +6,7 @@ copies through pageable memory. What this predicate misses shows at the first ca
 """
 
 import operator
-from collections.abc import Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import sympy
@@ -114,20 +114,11 @@ class Capturability:
         return is_mask and not one_number
 
     def _collective(self, node: fx.Node) -> Why | None:
-        overloads = compat.op_overloads(node.target)
-        if not overloads or overloads[0].namespace not in _COLLECTIVE_NAMESPACES:
-            return None
-        if "wait" in short_name(node.target):
+        if is_collective(node.target) and "wait" in short_name(node.target):
             source = node.args[0] if isinstance(node.args[0], fx.Node) else None
             return self._collective(source) if source is not None else None
-        device = self.device.type  # a group may have one backend for each
         given = (*node.args, *node.kwargs.values())
-        groups = [compat.process_group_backend(each, device) for each in given]
-        backend = next((group for group in groups if group is not None), None)
-        if backend in _CAPTURABLE_COLLECTIVES:
-            return None
-        name = target_name(node.target)
-        return Why(Reason.COLLECTIVE, f"{name} over backend {backend or 'unknown'}")
+        return why_no_collective(node.target, given, self.device.type)
 
     def _body(self, node: fx.Node) -> Why | None:
         """A higher-order op cannot be captured if something in its body cannot."""
@@ -143,27 +134,75 @@ class Capturability:
     def _device(self, node: fx.Node) -> Why | None:
         if self.device.type == "cpu" or is_symbolic_number(value(node)):
             return None
-        name = short_name(node.target)
-        made = tensors(value(node))
         given = [t for a in node.all_input_nodes for t in tensors(value(a))]
-        foreign = next((t for t in made + given if t.device not in (self.device, _CPU)), None)
-        if foreign is not None:
-            return Why(Reason.OTHER_DEVICE, f"{name} on {foreign.device}, graph on {self.device}")
-        crosses = {t.device for t in given} == {_CPU} and any(t.device != _CPU for t in made)
-        if any(t.device == _CPU for t in made):
-            if any(t.device != _CPU for t in given):
-                return Why(Reason.DEVICE_COPY, f"{name} copies from {self.device} to the CPU")
-            return Why(Reason.CPU_TENSOR, f"{name} computes on the CPU")
-        if name in _FROM_PYTHON and launches_kernel(self._gm, node):
-            return Why(Reason.DEVICE_COPY, f"{name} copies Python data to {self.device}")
-        cpu = [t for t in given if t.device == _CPU]
-        if cpu and (name in _COPIES or crosses):
-            return Why(Reason.DEVICE_COPY, f"{name} copies from the CPU to {self.device}")
-        # A 0-dim CPU tensor is read on the host at launch, like a number: capturing it must guard
-        # its value.
-        if any(t.dim() > 0 for t in cpu):
-            return Why(Reason.CPU_TENSOR, f"{name} reads a CPU tensor")
+        name, made = short_name(node.target), tensors(value(node))
+        fills = name in _FROM_PYTHON and launches_kernel(self._gm, node)
+        return why_not_on(self.device, name, given, made, from_python=fills)
+
+
+def is_collective(op: Any) -> bool:
+    """Whether an op is one of torch.distributed."""
+    overloads = compat.op_overloads(op)
+    return bool(overloads) and overloads[0].namespace in _COLLECTIVE_NAMESPACES
+
+
+def why_no_collective(op: Any, given: Iterable[Any], device_type: str) -> Why | None:
+    """Why a graph cannot hold a collective, or None if it can, or if ``op`` is none.
+
+    Args:
+        op: what is called.
+        given: its arguments, of which one says which process group.
+        device_type: a group may have one backend for each.
+    """
+    if not is_collective(op):
         return None
+    groups = [compat.process_group_backend(each, device_type) for each in given]
+    backend = next((group for group in groups if group is not None), None)
+    if backend in _CAPTURABLE_COLLECTIVES:
+        return None
+    return Why(Reason.COLLECTIVE, f"{target_name(op)} over backend {backend or 'unknown'}")
+
+
+def takes_python_data(name: str) -> bool:
+    """Whether a function of this name makes a tensor of what Python has."""
+    return name in _FROM_PYTHON
+
+
+def why_not_on(
+    device: torch.device,
+    name: str,
+    given: Sequence[torch.Tensor],
+    made: Sequence[torch.Tensor],
+    *,
+    from_python: bool,
+) -> Why | None:
+    """Why a graph on ``device``, which is not the CPU, cannot hold a call; None if it can.
+
+    Args:
+        device: of the graph.
+        name: the short name of what is called.
+        given: the tensors among its arguments.
+        made: those among its results.
+        from_python: it makes tensors of what Python has.
+    """
+    foreign = next((t for t in (*made, *given) if t.device not in (device, _CPU)), None)
+    if foreign is not None:
+        return Why(Reason.OTHER_DEVICE, f"{name} on {foreign.device}, graph on {device}")
+    crosses = {t.device for t in given} == {_CPU} and any(t.device != _CPU for t in made)
+    if any(t.device == _CPU for t in made):
+        if any(t.device != _CPU for t in given):
+            return Why(Reason.DEVICE_COPY, f"{name} copies from {device} to the CPU")
+        return Why(Reason.CPU_TENSOR, f"{name} computes on the CPU")
+    if from_python:
+        return Why(Reason.DEVICE_COPY, f"{name} copies Python data to {device}")
+    cpu = [t for t in given if t.device == _CPU]
+    if cpu and (name in _COPIES or crosses):
+        return Why(Reason.DEVICE_COPY, f"{name} copies from the CPU to {device}")
+    # A 0-dim CPU tensor is read on the host at launch, like a number: capturing it must guard its
+    # value.
+    if any(t.dim() > 0 for t in cpu):
+        return Why(Reason.CPU_TENSOR, f"{name} reads a CPU tensor")
+    return None
 
 
 _CPU = torch.device("cpu")

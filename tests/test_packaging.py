@@ -70,6 +70,7 @@ def build(tree: Path, *hook: str) -> Path:
 
 
 WANTED = ("cgcompile/__init__.py", "cgcompile/py.typed", "cgcompile/passes/split.py")
+TEMPLATES = ROOT / "cgcompile" / "observe" / "templates"
 
 
 def test_wheel_holds_everything(tree: Path) -> None:
@@ -77,6 +78,9 @@ def test_wheel_holds_everything(tree: Path) -> None:
     wheel = build(tree, "build_wheel")
     names = zipfile.ZipFile(wheel).namelist()
     assert set(WANTED) <= set(names)
+    templates = {f"cgcompile/observe/templates/{each.name}" for each in TEMPLATES.iterdir()}
+    assert len(templates) > 4
+    assert templates <= set(names)
     assert not [name for name in names if name.startswith("passes")]
     entry_points = next(name for name in names if name.endswith("entry_points.txt"))
     text = zipfile.ZipFile(wheel).read(entry_points).decode()
@@ -120,6 +124,18 @@ def test_wheel_and_editable_install_import(tree: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("cgcompile.passes ")
         where = done.stdout.split()[1]
+        page = (
+            "from cgcompile.observe.page import render; print(render('diagnosis', {'model': 'm', "
+        )
+        page += "'device': 'cpu', 'ok': True, 'findings': []})[-8:])"
+        done = subprocess.run(
+            [str(environment / "bin" / "python"), "-c", page],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == "</html>\n"
         expected = str(site) if hook == "build_wheel" else str(tree)
         assert where.startswith(expected), where
 

@@ -67,6 +67,7 @@ from cgcompile.compat.dynamo import (
     keep_input,
     known_size,
     make_floats_constant,
+    original_of,
     restarts,
     shape_env_of,
     size_conditions,
@@ -87,7 +88,9 @@ from cgcompile.compat.modes import (
     autocast_state,
     below_autograd,
     compiled_region,
+    draws_random,
     functionalized_op,
+    functorch_transform,
     holds_compiled_code,
     is_named,
     python_kernel,
@@ -112,6 +115,7 @@ from cgcompile.compat.operators import (
     written_arguments,
     written_tensors,
 )
+from cgcompile.compat.presence import private_names
 from cgcompile.compat.saved import (
     FUNCTORCH_STATE,
     FUNCTORCH_STATE_WE_LEAVE_ALONE,

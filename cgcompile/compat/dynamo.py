@@ -169,6 +169,13 @@ def backend_of(compiled: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
     return found, settings.get("mode"), settings.get("options")
 
 
+def original_of(compiled: Any) -> Any:
+    """The module behind one that ``torch.compile`` made; None of anything else."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return compiled._orig_mod if isinstance(compiled, OptimizedModule) else None
+
+
 def restarts() -> tuple[type[BaseException], ...]:
     """What torch raises to make Dynamo trace again: control flow that nobody may wrap."""
     from torch._dynamo.exc import RestartAnalysis, SkipFrame

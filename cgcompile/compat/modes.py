@@ -138,6 +138,17 @@ def holds_compiled_code(function: Any) -> bool:
     )
 
 
+def functorch_transform() -> str | None:
+    """The innermost transform of ``torch.func`` that runs here, such as ``Vmap``; None if none."""
+    found = torch._C._functorch.peek_interpreter_stack()
+    return None if found is None else str(found.key()).rpartition(".")[2]
+
+
+def draws_random(op: Any) -> bool:
+    """Whether torch says of an op that it draws from a random generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+
+
 def reads_on_host(op: Any) -> bool:
     """Whether torch says of an op that its result, or the size of it, depends on data."""
     tags = getattr(op, "tags", ())

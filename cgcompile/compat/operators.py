@@ -104,6 +104,8 @@ def process_group_backend(group: Any, device_type: str | None = None) -> str | N
     if not dist.is_available():
         return None
     try:
+        if isinstance(group, torch.ScriptObject):  # as an op of c10d has it
+            group = dist.ProcessGroup.unbox(group)
         if isinstance(group, str):
             group = dist.distributed_c10d._resolve_process_group(group)
         if device_type is None:

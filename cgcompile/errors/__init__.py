@@ -6,6 +6,7 @@ reviewed together and each has a snapshot in ``tests/test_errors.py``. Arguments
 and numbers: these files import nothing of cgcompile and nothing of torch.
 """
 
+from cgcompile.errors.commands import CommandError
 from cgcompile.errors.compilation import (
     BoundaryError,
     CacheError,

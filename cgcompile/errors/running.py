@@ -28,15 +28,28 @@ class GradientError(CGCompileError, RuntimeError):
 
 
 class CaptureError(CGCompileError, RuntimeError):
-    """A capture that cannot begin, cannot go on, or could not end."""
+    """A capture that cannot begin, cannot go on, or could not end.
+
+    Attributes:
+        op: the op that a capture cannot hold; empty where it is not about one.
+    """
+
+    op: str = ""
+
+    @classmethod
+    def _about(cls, op: str, text: str) -> "CaptureError":
+        error = cls(text)
+        error.op = op
+        return error
 
     @classmethod
     def refused(cls, op: str) -> "CaptureError":
-        return cls(
+        return cls._about(
+            op,
             f"{op}: operation not permitted when stream is capturing. The host would read what the "
             "device computes, but nothing is computed while a graph is recorded.\n"
             "  Keep the value on the device, or run the op outside of the graph: a splitting op or "
-            "cgcompile.eager_region()."
+            "cgcompile.eager_region().",
         )
 
     @classmethod
@@ -111,10 +124,11 @@ class CaptureError(CGCompileError, RuntimeError):
 
     @classmethod
     def inside_full(cls, op: str, support: str, batch: str) -> "CaptureError":
-        return cls(
+        return cls._about(
+            op,
             f"splitting op {op!r} (support {support}) ran inside of a FULL graph for {batch}.\n"
             "  Capture this batch in mode PIECEWISE, or declare how far the op can go: "
-            "SplittingOp(..., support=AttentionCGSupport....)."
+            "SplittingOp(..., support=AttentionCGSupport....).",
         )
 
     @classmethod

@@ -24,7 +24,6 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -33,6 +32,15 @@ import torch
 from cgcompile import compat
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.host_pool import HostPool, nowhere
+from cgcompile.graphs.host_rules import refusal
+from cgcompile.graphs.host_rules import written as write_targets
+from cgcompile.graphs.host_steps import (
+    HostStep,
+    OpRun,
+    all_bytes,
+    program_line,
+    storage_bytes,
+)
 from cgcompile.graphs.usage import PoolBytes
 
 _active = threading.local()  # .graph: the one that records in this thread; CUDA keeps the same
@@ -40,51 +48,18 @@ _active = threading.local()  # .graph: the one that records in this thread; CUDA
 aten = torch.ops.aten
 _ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted}
 _ALLOCATIONS |= {aten.new_empty, aten.new_empty_strided}
-_INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
-_MASKS = (torch.bool, torch.uint8)
-_WRITE_UNDECLARED = {
-    aten.native_batch_norm,
-    aten._batch_norm_impl_index,
-}  # their running statistics
-
-
-@dataclass
-class _Step:
-    """One recorded call.
-
-    Attributes:
-        name: of the op, for messages.
-        call: the op.
-        args: its positional arguments, tensors held weakly.
-        kwargs: its keyword arguments, likewise.
-        outside: inputs that the pool does not own, as (life, what it is in words).
-        results: for each storage that the op makes: which of its outputs shows it, and where its
-            bytes go.
-    """
-
-    name: str
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outside: list[tuple[compat.StorageLife, str]]
-    results: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-
-    def run(self) -> None:
-        for life, shape in self.outside:
-            if life.ended:
-                raise CaptureError.freed_input(self.name, shape)
-        made = self.call(*self.args, **self.kwargs)
-        if self.results:
-            leaves = compat.tree_leaves(made)
-            for position, target in self.results:
-                target.copy_(_bytes(leaves[position]))
 
 
 class HostGraph:
-    """One recording. See :class:`~cgcompile.graphs.device.DeviceGraph`."""
+    """One recording. See :class:`~cgcompile.graphs.device.DeviceGraph`.
 
-    def __init__(self) -> None:
-        self._steps: list[_Step] = []
+    Args:
+        lines: note for each call where the program made it; slow.
+    """
+
+    def __init__(self, lines: bool = False) -> None:
+        self._lines = lines
+        self._steps: list[HostStep] = []
         self._recorder: _Recorder | None = None
         self._constants: list[torch.Tensor] = []
         self._recorded = False
@@ -100,7 +75,7 @@ class HostGraph:
             raise CaptureError.nested("HostGraph.begin()")
         if self._recorded:
             raise CaptureError.twice("HostGraph")
-        self._recorder = _Recorder(pool, self._steps, self._constants)
+        self._recorder = _Recorder(pool, self._steps, self._constants, self._lines)
         self._recorder.start()
         self._pool = pool
         _active.graph = self
@@ -128,6 +103,13 @@ class HostGraph:
         self._pool = None
 
     def replay(self) -> None:
+        self._each(HostStep.run)
+
+    def watch(self, told: Callable[[OpRun], Any]) -> None:
+        """As :meth:`replay`; ``told`` of each call what it was given and made, as copies."""
+        self._each(lambda step: told(step.watched()))
+
+    def _each(self, run: Callable[[HostStep], Any]) -> None:
         if not self._recorded:
             raise CaptureError.empty()
         if getattr(_active, "graph", None) is not None:
@@ -138,7 +120,7 @@ class HostGraph:
             stack.enter_context(compat.autocast_off())
             stack.enter_context(compat.without_modes())
             for step in self._steps:
-                step.run()
+                run(step)
 
 
 class _HostReads:
@@ -169,8 +151,15 @@ class _HostReads:
 class _Recorder(compat.DispatchMode):
     """Sees each op of one capture, and undoes what the recording run did outside of the graph."""
 
-    def __init__(self, pool: HostPool, steps: list[_Step], constants: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        pool: HostPool,
+        steps: list[HostStep],
+        constants: list[torch.Tensor],
+        lines: bool,
+    ) -> None:
         super().__init__()
+        self._lines = lines
         self._pool = pool
         self._steps = steps
         self._constants = constants
@@ -203,7 +192,9 @@ class _Recorder(compat.DispatchMode):
         if kernel is not None:
             with self:  # the ops in its body are recorded, not the call
                 return kernel(*args, **kwargs)
-        self._refuse_host_reads(func, args, kwargs)
+        refused = refusal(func, args, kwargs)
+        if refused is not None:
+            self._refuse(refused.what)
         return self._op(func, args, kwargs)
 
     # -------------------------------------------------------------- one call
@@ -217,7 +208,7 @@ class _Recorder(compat.DispatchMode):
 
     def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         packet = getattr(func, "overloadpacket", func)
-        written = _written(func, args, kwargs)
+        written = write_targets(func, args, kwargs)
         for tensor in written:
             self._remember(tensor)
         call = compat.waited_collective(func) or func  # its result is moved at once
@@ -236,7 +227,7 @@ class _Recorder(compat.DispatchMode):
 
     def _step(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Step:
+    ) -> HostStep:
         """The record of a call that is about to run; in-place ops may change their arguments."""
         outside: list[tuple[compat.StorageLife, str]] = []
 
@@ -249,9 +240,12 @@ class _Recorder(compat.DispatchMode):
             return compat.weak_tensor(leaf)
 
         weak_args, weak_kwargs = compat.tree_map(held, (args, kwargs))
-        return _Step(name, call, weak_args, weak_kwargs, outside)
+        line = program_line() if self._lines else ""
+        return HostStep(name, call, weak_args, weak_kwargs, outside, line)
 
-    def _finish(self, step: _Step, made: Any, given: list[torch.Tensor], has_effect: bool) -> Any:
+    def _finish(
+        self, step: HostStep, made: Any, given: list[torch.Tensor], has_effect: bool
+    ) -> Any:
         made, step.results = self._moved(made, given)
         if step.results or has_effect:
             self._steps.append(step)
@@ -278,8 +272,8 @@ class _Recorder(compat.DispatchMode):
                 home = self._pool.allocate(leaf.untyped_storage().nbytes(), leaf.dtype)
                 homes[address] = home
                 self._made.add(home.data_ptr())
-                target = _bytes_of(home)
-                target.copy_(_bytes(leaf))
+                target = storage_bytes(home)
+                target.copy_(all_bytes(leaf))
                 results.append((position, compat.weak_tensor(target)))
             found = torch.empty(0, dtype=leaf.dtype)
             found.set_(homes[address], leaf.storage_offset(), leaf.size(), leaf.stride())
@@ -293,43 +287,14 @@ class _Recorder(compat.DispatchMode):
         self.refused = CaptureError.refused(what)
         raise self.refused
 
-    def _refuse_host_reads(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        packet = getattr(func, "overloadpacket", None)
-        if isinstance(kwargs.get("generator"), torch.Generator):
-            self._refuse(f"{func} with a random generator that is not registered")
-        if packet in _INDEXING:
-            masked = any(index.dtype in _MASKS for index in compat.tree_tensors(args[1]))
-            fills = packet in (aten.index_put, aten.index_put_) and args[2].numel() == 1
-            if masked and not fills:
-                self._refuse(f"{func} with a mask")
-        elif packet is aten.repeat_interleave and kwargs.get("output_size") is not None:
-            return
-        elif compat.reads_on_host(func):
-            self._refuse(str(func))
-
     def _remember(self, tensor: torch.Tensor) -> None:
         """Keep the bytes of memory that this capture did not make, before it is written."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if storage.nbytes() and address not in self._made and address not in self._before:
             with torch.inference_mode(False):
-                memory = _bytes_of(storage)
+                memory = storage_bytes(storage)
                 self._before[address] = (memory, memory.clone())
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    if getattr(func, "overloadpacket", None) in _WRITE_UNDECLARED:
-        return compat.tree_tensors((args, kwargs))
-    return compat.written_tensors(func, args, kwargs)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the storage of a tensor."""
-    return _bytes_of(tensor.untyped_storage())
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class HostDevice:
@@ -340,11 +305,14 @@ class HostDevice:
     tensor_type = "cpu"
     notices_freed, graph_step = True, 1
 
+    def __init__(self, lines: bool = False) -> None:
+        self._lines = lines  # see HostGraph
+
     def new_pool(self, stream: None = None, lasting: Callable[[int], bool] = nowhere) -> HostPool:
         return HostPool(lasting)
 
     def new_graph(self) -> HostGraph:
-        return HostGraph()
+        return HostGraph(self._lines)
 
     def new_stream(self) -> None:
         return None

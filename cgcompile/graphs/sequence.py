@@ -216,16 +216,21 @@ class GraphSequence:
         return slots
 
     def watch(
-        self, inputs: Sequence[Any], real: int | None, after: Callable[[int], None]
+        self,
+        inputs: Sequence[Any],
+        real: int | None,
+        run: Callable[[int, Callable[[], Any]], Any],
     ) -> list[Any]:
-        """As :meth:`replay`, telling ``after`` of each segment that has run; for debugging."""
+        """As :meth:`replay`, with ``run(place, step)`` in place of each ``step()``.
+
+        For debugging: it may look at what a segment leaves, or do its work in another way.
+        """
         slots = self.slots
         for slot, position in self._inputs:
             slots[slot] = inputs[position]
         self._real[0] = real or 0
         for place, step in enumerate(self.steps if real is None else self._padded_steps):
-            step()
-            after(place)
+            run(place, step)
         return slots
 
     def clear(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from cgcompile import compat
 from cgcompile.config import CUDAGraphMode
@@ -73,6 +74,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._records: deque[CaptureRecord] = deque(maxlen=_MOST)
+        self._of: WeakKeyDictionary[GraphSequence, CaptureRecord] = WeakKeyDictionary()
         self._refused: dict[Reason, str] = {}
         self._compile_id = compat.current_compile_id()
 
@@ -80,6 +82,10 @@ class Timeline:
     def records(self) -> tuple[CaptureRecord, ...]:
         """What was captured, or refused, so far."""
         return tuple(self._records)
+
+    def record_of(self, sequence: GraphSequence) -> CaptureRecord | None:
+        """The capture that made a recorded step; None if it was none of these."""
+        return self._of.get(sequence)
 
     @contextmanager
     def capture(
@@ -114,6 +120,8 @@ class Timeline:
             found = (name, mode, str(batch), start, seconds, grown)
             record = CaptureRecord(*found, tuple(text.splitlines()), outcome.why)
             self._records.append(record)
+            if outcome.sequence is not None:
+                self._of[outcome.sequence] = record
             compat.trace_artifact("cgcompile_capture", record.to_dict, self._compile_id)
             if text:
                 compat.trace_artifact("cgcompile_sequence", lambda: text, self._compile_id)

@@ -5,6 +5,11 @@ Read in this order: ``parts`` and ``explanation`` (the values), ``explain`` (how
 ``targets``, ``profile`` and ``timeline``. The rule: what is here looks, and changes nothing.
 """
 
+from cgcompile.observe.bisect import Bisection, bisect
 from cgcompile.observe.coverage import Coverage, coverage
 from cgcompile.observe.explain import explain
 from cgcompile.observe.explanation import Explanation
+from cgcompile.observe.gather import report
+from cgcompile.observe.overview import Overview
+from cgcompile.observe.verification import Check, Finding, Verification
+from cgcompile.observe.verify import verify

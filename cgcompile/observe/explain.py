@@ -5,7 +5,6 @@ the settings say; then the trace is forgotten. So it needs no GPU, and no memory
 """
 
 import functools
-import os
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +18,10 @@ from cgcompile.compile import CompiledModel
 from cgcompile.config import CompilationConfig, CompilationMode
 from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.observe.explanation import VERSION, Explanation
-from cgcompile.observe.parts import GraphBreak, SettingReport, SourceLine
+from cgcompile.observe.parts import GraphBreak, SourceLine, settings_of
 from cgcompile.observe.report import Reporter, data_breaks, mode_report
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.splitting import check_sizes, split_as_set
-from cgcompile.settings import ENV_PREFIX
 from cgcompile.tracing.look import Look
 from cgcompile.tracing.variant import SHAPES, Rules
 
@@ -88,8 +86,8 @@ def explain(
         TypeError: the model does not take these arguments.
     """
     runnable, settings, dims, rules = _looked_at(model, config, dynamic_dims, dynamic_shapes)
-    chosen, origins = _resolved(settings)
-    find = functools.partial(_found, runnable, chosen, origins)
+    chosen = _resolved(settings)
+    find = functools.partial(_found, runnable, chosen)
     if chosen.splitting == "breakable":
         return find(None, (), _untraced(chosen), query_lens, ())
     args, kwargs = _with_weights(runnable, args, kwargs)
@@ -135,29 +133,15 @@ def _looked_at(
     return model, config, dims, given
 
 
-def _resolved(settings: Any) -> tuple[CompilationConfig, dict[str, str]]:
-    """The settings, and where each comes from."""
-    origins = {
-        name: "environment" if ENV_PREFIX + name.upper() in os.environ else "default"
-        for name in CompilationConfig.names()
-    }
+def _resolved(settings: Any) -> CompilationConfig:
     if isinstance(settings, Mapping):
-        chosen = CompilationConfig.resolve(options=settings)
-        return chosen, {**origins, **dict.fromkeys(settings, "options")}
-    given = settings.config if isinstance(settings, Backend) else settings
-    chosen = CompilationConfig.resolve(given)
-    if given is not None:
-        usual = CompilationConfig()
-        for name in CompilationConfig.names():
-            if getattr(chosen, name) != getattr(usual, name):
-                origins[name] = "config"
-    return chosen, origins
+        return CompilationConfig.resolve(options=settings)
+    return CompilationConfig.resolve(settings.config if isinstance(settings, Backend) else settings)
 
 
 def _found(
     model: Any,
     config: CompilationConfig,
-    origins: Mapping[str, str],
     split: SplitGraph | None,
     breaks: tuple[GraphBreak, ...],
     notes: tuple[str, ...],
@@ -178,21 +162,10 @@ def _found(
         totals=None if reporter is None else reporter.totals(),
         breaks=breaks,
         modes=mode_report(split, config, query_lens),
-        settings=tuple(
-            SettingReport(name, _plain_setting(getattr(config, name)), origins[name])
-            for name in CompilationConfig.names()
-        ),
+        settings=settings_of(config),
         notes=notes,
         split=split,
     )
-
-
-def _plain_setting(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_plain_setting, value))
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    return str(getattr(value, "name", None) or getattr(value, "__qualname__", None) or value)
 
 
 def _with_weights(

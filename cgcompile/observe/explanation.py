@@ -2,8 +2,11 @@
 
 import json
 from dataclasses import dataclass, field, fields
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from cgcompile.observe.page import write_page
 from cgcompile.observe.parts import (
     GraphBreak,
     ModeReport,
@@ -62,6 +65,17 @@ class Explanation:
     def to_json(self, indent: int | None = 2) -> str:
         """:meth:`to_dict` as JSON text; ``version`` in it tells the schema."""
         return json.dumps(self.to_dict(), indent=indent)
+
+    def to_html(self, path: str | PathLike[str]) -> Path:
+        """Write it as one page that needs nothing else.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            OSError: it cannot be written there.
+        """
+        return write_page("explanation", self.to_dict(), path)
 
     def __str__(self) -> str:
         rows = [head(self.model, self.totals)]

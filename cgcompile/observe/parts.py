@@ -7,6 +7,8 @@ is nothing but its fields by name. Whoever changes a field raises ``VERSION`` of
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
+from cgcompile.config import CompilationConfig
+
 
 class SourceLine(NamedTuple):
     """A line of the user's.
@@ -213,12 +215,29 @@ class SettingReport(NamedTuple):
     Attributes:
         name: of it.
         value: what holds: text, a number, a bool, None or a list of such.
-        origin: ``default``, ``environment``, ``options`` or ``config``.
+        origin: ``default``, ``environment``, ``options`` or ``mode`` of ``torch.compile``, or
+            ``argument``.
     """
 
     name: str
     value: Any
     origin: str
+
+
+def settings_of(config: CompilationConfig) -> tuple[SettingReport, ...]:
+    """All settings as plain values, with where each comes from."""
+    return tuple(
+        SettingReport(name, _plain_setting(getattr(config, name)), origin)
+        for name, origin in config.origins.items()
+    )
+
+
+def _plain_setting(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain_setting, value))
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    return str(getattr(value, "name", None) or getattr(value, "__qualname__", None) or value)
 
 
 def plain(value: Any) -> Any:

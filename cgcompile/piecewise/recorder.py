@@ -24,6 +24,7 @@ from cgcompile.graphs.bridges import Bridged, Place, crossings
 from cgcompile.graphs.entries import Captured, CUDAGraphEntry
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence, Segment, Slot
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.passes.lines import raised_at
 from cgcompile.passes.nodes import tensors
 from cgcompile.passes.pieces import Piece
 from cgcompile.piecewise.calls import Call, arguments
@@ -134,7 +135,9 @@ def _why(program: Program, error: Exception, what: str, where: str) -> Why:
     if isinstance(error, CaptureBusyError):
         why = Why(Reason.CAPTURE_BUSY, first)
     else:
-        why = Why(Reason.CAPTURE_FAILED, f"{what}{where}: {type(error).__name__}: {first}")
+        line = raised_at(error)  # in an op of the user's; a compiled piece has no lines
+        at = "" if line is None else f" ({line})"
+        why = Why(Reason.CAPTURE_FAILED, f"{what}{where}: {type(error).__name__}: {first}{at}")
     if program.config.strict:
         raise DispatchError.strict("the compiled step", why.reason.value, why.detail) from error
     log.warning("%s%s cannot be captured: %s: %s", what, where, type(error).__name__, first)

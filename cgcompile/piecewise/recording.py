@@ -24,7 +24,7 @@ from cgcompile.graphs.arena import address
 from cgcompile.graphs.copies import OwnedCopy
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.sequence import GraphSequence
+from cgcompile.graphs.sequence import GraphSequence, Slot
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.calls import Call, call_of, written_inputs
@@ -268,21 +268,34 @@ class Recording:
         self,
         inputs: Sequence[Any],
         real: int | None,
-        after: Callable[[int, Sequence[Any]], None],
+        run: Callable[[int, Callable[[], Any]], Any],
     ) -> Any:
-        """As :meth:`replay`, telling ``after`` of each segment that has run, and the slots."""
+        """As :meth:`replay`, with ``run(place, step)`` in place of the step of each segment."""
         self._prepare(inputs)
-        sequence = self.sequence
-
-        def run() -> Any:
-            return sequence.watch(inputs, real, lambda place: after(place, sequence.slots))
-
+        watch = self.in_context(self.sequence.watch)
         try:
-            result = self._returns.make(self.in_context(run)(), inputs)
+            result = self._returns.make(watch(inputs, real, run), inputs)
         finally:
-            sequence.clear()
+            self.sequence.clear()
         self.replays += 1
         return result
+
+    def value(self, name: str, inputs: Sequence[Any]) -> Any:
+        """What a named value is in the midst of a replay; None if that is not known.
+
+        Args:
+            name: of an input, a constant, or what a piece makes.
+            inputs: what this call was given.
+        """
+        split = self._program.split
+        if name in split.constants:
+            return split.constants[name]
+        for position, each in enumerate(split.inputs):
+            if each.name == name:
+                copied = {place: buffer.tensor for place, buffer in self._copied}
+                return copied.get(position, inputs[position])
+        source = self.sources.get(name)
+        return self.sequence.slots[source.at] if isinstance(source, Slot) else source
 
     def _prepare(self, inputs: Sequence[Any]) -> None:
         pool = self._program.pool

@@ -1,19 +1,23 @@
 """Compare a recorded step with the plain one, piece by piece: :func:`verify_recording`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from cgcompile import compat
-from cgcompile.graphs.sequence import EagerSegment, Slot
 from cgcompile.graphs.verify import Difference, copies, first_difference, put_back
 from cgcompile.passes.nodes import is_allocation
 from cgcompile.passes.pieces import Piece
 from cgcompile.piecewise.calls import written_inputs
-from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.recording import Program, Recording
+from cgcompile.piecewise.ways import Way, run_step
+
+Observer = Callable[[Program, Recording, Sequence[Any], int | None], Any]
+"""Runs a recorded step in place of its replay: (program, recording, inputs, real rows) -> result.
+
+It leaves what one execution of the step leaves, and returns what that returns."""
 
 
 class Verified(NamedTuple):
@@ -50,62 +54,50 @@ def verify_recording(
         atol: absolute tolerance.
     """
     split = program.split
+    left = {piece.index: {*filled_outputs(piece), *written_inputs(piece)} for piece in split.pieces}
     plain: dict[int, dict[str, Any]] = {}
-    zeroed = _zeroed(program, recording)
-    left = {piece.index: [*_filled(piece), *written_inputs(piece)] for piece in split.pieces}
 
-    def spying(piece: Piece, run: Runnable) -> Runnable:
-        def spied(*given: Any) -> Sequence[Any]:
-            made = list(run(*given))
-            values = dict(zip((*piece.inputs, *piece.outputs), (*given, *made), strict=True))
-            for name in zeroed.get(piece.index, ()) if real is not None else ():
-                values[name][real:].zero_()  # as a replay does
-            plain[piece.index] = copies({name: values[name] for name in left[piece.index]})
-            return made
+    def remember(piece: Piece, values: Mapping[str, Any]) -> None:
+        plain[piece.index] = copies({n: v for n, v in values.items() if n in left[piece.index]})
 
-        return spied
-
-    pairs = zip(split.pieces, program.runnables, strict=True)
-    step = program.step.bind([spying(piece, run) for piece, run in pairs])
-    written = [given for given, each in zip(inputs, split.inputs, strict=True) if each.written]
-    with put_back([each for each in written if isinstance(each, torch.Tensor)]):
-        expected = copies(dict(compat.tree_paths(recording.in_context(step)(*inputs))))
+    with put_back(written_now(program, inputs)):
+        made = run_step(program, recording, inputs, real, {}, remember)
+        expected = copies(dict(compat.tree_paths(made)))
     found: list[Difference] = []
 
-    def compare(place: int, slots: Sequence[Any]) -> None:
-        if found or len(recording.sequence.segments) < len(split.pieces):
-            return  # in a FULL graph nothing of a piece can be seen
-        for piece in split.pieces[place : place + 1]:
-            sources = {name: recording.sources.get(name) for name in left[piece.index]}
-            now = {
-                name: slots[source.at] if isinstance(source, Slot) else source
-                for name, source in sources.items()
-            }
-            seen = {name: plain[piece.index][name] for name, v in now.items() if v is not None}
-            where = f"{piece.name} ({piece.where})"
-            difference = first_difference(where, seen, now, rtol, atol)
-            found.extend([difference] if difference is not None else [])
+    def compare(piece: Piece, values: Mapping[str, Any]) -> None:
+        seen = {n: v for n, v in plain[piece.index].items() if values[n] is not None}
+        where = f"{piece.name} ({piece.where})"
+        difference = None if found else first_difference(where, seen, values, rtol, atol)
+        found.extend([] if difference is None else [difference])
 
-    result = recording.watch(inputs, real, compare)
+    replayed = {piece.index: Way.REPLAYED for piece in split.pieces}
+    result = run_step(program, recording, inputs, real, replayed, compare)
     if not found:
         last = first_difference("the result", expected, dict(compat.tree_paths(result)), rtol, atol)
         found.extend([last] if last is not None else [])
     return Verified(result, found[0] if found else None)
 
 
-def _filled(piece: Piece) -> list[str]:
+def verifier(found: list[Difference | None], rtol: float, atol: float) -> Observer:
+    """Verifies each step in place of its replay; ``found`` gets the difference, or None."""
+
+    def verify(program: Program, recording: Recording, inputs: Any, real: int | None) -> Any:
+        verified = verify_recording(program, recording, inputs, real, rtol, atol)
+        found.append(verified.difference)
+        return verified.result
+
+    return verify
+
+
+def written_now(program: Program, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The inputs of a call that the step writes."""
+    return [inputs[position] for position in program.written_positions]
+
+
+def filled_outputs(piece: Piece) -> list[str]:
     """The outputs of a piece that hold something: some are memory for the next piece to write."""
     (results,) = piece.module.graph.output_node().args
     assert isinstance(results, (tuple, list))
     pairs = zip(piece.outputs, results, strict=True)
     return [name for name, node in pairs if not (isinstance(node, fx.Node) and is_allocation(node))]
-
-
-def _zeroed(program: Program, recording: Recording) -> dict[int, list[str]]:
-    """The values of which a replay zeroes the rows that are not real, by the piece after which."""
-    found: dict[int, list[str]] = {}
-    for piece, segment in zip(program.split.pieces, recording.sequence.segments, strict=False):
-        tails = segment.tails if isinstance(segment, EagerSegment) else ()
-        names = [n for n, s in recording.sources.items() if any(s is tail for tail in tails)]
-        found[piece.index] = names
-    return found

@@ -78,7 +78,7 @@ def verify_full(
             why = f"batch {number}: {chosen.why}"
             continue
         plain = compat.tree_map(_copied, manager.run(batch, valid_modes=()))
-        replayed = _replayed(manager, batch, number)
+        replayed = replayed_step(manager, batch, number)
         compared += 1
         pairs = zip(compat.tree_leaves(plain), compat.tree_leaves(replayed), strict=True)
         for expected, got in pairs:
@@ -98,14 +98,23 @@ def verify_full(
     return found
 
 
-def _replayed(manager: CudaGraphManager, batch: Batch, number: int) -> Any:
-    """What a replay gives; a manager that captures lazily comes to it with the third step."""
+def replayed_step(manager: CudaGraphManager, batch: Batch, number: int) -> Any:
+    """What a replay gives; a manager that captures lazily comes to it with the third step.
+
+    Args:
+        manager: whose step it is.
+        batch: what is run.
+        number: of the batch, for the message.
+
+    Raises:
+        ManagerError: it replays nothing.
+    """
     for _ in range(3):
         before = manager.counters.replays
         result = manager.run(batch)
         if manager.counters.replays > before:
             return result
-    raise ManagerError.nothing_verified(f"batch {number} has a FULL graph and does not replay it")
+    raise ManagerError.nothing_verified(f"batch {number} has a graph and does not replay it")
 
 
 def _copied(leaf: Any) -> Any:

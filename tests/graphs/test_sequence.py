@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -245,7 +246,12 @@ def test_watch_tells_of_each_segment_and_runs_the_same(real) -> None:
         2,
         [Slot(1)],
     )
-    slots = sequence.watch([5.0], real, lambda place: seen.append((place, tail.tolist())))
+
+    def run(place: int, step: Callable[[], None]) -> None:
+        step()
+        seen.append((place, tail.tolist()))
+
+    slots = sequence.watch([5.0], real, run)
     assert log == ["a", "c"]
     assert slots == [5.0, 5.0]
     filled = [5.0, 5.0 if real is None else 0.0]

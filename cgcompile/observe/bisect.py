@@ -1,0 +1,311 @@
+"""Which part of a step makes its result wrong: :func:`bisect`.
+
+The step is run in several ways: as the eager model, with uncompiled pieces, with compiled pieces
+that are not captured, and replayed. Between the last right way and the first wrong one, delta
+debugging finds the pieces, and then the op.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.errors import DispatchError
+from cgcompile.graphs.verify import Difference, put_back
+from cgcompile.observe.comparing import Tolerance, without_gradients
+from cgcompile.observe.inputs import Call, InputSets
+from cgcompile.observe.locate import WHOLE, Place, finding_of, made, place_of
+from cgcompile.observe.minimal import minimal
+from cgcompile.observe.miscompiled import miscompiled_op
+from cgcompile.observe.passes import anew, wrong_pass
+from cgcompile.observe.subject import Subject, tolerance_of
+from cgcompile.observe.traces import Parting, Watcher
+from cgcompile.observe.verification import Finding, plain
+from cgcompile.observe.verify import real_rows
+from cgcompile.observe.wrappers import wrapper_place
+from cgcompile.piecewise.verify import Observer
+from cgcompile.piecewise.ways import Way, run_step
+
+Item = tuple[int, int]
+"""(number of the compiled graph, index of the piece); -1 is all of a FULL graph."""
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What :func:`cgcompile.bisect` found; ``print`` it.
+
+    Attributes:
+        subject: what was looked at.
+        stage: since when the result is wrong: ``tracing``, ``pass``, ``compilation`` or ``replay``;
+            empty if it is right.
+        pieces: which pieces are wrong together, of which none can be left out: one in the usual
+            case, two where one spoils what the other made; empty before there are pieces.
+        culprit: the name of the pass, where it is one.
+        finding: the first thing that differs, with op and line; None if nothing does.
+        steps: what was tried, in order, with its outcome.
+        replays: how many replays took part.
+    """
+
+    subject: str
+    stage: str
+    pieces: tuple[str, ...]
+    culprit: str
+    finding: Finding | None
+    steps: tuple[str, ...]
+    replays: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs, and something was replayed."""
+        return not self.stage and bool(self.replays)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"ok": self.ok, **plain(self)}
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        rows = [
+            f"{self.subject}: " + (f"wrong by {self.stage}" if self.stage else "nothing differs")
+        ]
+        rows += [f"  {number}. {step}" for number, step in enumerate(self.steps, 1)]
+        if self.pieces:
+            rows.append(f"pieces {', '.join(self.pieces)}")
+        return "\n".join(rows + ([] if self.finding is None else [str(self.finding)]))
+
+
+def bisect(
+    model: Any,
+    inputs: Any,
+    *,
+    config: CompilationConfig | None = None,
+    sets: int = 3,
+    rtol: float | None = None,
+    atol: float | None = None,
+    seed: int = 0,
+) -> Bisection:
+    """Find the piece, and the op, that make the result of a model wrong.
+
+    What runs is put back after it, as :func:`cgcompile.verify` says. Synchronises. Runs the step
+    some dozens of times, and compiles parts of a piece again where a compiler is to blame.
+
+    Args:
+        model: as of ``verify``, without managers.
+        inputs: likewise; the first set that is wrong is looked at.
+        config: with which a plain model is compiled.
+        sets: how many sets of inputs are tried.
+        rtol: relative tolerance; as of ``verify``.
+        atol: absolute tolerance.
+        seed: of the random numbers.
+
+    Raises:
+        DispatchError: nothing was replayed.
+        ConfigError: settings for a model that has its own.
+        BaseException: what the model raised.
+    """
+    subject = Subject(model, config)
+    try:
+        given = InputSets(inputs, seed)
+        with put_back(given.tensors):
+            return _Search(subject, given, tolerance_of(subject, given.first, rtol, atol)).run(sets)
+    finally:
+        subject.release()
+
+
+class _Search:
+    """One bisection.
+
+    Attributes:
+        steps: what was tried, with its outcome.
+    """
+
+    def __init__(self, subject: Subject, inputs: InputSets, tolerance: Tolerance) -> None:
+        self._subject = subject
+        self._inputs = inputs
+        self._tolerance = tolerance
+        self.steps: list[str] = []
+        self._number = 0
+        self._call: Call = inputs.first
+        self._expected: dict[str, Any] = {}
+        self._captured: list[Item] = []
+        self._compiled: list[Item] = []
+
+    def run(self, sets: int) -> Bisection:
+        subject = self._subject
+        missing = subject.until_replayed(self._inputs.first)
+        if missing:
+            raise DispatchError.nothing_verified(missing)
+        before = subject.counters.replays
+        difference = self._first_wrong(sets)
+        if difference is None:
+            found = self._result("", (), "", None)
+        elif subject.wrapper is not None:
+            place = wrapper_place(subject.wrapper, self._call, self._tolerance)
+            self._note(f"op by op: {place.op or 'no op'}")
+            finding = made("replay", self._number, difference, real_rows(), place)
+            found = self._result("replay", (place.piece,) if place.piece else (), "", finding)
+        else:
+            found = self._stages(difference)
+        replays = subject.counters.replays - before
+        return replace(found, replays=replays)
+
+    def _result(
+        self, stage: str, pieces: Sequence[str], culprit: str, finding: Finding | None
+    ) -> Bisection:
+        steps = tuple(self.steps)
+        return Bisection(self._subject.name, stage, tuple(pieces), culprit, finding, steps, 0)
+
+    def _note(self, text: str) -> None:
+        self.steps.append(text)
+
+    def _first_wrong(self, sets: int) -> Difference | None:
+        """Go to the first set of inputs whose replay is wrong."""
+        for number in range(sets):
+            self._number, self._call = number, self._inputs.fill(number)
+            self._expected = self._subject.outcome(self._subject.original, self._call)
+            found = self._subject.outcome(self._subject.call, self._call)
+            difference = self._tolerance.first("the result", self._expected, found)
+            self._note(f"inputs {number}, all replayed: {'wrong' if difference else 'right'}")
+            if difference is not None:
+                return difference
+        return None
+
+    # -------------------------------------------------------------- the stages
+
+    def _stages(self, difference: Difference) -> Bisection:
+        self._list_pieces()
+        if self._wrong({}, "all pieces uncompiled"):
+            return self._before_pieces(difference)
+        compiled = dict.fromkeys(self._compiled, Way.COMPILED)
+        if self._wrong(compiled, "all pieces compiled, not captured"):
+            found = minimal(self._compiled, lambda some: self._wrong_with(Way.COMPILED, some))
+            return self._compilation(found, difference)
+        found = minimal(self._captured, lambda some: self._wrong_with(Way.REPLAYED, some))
+        return self._replay(found, difference)
+
+    def _wrong_with(self, way: Way, some: Sequence[Item]) -> bool:
+        base = {} if way is Way.COMPILED else dict.fromkeys(self._compiled, Way.COMPILED)
+        names = ", ".join(map(self._name, some))
+        what = "compiled" if way is Way.COMPILED else "replayed"
+        return self._wrong({**base, **dict.fromkeys(some, way)}, f"{what}: {names}")
+
+    def _name(self, item: Item) -> str:
+        graphs = {number for number, _ in self._captured + self._compiled}
+        piece = WHOLE if item[1] < 0 else f"piece_{item[1]}"
+        return piece if len(graphs) < 2 else f"graph {item[0]} {piece}"
+
+    def _wrong(self, ways: dict[Item, Way], what: str) -> bool:
+        """Whether the step is wrong where its pieces run in these ways, others uncompiled."""
+
+        def of(number: int) -> Observer:
+            def run(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
+                whole = ways.get((number, -1))
+                chosen = {
+                    piece.index: whole or ways.get((number, piece.index), Way.UNCOMPILED)
+                    for piece in program.split.pieces
+                }
+                return run_step(program, recording, inputs, real, chosen)
+
+            return run
+
+        with self._subject.observed(of):
+            found = self._subject.outcome(self._subject.call, self._call)
+        wrong = self._tolerance.first("the result", self._expected, found) is not None
+        self._note(f"{what}: {'wrong' if wrong else 'right'}")
+        return wrong
+
+    def _list_pieces(self) -> None:
+        """The pieces of all steps that the call replays."""
+
+        def of(number: int) -> Observer:
+            def run(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
+                pieces = program.split.pieces
+                full = recording.batch.mode is CUDAGraphMode.FULL
+                captured = [] if full else [p.index for p in pieces if p.capture]
+                self._captured += [(number, index) for index in ([-1] if full else captured)]
+                self._compiled += [(number, p.index) for p in pieces if p.compiled]
+                return recording.replay(inputs, real)
+
+            return run
+
+        with self._subject.observed(of):
+            self._subject.outcome(self._subject.call, self._call)
+
+    # -------------------------------------------------------------- what they end in
+
+    def _before_pieces(self, difference: Difference) -> Bisection:
+        """No piece is to blame: a pass, or the trace."""
+        note = self._note
+        stale = anew(self._subject, self._call, self._expected, self._tolerance, {}, note)
+        args = self._subject, self._call, self._expected, self._tolerance, note
+        found = None if stale else wrong_pass(*args)
+        if found is None:
+            detail = "the traced graph computes something else than the model does"
+            if stale:
+                detail = "traced anew it is right: what the trace holds has changed since"
+            finding = self._made("tracing", difference, Place(detail=detail))
+            return self._result("tracing", (), "", finding)
+        name, place = found
+        finding = self._made("pass", difference, place)
+        return self._result("pass", (place.piece,) if place.piece else (), name, finding)
+
+    def _compilation(self, items: list[Item], difference: Difference) -> Bisection:
+        parting = self._parting(items, "compilation")
+        names = [self._name(item) for item in items]
+        if parting is None or parting.piece is None:
+            finding = self._made("compilation", difference, Place(", ".join(names)))
+            return self._result("compilation", names, "", finding)
+        finding = finding_of(parting, self._number, self._tolerance)
+        if len(items) == 1:
+            with without_gradients():
+                node, how = miscompiled_op(parting.step, parting.piece, self._tolerance)
+            self._note(f"{parting.piece.name} op by op: {node.name if node else how}")
+            if node is not None:
+                place = place_of(parting.piece, node, how)
+                finding = self._made("compilation", parting.difference, place)
+        return self._result("compilation", names, "", finding)
+
+    def _replay(self, items: list[Item], difference: Difference) -> Bisection:
+        names = [self._name(item) for item in items]
+        parting = self._parting(items, "replay")
+        if parting is None:
+            finding = self._made("replay", difference, Place(", ".join(names)))
+        else:
+            finding = finding_of(parting, self._number, self._tolerance)
+            self._note(f"{finding.piece} op by op: {finding.op or 'no op'}")
+        if items[0][1] < 0:
+            if finding.piece == WHOLE:
+                return self._in_pieces() or self._result("replay", names, "", finding)
+            names = [finding.piece]
+        return self._result("replay", names, "", finding)
+
+    def _in_pieces(self) -> Bisection | None:
+        """The same where the model is captured in pieces, now; a FULL graph has none to tell of."""
+        other = self._subject.again(cudagraph_mode=CUDAGraphMode.PIECEWISE)
+        try:
+            missing = other.until_replayed(self._inputs.first)
+            self._note(f"captured anew, in pieces: {missing or 'replays'}")
+            search = _Search(other, self._inputs, self._tolerance)
+            found = None if missing else search.run(self._number + 1)
+            self.steps += search.steps
+            if found is None or not found.stage:
+                return None
+            return replace(found, subject=self._subject.name, steps=tuple(self.steps))
+        finally:
+            other.release()
+
+    def _made(self, stage: str, difference: Difference, place: Place) -> Finding:
+        return made(stage, self._number, difference, real_rows(), place)
+
+    def _parting(self, items: list[Item], stage: str) -> Parting | None:
+        """Where the step parts from the plain one, in one of the graphs of these pieces."""
+        watcher = Watcher(self._tolerance)
+        with self._subject.observed(watcher.of):
+            self._subject.outcome(self._subject.call, self._call)
+        graphs = {number for number, _ in items}
+        found = [p for p in watcher.partings if p.stage == stage and p.step.graph in graphs]
+        return found[0] if found else None

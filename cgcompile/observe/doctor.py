@@ -1,0 +1,219 @@
+""":func:`doctor`: what will break or cost, found before anything is captured.
+
+The model runs plain, twice, while :mod:`~cgcompile.observe.watch` looks on; everything that it
+changes is put back. The rules are those of the split (``passes/capturable.py``), of the host
+recorder (``graphs/host_rules.py``) and of the registry of boundaries. Read on in ``arguments``,
+``state``, ``advice``, and for errors that have happened in ``failures``.
+"""
+
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+
+from cgcompile import compat
+from cgcompile.backend import Backend, handle_of
+from cgcompile.boundaries import Boundaries
+from cgcompile.compile import CompiledModel
+from cgcompile.config import CompilationConfig
+from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.entries import devices_of
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.observe.advice import Way
+from cgcompile.observe.arguments import Call, compare_calls, look_at_call, named_weights
+from cgcompile.observe.diagnosis import Diagnosis
+from cgcompile.observe.failures import name_of, of_handle
+from cgcompile.observe.memory import Memory
+from cgcompile.observe.notes import Notes
+from cgcompile.observe.state import Change, RandomState, State, changes
+from cgcompile.observe.stores import forward_line, store_line
+from cgcompile.observe.watch import Case, Watch
+from cgcompile.passes.lines import raised_at
+
+
+def doctor(
+    model: Any,
+    *args: Any,
+    config: CompilationConfig | Backend | Mapping[str, Any] | None = None,
+    prepare: Callable[[], Any] | None = None,
+    **kwargs: Any,
+) -> Diagnosis:
+    """Find what graphs cannot hold in one call of a model, with your source lines and the fixes.
+
+    The call runs plain, twice, on the device where the tensors are and in the grad mode, autocast
+    and forward context of the caller; nothing is traced, compiled or captured. Tensors that it
+    writes, attributes, containers and random generators that it reaches from the model and the
+    arguments are put back, bitwise. Not seen, and not put back: what a kernel writes that torch
+    does not know (a Triton kernel or an extension called directly), and state in globals. Where a
+    Python profiler is active, calls that reach no op (``torch.cuda.synchronize``) are not seen.
+    Takes the time of two plain calls, and memory for what is written. Synchronises where the model
+    does.
+
+    Args:
+        model: a module or function, compiled or not; or, without arguments, a ``Backend`` or a
+            wrapper that has run: then its counters are explained.
+        *args: of one call.
+        config: the settings that the model will be compiled with, a ``Backend``, or a mapping as
+            for ``options``; its splitting ops run eager, so nothing is said of what they do. Left
+            out: those of a compiled model, else the defaults.
+        prepare: makes the inputs of a call, in place of ``args``: a tuple, a dict, or ``(tuple,
+            dict)``. Called twice, so that inputs that move or change show.
+        **kwargs: of the call.
+
+    Returns:
+        The findings, the worst first. An error that the model raises is one of them.
+    """
+    handle = _ran(model)
+    if handle is not None and not (args or kwargs or prepare):
+        return Diagnosis.of(name_of(handle), "-", of_handle(handle))
+    settings = _settings(model, config)
+    first = Call(args, kwargs) if prepare is None else Call.prepared(prepare)
+    second = first if prepare is None else Call.prepared(prepare)
+    examination = _Examination(model, settings, first, second)
+    return examination.run(compare=prepare is not None)
+
+
+def _ran(model: Any) -> Any:
+    """What has counters, if a model has any."""
+    if isinstance(model, (Backend, CUDAGraphWrapper)):
+        return model
+    return handle_of(model)
+
+
+def _settings(model: Any, given: Any) -> CompilationConfig:
+    if given is None and isinstance(model, CUDAGraphWrapper):
+        return model.config
+    found = given if given is not None else handle_of(model)
+    if isinstance(found, Backend):
+        return found.config
+    if isinstance(found, Mapping):
+        return CompilationConfig.resolve(options=found)
+    return CompilationConfig() if found is None else found
+
+
+def _way(model: Any, config: CompilationConfig) -> Way:
+    untraced = isinstance(model, CUDAGraphWrapper) or config.splitting == "breakable"
+    if untraced:
+        return Way.UNTRACED
+    return Way.WHOLE if isinstance(model, CompiledModel) else Way.SPLIT
+
+
+def _call(model: Any, call: Call) -> Any:
+    """The one place that runs the model: lines of its callers are not the model's."""
+    return model(*call.args, **call.kwargs)
+
+
+class _Examination:
+    """One look at a model."""
+
+    def __init__(self, model: Any, config: CompilationConfig, first: Call, second: Call) -> None:
+        given = (CompiledModel, CUDAGraphWrapper)
+        self._model = model.unwrap() if isinstance(model, given) else model
+        self._config = config
+        self._first, self._second = first, second
+        self._notes = Notes(_way(model, config), _call.__code__)
+        self._device = devices_of(getattr(self._model, "__self__", self._model), *first)[0]
+        self._before = self._state(first, second)
+        self._random = RandomState(self._device)
+        self._memory = Memory(self._before.tensors)
+        ops, builtin = config.splitting_ops, config.builtin_splitting_ops
+        device = capture_device(self._device, config.capture_device)
+        weights = {compat.storage_identity(each) for _, each in named_weights(self._model)}
+        self._case = Case(
+            self._notes,
+            Boundaries(ops, builtin=builtin),
+            self._device,
+            self._memory,
+            weights,
+            device.stream_key if device is not None else _one_stream,
+        )
+        self._ran: list[set[CodeType]] = []  # of each call
+
+    def run(self, *, compare: bool) -> Diagnosis:
+        """Look at the arguments, run the model twice, compare, and put everything back."""
+        look_at_call(self._notes, self._model, self._first, self._device, compare)
+        try:
+            if self._runs(self._first):
+                between = self._state(self._second)
+                self._notes.closed = True
+                if compare:
+                    first, second = self._first, self._second
+                    memory, config = self._memory, self._config
+                    compare_calls(self._notes, self._model, first, second, memory, config)
+                if self._runs(self._second):
+                    self._compare_state(between, self._state(self._second))
+        finally:
+            self._before.put_back()
+            self._memory.put_back()
+            self._random.put_back()
+        model = self._model
+        name = getattr(model, "__qualname__", None) or type(model).__name__
+        return Diagnosis.of(name, str(self._device), self._notes)
+
+    def _state(self, *calls: Call) -> State:
+        module = getattr(self._model, "__self__", self._model)
+        roots: dict[str, Any] = {"self": module}
+        for cell, name in _closure(self._model):
+            roots[name] = cell
+        for number, call in enumerate(calls):
+            prefix = "second " * number
+            roots |= {f"{prefix}input {i}": each for i, each in enumerate(call.args)}
+            roots |= {f"{prefix}input {name!r}": each for name, each in call.kwargs.items()}
+        with compat.outside_inference_mode(), torch.no_grad():
+            return State(roots)
+
+    def _runs(self, call: Call) -> bool:
+        """Run the model; an error of its own is a finding."""
+        watch = Watch(self._case)
+        self._ran.append(watch.ran)
+        try:
+            with watch:
+                _call(self._model, call)
+        except Exception as error:
+            line = raised_at(error, _call.__code__)
+            known = any(each.source == line for each in self._notes if line is not None)
+            if not (known and self._device.type == "meta"):  # which cannot be read at all
+                again = " in the second of two calls" if self._notes.closed else ""
+                text = f"{type(error).__name__}{again}: {error}".strip().splitlines()[0]
+                self._notes.add("forward_raised", type(error).__name__, text, line)
+            return False
+        return True
+
+    def _compare_state(self, between: State, after: State) -> None:
+        each_call = {change.place[1:] for change in changes(between, after)}
+        for change in changes(between, after):
+            kind, text = _what_changed(change)
+            self._add(kind, text, change, self._ran[-1])
+        for change in changes(self._before, between):
+            place = change.place
+            if place[1:] not in each_call and place.path.startswith("self.") and place.attribute:
+                self._add("lazy_attribute", "the first call sets it", change, self._ran[0])
+
+    def _add(self, kind: str, text: str, change: Change, ran: set[CodeType]) -> None:
+        line = store_line(change.place, ran) or forward_line(self._model)
+        self._notes.add(kind, change.place.path, text, line)
+
+
+def _one_stream() -> int:
+    return 0
+
+
+def _closure(function: Any) -> list[tuple[Any, str]]:
+    """The values that a function has from around it."""
+    cells = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if cells else ()
+    return [(cell.cell_contents, name) for cell, name in zip(cells, names, strict=True)]
+
+
+def _what_changed(change: Change) -> tuple[str, str]:
+    """(kind, text) of something that is another one after each call."""
+    before, after = change.before, change.after
+    if not isinstance(after, torch.Tensor):
+        return "changing_attribute", f"it was {before!r} before a call and is {after!r} after it"
+    if not isinstance(before, torch.Tensor):
+        return "growing_state", f"each call adds a tensor {tuple(after.shape)}"
+    if before.shape != after.shape:
+        shapes = f"{tuple(before.shape)} before a call and {tuple(after.shape)} after it"
+        return "growing_state", f"it was {shapes}: each call has other shapes"
+    return "replaced_attribute", "each call puts another tensor there, at another address"

@@ -1,0 +1,68 @@
+"""One HTML page from plain data, with nothing around it: no network, no scripts, no other files.
+
+``templates/`` has the pages and ``style.css``. The rule: a template gets what ``to_dict()`` of a
+value gave, escapes all of it, and writes each number as ``<data value="...">`` with the exact one.
+"""
+
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from cgcompile.observe import charts
+from cgcompile.observe.text import human
+
+
+def render(template: str, found: dict[str, Any]) -> str:
+    """The page of one kind of value.
+
+    Args:
+        template: its name without the ending: ``overview``, ``explanation``, ...
+        found: plain data.
+    """
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    folder = files("cgcompile.observe") / "templates"
+    environment = Environment(
+        autoescape=True,
+        loader=FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "human": human,
+        "duration": duration,
+        "count": "{:,}".format,
+        "share": "{:.1%}".format,
+        "strip": charts.strip,
+        "times": charts.times,
+        "distinct": charts.distinct,
+        "percent": "{:.3f}%".format,
+    }
+    return environment.get_template(f"{template}.html").render(found=found)
+
+
+def duration(seconds: float) -> str:
+    """``1.2 ms``: a time for people, three digits or fewer before the unit."""
+    if not seconds:
+        return "0 s"
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= size or unit == "us":
+            found = seconds / size
+            digits = 0 if abs(found) >= 100 else 1 if abs(found) >= 10 else 2
+            return f"{found:.{digits}f} {unit}"
+    raise AssertionError("the last unit takes all")
+
+
+def write_page(template: str, found: dict[str, Any], path: str | PathLike[str]) -> Path:
+    """Render a page into a file; the folders above it are made.
+
+    Raises:
+        OSError: it cannot be written there.
+    """
+    target = Path(path)
+    text = render(template, found)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+    return target

@@ -1,0 +1,197 @@
+"""The Python state that a call reaches: kept, compared and put back.
+
+Modules, lists, dicts, sets and plain objects are followed from the model and its arguments, as deep
+as :data:`_DEEPEST`; what other libraries keep elsewhere (globals, closures) is not.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+_DEEPEST = 8
+_MOST = 100_000  # holders; a model of thousands of modules has fewer
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
+_OPAQUE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.Size, torch.layout)
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class Place(NamedTuple):
+    """Where something is kept.
+
+    Attributes:
+        path: from the model or an argument, such as ``self.layers.0.cache``.
+        owner: the object whose attribute it is, or is inside of.
+        attribute: that attribute; empty if there is none.
+    """
+
+    path: str
+    owner: Any
+    attribute: str
+
+    def item(self, key: object) -> "Place":
+        """An item of the container that is here."""
+        return Place(f"{self.path}[{key!r}]", self.owner, self.attribute)
+
+    def of(self, owner: Any, attribute: str) -> "Place":
+        """An attribute of the object that is here."""
+        return Place(f"{self.path}.{attribute}", owner, attribute)
+
+
+@dataclass
+class _Tensor:
+    """A tensor object and its geometry."""
+
+    tensor: torch.Tensor
+    alias: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Tensor":
+        return cls(tensor, tensor.detach())
+
+    def put_back(self) -> None:
+        now, was = self.tensor.detach(), self.alias
+        if (now.shape, now.stride(), now.data_ptr()) != (was.shape, was.stride(), was.data_ptr()):
+            self.tensor.data = was
+
+
+class State:
+    """A picture of all that is reachable, by place.
+
+    Args:
+        roots: what is followed, by the name that paths begin with.
+
+    Attributes:
+        values: what each place holds: tensors, plain values, or the objects that hold more.
+    """
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self.values: dict[str, tuple[Place, Any]] = {}
+        self._holders: dict[int, tuple[Any, Any]] = {}  # by identity: (holder, shallow copy)
+        self._tensors: dict[int, _Tensor] = {}
+        for name, root in roots.items():
+            self._follow(root, Place(name, None, ""), 0)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor that is reachable."""
+        return [each.tensor for each in self._tensors.values()]
+
+    def put_back(self) -> None:
+        """Every container, attribute and tensor object is as it was; not the bytes of tensors."""
+        for holder, before in self._holders.values():
+            _restore(holder, before)
+        for tensor in self._tensors.values():
+            tensor.put_back()
+
+    def _follow(self, found: Any, place: Place, depth: int) -> None:
+        self.values[place.path] = (place, found)
+        if isinstance(found, torch.Tensor):
+            if id(found) not in self._tensors and found.layout is torch.strided:
+                self._tensors[id(found)] = _Tensor.of(found)
+        elif isinstance(found, (_PLAIN, _OPAQUE)) or id(found) in self._holders:
+            return
+        elif depth < _DEEPEST and len(self._holders) < _MOST:
+            for inner, at in self._items(found, place):
+                deeper = depth if isinstance(inner, torch.nn.Module) else depth + 1
+                self._follow(inner, at, deeper)
+
+    def _items(self, found: Any, place: Place) -> Iterator[tuple[Any, Place]]:
+        if isinstance(found, dict):
+            self._holders[id(found)] = (found, dict(found))
+            for key in list(found):
+                yield found[key], place.item(key)
+        elif isinstance(found, (list, deque, set, tuple, frozenset)):
+            if not isinstance(found, (tuple, frozenset)):
+                kept = set(found) if isinstance(found, set) else list(found)
+                self._holders[id(found)] = (found, kept)
+            for number, each in enumerate(list(found)):
+                yield each, place.item(number)
+        if isinstance(found, tuple):
+            return
+        attributes = getattr(found, "__dict__", None)
+        if isinstance(attributes, dict) and not _is_librarys(found):
+            yield from self._attributes(found, attributes, place)
+
+    def _attributes(
+        self, found: Any, attributes: dict[str, Any], place: Place
+    ) -> Iterator[tuple[Any, Place]]:
+        self._holders.setdefault(id(found), (found, None))
+        self._holders[id(attributes)] = (attributes, dict(attributes))
+        module = isinstance(found, torch.nn.Module)
+        for name, value in list(attributes.items()):
+            if module and name in _TABLES:
+                self._holders[id(value)] = (value, dict(value))
+                for key, each in list(value.items()):
+                    yield each, place.of(found, key)
+            elif not (module and name.startswith("_") and name.endswith(("hooks", "kwargs"))):
+                yield value, place.of(found, name)
+
+
+def _is_librarys(found: Any) -> bool:
+    """Whether an object is a part of torch or of Python that nobody should look into."""
+    if isinstance(found, torch.nn.Module):
+        return False
+    top = type(found).__module__.partition(".")[0]
+    return top in ("torch", "logging", "threading", "re", "weakref", "_thread", "functools")
+
+
+def _restore(holder: Any, before: Any) -> None:
+    if isinstance(before, dict):
+        now, was = [*holder, *holder.values()], [*before, *before.values()]
+        if len(now) != len(was) or any(a is not b for a, b in zip(now, was, strict=True)):
+            dict.clear(holder)
+            dict.update(holder, before)
+    elif isinstance(before, list):
+        holder.clear()
+        holder.extend(before)
+    elif isinstance(before, set):
+        holder.clear()
+        holder.update(before)
+
+
+class Change(NamedTuple):
+    """What a call left other than it was.
+
+    Attributes:
+        place: where.
+        before: what it held; None if the place is new.
+        after: what it holds.
+    """
+
+    place: Place
+    before: Any
+    after: Any
+
+
+def changes(before: State, after: State) -> list[Change]:
+    """The places that hold another tensor object, another plain value, or that are new."""
+    found = []
+    for path, (place, now) in after.values.items():
+        was = before.values[path][1] if path in before.values else None
+        if now is was or not isinstance(now, (torch.Tensor, bool, int, float, str)):
+            continue
+        if isinstance(now, torch.Tensor) or type(now) is not type(was) or now != was:
+            found.append(Change(place, was, now))
+    return found
+
+
+class RandomState:
+    """The random numbers of Python and torch, to draw them again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._python = random.getstate()
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def put_back(self) -> None:
+        """The next numbers are those that would have come."""
+        random.setstate(self._python)
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)

@@ -1,0 +1,160 @@
+"""What is looked at: a model in any of its forms, and the eager model behind it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cgcompile import compat
+from cgcompile.backend import handle_of
+from cgcompile.compile import CompiledModel, compile
+from cgcompile.config import CompilationConfig, CompilationMode
+from cgcompile.errors import ConfigError
+from cgcompile.graphs.verify import copies, put_back
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.observe.comparing import Tolerance, named, without_gradients
+from cgcompile.observe.inputs import Call
+from cgcompile.piecewise.verify import Observer
+from cgcompile.reasons import Counters
+
+
+class Subject:
+    """A model whose graphs are looked at. A plain one is compiled for the time being.
+
+    Args:
+        model: what ``torch.compile`` or ``cgcompile.compile`` returned, a wrapper, or a module or
+            function that is not compiled.
+        config: with which a plain one is compiled.
+
+    Attributes:
+        call: the model with graphs.
+        original: the model without.
+        handle: of what was compiled; None of a wrapper.
+        wrapper: what captures without a trace; None of what is traced.
+        config: the settings.
+
+    Raises:
+        ConfigError: ``config`` for a model that is compiled already, or a model that cannot be
+            compiled.
+    """
+
+    def __init__(self, model: Any, config: CompilationConfig | None = None) -> None:
+        self.handle = handle_of(model)
+        self.wrapper = model if isinstance(model, CUDAGraphWrapper) else None
+        self._own = self.handle is None and self.wrapper is None
+        if config is not None and not self._own:
+            raise ConfigError.settings_are_fixed()
+        if self._own:
+            if config is None:  # on the CPU nothing else has graphs
+                config = CompilationConfig(capture_device="host")
+            model = compile(model, config)
+            self.handle = model.backend
+        self.call: Callable[..., Any] = model
+        self.original: Callable[..., Any] = original_of(model)
+        if isinstance(model, CompiledModel):
+            self.wrapper = model.wrapper
+        self.config = self._settings()
+
+    def _settings(self) -> CompilationConfig:
+        if self.handle is not None:
+            return self.handle.config
+        assert self.wrapper is not None
+        return self.wrapper.config
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        found = self.original
+        return getattr(found, "__qualname__", None) or type(found).__name__
+
+    @property
+    def counters(self) -> Counters:
+        """What its calls did so far."""
+        if self.handle is not None:
+            return self.handle.counters
+        assert self.wrapper is not None
+        return self.wrapper.counters + Counters()
+
+    def same_kernels(self, call: Call) -> bool:
+        """Whether its graphs hold the kernels of the eager model: results are equal bit for bit."""
+        config = self.config
+        own = any(getattr(op, "impl", None) for op in config.splitting_ops)
+        uncompiled = config.compiler == "eager" and config.mode is CompilationMode.PIECEWISE
+        uncompiled |= config.mode is CompilationMode.NONE or self.wrapper is not None
+        changed = bool(config.graph_passes or config.piece_passes or own)
+        return (
+            uncompiled
+            and not changed
+            and all(
+                each.device.type == "cpu" for each in [*compat.tree_tensors(call), *self.buffers]
+            )
+        )
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of the model."""
+        module = getattr(self.original, "__self__", self.original)
+        return list(module.buffers()) if isinstance(module, torch.nn.Module) else []
+
+    # -------------------------------------------------------------- running
+
+    def outcome(self, run: Callable[..., Any], call: Call) -> dict[str, Any]:
+        """What a call returns and writes, as copies; everything is put back after it."""
+        args, kwargs = call
+        state = [*compat.tree_tensors(call), *self.buffers]
+        with put_back(state), without_gradients():
+            result = named(run(*args, **kwargs))
+            written = {f"input {path}": leaf for path, leaf in compat.tree_paths((args, kwargs))}
+            written |= {f"buffer {place}": each for place, each in enumerate(self.buffers)}
+            tensors = {n: v for n, v in written.items() if isinstance(v, torch.Tensor)}
+            return copies({**result, **tensors})
+
+    def until_replayed(self, call: Call) -> str:
+        """Warm and capture a call until it replays; why it does not, or empty."""
+        for _ in range(self.config.num_warmups + 3):
+            before = self.counters
+            self.outcome(self.call, call)
+            after = self.counters
+            if after.replays > before.replays and not after.plain - before.plain:
+                return ""
+        whys = [f"{r.value}: {after.details.get(r, '-')}" for r in after.plain - before.plain]
+        return "; ".join(whys) or "no graph of it was called"
+
+    @contextmanager
+    def observed(self, observer: Callable[[int], Observer]) -> Iterator[None]:
+        """Let an observer run each recorded step; it is made from the number of the graph."""
+        graphs = () if self.handle is None else self.handle.graphs
+        try:
+            for number, graph in enumerate(graphs):
+                graph.observe(observer(number))
+            yield
+        finally:
+            for graph in graphs:
+                graph.observe(None)
+
+    def release(self) -> None:
+        """Free what was compiled and captured for this alone."""
+        if self._own and self.handle is not None:
+            self.handle.release()
+
+    def again(self, **settings: Any) -> "Subject":
+        """The original model, compiled anew with other settings."""
+        return Subject(self.original, replace(self.config, **settings))
+
+
+def original_of(model: Any) -> Any:
+    """The eager model behind what was compiled or wrapped."""
+    while True:
+        inner = compat.original_of(model)
+        if inner is None and isinstance(model, (CompiledModel, CUDAGraphWrapper)):
+            inner = model.unwrap()
+        if inner is None:
+            return model
+        model = inner
+
+
+def tolerance_of(subject: Subject, call: Call, rtol: float | None, atol: float | None) -> Tolerance:
+    """What the user says; else bitwise where the kernels are the same; else by dtype."""
+    return Tolerance(subject.same_kernels(call), rtol, atol)

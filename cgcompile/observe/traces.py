@@ -1,0 +1,197 @@
+"""What the pieces of a step leave, in each way to run them: :class:`Watcher`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgcompile import compat
+from cgcompile.graphs.verify import Difference, copies, put_back
+from cgcompile.observe.comparing import Tolerance, named, without_gradients
+from cgcompile.passes.pieces import Piece
+from cgcompile.passes.split import SplitGraph
+from cgcompile.piecewise.recording import Program, Recording
+from cgcompile.piecewise.returns import returned_names
+from cgcompile.piecewise.verify import Observer, filled_outputs, written_now
+from cgcompile.piecewise.ways import Way, left_by, run_step
+
+STAGES = {Way.COMPILED: "compilation", Way.REPLAYED: "replay"}
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call of a recorded step.
+
+    Attributes:
+        graph: the number of the compiled graph.
+        program: whose step it is.
+        recording: what replays it.
+        inputs: of the call.
+        real: how many rows are real; None: all.
+    """
+
+    graph: int
+    program: Program
+    recording: Recording
+    inputs: Sequence[Any]
+    real: int | None
+
+    @property
+    def split(self) -> SplitGraph:
+        """The split graph."""
+        return self.program.split
+
+    def run(self, way: Way, **told: Any) -> Any:
+        """Run all pieces in one way; see :func:`~cgcompile.piecewise.ways.run_step`."""
+        ways = {piece.index: way for piece in self.split.pieces}
+        return run_step(self.program, self.recording, self.inputs, self.real, ways, **told)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """What the step writes inside is put back after it; no gradients."""
+        with without_gradients(), put_back(written_now(self.program, self.inputs)):
+            yield
+
+
+class Left:
+    """What is there after each piece: what it leaves, and earlier values that are still needed.
+
+    Attributes:
+        after: by the index of the piece, copies by name.
+    """
+
+    def __init__(self, split: SplitGraph) -> None:
+        self.after: dict[int, dict[str, Any]] = {}
+        self._now: dict[str, Any] = {}
+        self._last = {name: piece.index for piece in split.pieces for name in piece.inputs}
+        returned = dict.fromkeys(returned_names(split), len(split.pieces))
+        self._last.update(returned)
+
+    def note(self, piece: Piece, values: Mapping[str, Any]) -> None:
+        """Told by the run."""
+        empty = set(piece.outputs) - set(filled_outputs(piece))
+        own = {n: v for n, v in values.items() if n not in empty}
+        older = {n: v for n, v in self._now.items() if self._last.get(n, -1) > piece.index}
+        self._now = {**own, **{n: v for n, v in older.items() if n not in values}}
+        self.after[piece.index] = copies({n: v for n, v in self._now.items() if v is not None})
+
+
+@dataclass(frozen=True, eq=False)
+class Parting:
+    """Where two ways to run a step part.
+
+    Attributes:
+        step: the call.
+        stage: ``compilation`` or ``replay``.
+        piece: after which they do; None: in a FULL graph, or in the result alone.
+        difference: the first one.
+    """
+
+    step: Step
+    stage: str
+    piece: Piece | None
+    difference: Difference
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether it is a value of an earlier piece, which this one spoils."""
+        return self.piece is not None and self.difference.what not in left_by(self.piece)
+
+
+class Watcher:
+    """Observes steps: runs each in all ways, and replays it.
+
+    Attributes:
+        partings: of each graph that has one, the first.
+        seen: the steps that were run.
+    """
+
+    def __init__(self, tolerance: Tolerance) -> None:
+        self.partings: list[Parting] = []
+        self.seen: list[Step] = []
+        self._tolerance = tolerance
+
+    def of(self, number: int) -> Observer:
+        """The observer of a compiled graph."""
+
+        def watch(program: Program, recording: Recording, inputs: Any, real: int | None) -> Any:
+            return self._watch(Step(number, program, recording, inputs, real))
+
+        return watch
+
+    def _watch(self, step: Step) -> Any:
+        self.seen.append(step)
+        before: Any = None
+        result: Any = None
+        for way in (Way.UNCOMPILED, Way.COMPILED, Way.REPLAYED):
+            left = Left(step.split)
+            if way is Way.REPLAYED:
+                result = step.run(way, after=left.note)
+                made = copies(named(result))
+            else:
+                with step.kept():
+                    made = copies(named(step.run(way, after=left.note)))
+            now = (left.after, made)
+            parting = None if before is None else self._part(step, way, before, now)
+            if parting is not None:
+                self.partings.append(parting)
+                return result if way is Way.REPLAYED else step.run(Way.REPLAYED)
+            before = now
+        return result
+
+    def _part(self, step: Step, way: Way, before: Any, now: Any) -> Parting | None:
+        for piece in step.split.pieces:
+            found = now[0].get(piece.index)
+            if found is None:
+                continue
+            known = {n: v for n, v in before[0][piece.index].items() if n in found}
+            difference = self._tolerance.first(piece.name, known, found)
+            if difference is not None:
+                return Parting(step, STAGES[way], piece, difference)
+        difference = self._tolerance.first("the result", before[1], now[1])
+        return None if difference is None else Parting(step, STAGES[way], None, difference)
+
+
+# ---------------------------------------------------------------- nodes of a piece
+
+
+class Nodes(fx.Interpreter):
+    """Runs an uncompiled piece and keeps a copy of what each node makes.
+
+    Attributes:
+        made: the leaves of each node's value, as copies.
+    """
+
+    def __init__(self, piece: Piece) -> None:
+        super().__init__(piece.module)
+        self.made: dict[fx.Node, dict[str, Any]] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        """See :class:`torch.fx.Interpreter`."""
+        value = super().run_node(node)
+        if node.op not in ("placeholder", "output"):
+            self.made[node] = copies(dict(compat.tree_paths(value)))
+        return value
+
+
+def nodes_of(step: Step) -> dict[int, Nodes]:
+    """What each node of each piece makes, in the uncompiled step; by the index of the piece."""
+    found: dict[int, Nodes] = {}
+
+    def run(piece: Piece, runnable: Any, given: tuple[Any, ...]) -> Any:
+        found[piece.index] = Nodes(piece)
+        return found[piece.index].run(*given)
+
+    with step.kept():
+        step.run(Way.UNCOMPILED, around=run)
+    return found
+
+
+def same_layout(one: Any, other: Any) -> bool:
+    """Whether two values are tensors of one shape and dtype."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return one.shape == other.shape and one.dtype == other.dtype

@@ -1,0 +1,160 @@
+"""What was found wrong, as values: :class:`Finding`, :class:`Check`, :class:`Verification`."""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from cgcompile.observe.page import write_page
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first thing that differs, for one set of inputs.
+
+    Attributes:
+        stage: since when it is wrong: ``tracing``, ``pass``, ``compilation``, ``replay``,
+            ``padding`` or ``breakable``.
+        inputs: which set of inputs, from 0; of a manager, which batch.
+        piece: its name, such as ``piece_2``; ``the whole step`` of a FULL graph; empty if unknown.
+        op: the op, or the one that makes the value if the device does not let us look closer; empty
+            if unknown.
+        line: the user's line of it, as ``model.py:12 in forward: y = f(x)``.
+        value: the name of the value in the piece, or its path in the result.
+        rows: the first rows that differ, at most eight.
+        padding_rows: those of them that are padding.
+        largest: the largest absolute difference; NaN where that has no meaning.
+        detail: in words.
+    """
+
+    stage: str
+    inputs: int
+    piece: str
+    op: str
+    line: str
+    value: str
+    rows: tuple[int, ...]
+    padding_rows: tuple[int, ...]
+    largest: float
+    detail: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: lists for tuples, None for NaN."""
+        found: dict[str, Any] = plain(self)
+        return found
+
+    def __str__(self) -> str:
+        where = ", ".join(filter(None, (self.piece, self.op)))
+        rows = [f"wrong by {self.stage}, inputs {self.inputs}: {where or 'nobody knows where'}"]
+        if self.line:
+            rows.append(f"  at    {self.line}")
+        rows.append(f"  value {self.value}: {self.detail}")
+        if self.padding_rows:
+            rows.append(f"  rows {list(self.padding_rows)} are padding")
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison, on several sets of inputs.
+
+    Attributes:
+        name: what was compared with what.
+        compared: on how many sets of inputs.
+        replays: how many replays took part.
+        tolerance: how close numbers have to be, in words.
+        findings: what differs, at most one for each set.
+        missing: why fewer replays took part than were asked for; empty if none is missing.
+    """
+
+    name: str
+    compared: int
+    replays: int
+    tolerance: str
+    findings: tuple[Finding, ...] = ()
+    missing: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was replayed, all of it, and nothing differs."""
+        return bool(self.replays) and not self.missing and not self.findings
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :func:`cgcompile.verify` found; ``print`` it.
+
+    Attributes:
+        subject: what was looked at.
+        checks: each comparison.
+    """
+
+    subject: str
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether each check replayed something and found nothing."""
+        return bool(self.checks) and all(check.ok for check in self.checks)
+
+    @property
+    def differences(self) -> tuple[Finding, ...]:
+        """All that differs, in the order of the checks."""
+        return tuple(found for check in self.checks for found in check.findings)
+
+    @property
+    def replays(self) -> int:
+        """How many replays took part."""
+        return sum(check.replays for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"ok": self.ok, **plain(self)}
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_html(self, path: str | PathLike[str]) -> Path:
+        """Write it as one page that needs nothing else.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            OSError: it cannot be written there.
+        """
+        return write_page("verification", self.to_dict(), path)
+
+    def __str__(self) -> str:
+        cells = [("check", "inputs", "replays", "tolerance", "result")]
+        for check in self.checks:
+            counts = str(check.compared), str(check.replays)
+            cells.append((check.name, *counts, check.tolerance, _result(check)))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        rows = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
+        verdict = "ok" if self.ok else "not ok"
+        found = [str(each) for each in self.differences]
+        return "\n".join([f"{self.subject}: {verdict}", *map(str.rstrip, rows), *found])
+
+
+def _result(check: Check) -> str:
+    if check.findings:
+        return f"{len(check.findings)} differ"
+    if not check.replays:
+        return f"nothing was replayed: {check.missing}"
+    return check.missing or "equal"
+
+
+def plain(value: Any) -> Any:
+    """A frozen value as dicts, lists, text and numbers; None for what JSON has no number for."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

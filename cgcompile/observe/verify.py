@@ -1,0 +1,273 @@
+"""Whether graphs give what the eager model gives: :func:`verify`.
+
+Each check runs the same inputs in two ways and compares what comes out and what is written. Where
+they differ, the step is run once more, piece by piece, in all ways: see ``traces.py``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.errors import CGCompileError, ConfigError
+from cgcompile.forward_context import BatchDescriptor, callers_context, set_forward_context
+from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
+from cgcompile.graphs.verify import Difference, put_back
+from cgcompile.observe.comparing import Tolerance
+from cgcompile.observe.inputs import Call, InputSets, padded, rows_of
+from cgcompile.observe.locate import Place, finding_of, made
+from cgcompile.observe.managers import check_manager
+from cgcompile.observe.padding import padding_place
+from cgcompile.observe.subject import Subject, tolerance_of
+from cgcompile.observe.traces import Watcher
+from cgcompile.observe.verification import Check, Finding, Verification
+from cgcompile.observe.wrappers import wrapper_place
+from cgcompile.serving.manager import CudaGraphManager
+
+TAILS = ("random", "nan")
+
+
+def verify(
+    model: Any,
+    inputs: Any,
+    *,
+    config: CompilationConfig | None = None,
+    sets: int = 3,
+    padded_sizes: Sequence[int] = (),
+    tails: str = "random",
+    breakable: bool = False,
+    rtol: float | None = None,
+    atol: float | None = None,
+    seed: int = 0,
+) -> Verification:
+    """Run a model eager and replayed on several sets of inputs, and compare.
+
+    Results, written arguments and buffers of the model are compared, and put back after each run;
+    what ops write elsewhere, such as a cache that the forward context leads to, is written each
+    time. Runs without gradients. Warms up and captures what is not captured yet. Synchronises.
+
+    Args:
+        model: what ``torch.compile`` or ``cgcompile.compile`` returned for the backend; a
+            ``CUDAGraphWrapper`` or ``BreakableCUDAGraphWrapper``, in the forward context of the
+            step; a ``CudaGraphManager`` with its graphs; or a plain module or function, which is
+            compiled for the time being.
+        inputs: a tensor, a sequence of positional arguments or a mapping of keyword arguments,
+            whose tensors are filled with other random numbers for each set after the first; or a
+            callable that makes one of these from the number of the set. Of a manager: batches, or
+            a callable that makes one.
+        config: with which a plain model is compiled; left out: the defaults, and tensors on the CPU
+            are recorded by the host recorder.
+        sets: how many sets of inputs; of a manager with given batches, all of those.
+        padded_sizes: sizes of the batch, its first dimension, to which inputs are padded: a replay
+            of that size must give the real rows that eager gives for the exact size. Without a
+            forward context alone.
+        tails: what padded rows hold: ``"random"`` (integers in the range of the real ones) or
+            ``"nan"``.
+        breakable: compare the model with a breakable capture of the eager one as well.
+        rtol: relative tolerance; 0 with ``atol`` 0 for bitwise. Left out: bitwise where graphs hold
+            eager's kernels (host device, pieces that are not compiled), else by dtype.
+        atol: absolute tolerance.
+        seed: of the random numbers.
+
+    Returns:
+        What was compared and what differs; not ``ok`` where nothing was replayed.
+
+    Raises:
+        ConfigError: settings for a model that has its own, or unknown ``tails``.
+        BaseException: what the model raised.
+    """
+    if tails not in TAILS:
+        raise ConfigError.bad_value("tails", "verify", tails, "one of " + ", ".join(TAILS))
+    if isinstance(model, CudaGraphManager):
+        return check_manager(model, inputs, sets, rtol, atol)
+    subject = Subject(model, config)
+    try:
+        sets_ = InputSets(inputs, seed)
+        tolerance = tolerance_of(subject, sets_.first, rtol, atol)
+        looser = Tolerance(False, rtol, atol)  # another size, another kernel
+        with put_back(sets_.tensors):
+            checks = [_replays(subject, sets_, sets, tolerance)]
+        for size in padded_sizes:
+            with put_back(sets_.tensors):
+                checks.append(_padded(subject, sets_, sets, size, tails, looser, seed))
+        if breakable:
+            with put_back(sets_.tensors):
+                checks.append(_breakable(subject, sets_, sets, tolerance))
+        return Verification(subject.name, tuple(checks))
+    finally:
+        subject.release()
+
+
+# ---------------------------------------------------------------- eager against replay
+
+
+def _replays(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolerance) -> Check:
+    def compare(number: int) -> tuple[int, str, Finding | None]:
+        call = inputs.fill(number)
+        missing = subject.until_replayed(call) if number == 0 else ""
+        if missing:
+            return 0, missing, None
+        expected = subject.outcome(subject.original, call)
+        before = subject.counters.replays
+        found = subject.outcome(subject.call, call)
+        replays = subject.counters.replays - before
+        if not replays:  # of another layout than the first set
+            missing = subject.until_replayed(call)
+            found = subject.outcome(subject.call, call)
+            replays = int(not missing)
+        difference = tolerance.first("the result", expected, found)
+        if difference is None or not replays:
+            return replays, missing, None
+        return replays, missing, _located(subject, call, number, difference, tolerance)
+
+    return _check("eager against replay", sets, tolerance, compare)
+
+
+Compare = Callable[[int], tuple[int, str, Finding | None]]
+
+
+def _check(name: str, sets: int, tolerance: Tolerance, compare: Compare) -> Check:
+    replays, compared, missing = 0, 0, ""
+    findings: list[Finding] = []
+    for number in range(sets):
+        more, why, finding = compare(number)
+        replays += more
+        compared += bool(more)
+        missing = missing or why
+        findings += [] if finding is None else [finding]
+        if why and not replays:
+            break  # the others would not replay either
+    return Check(name, compared, replays, str(tolerance), tuple(findings), missing)
+
+
+def _located(
+    subject: Subject, call: Call, number: int, difference: Difference, tolerance: Tolerance
+) -> Finding:
+    """Where the graphs of a call part from its plain pieces, if they do."""
+    if subject.wrapper is not None:
+        place = wrapper_place(subject.wrapper, call, tolerance)
+        return made("replay", number, difference, real_rows(), place)
+    watcher = Watcher(tolerance)
+    with subject.observed(watcher.of):
+        subject.outcome(subject.call, call)
+    for parting in watcher.partings:
+        return finding_of(parting, number, tolerance)
+    detail = "the uncompiled pieces give it as well: a pass or the trace; cgcompile.bisect tells"
+    return made("tracing", number, difference, real_rows(), Place(detail=detail))
+
+
+def real_rows() -> int | None:
+    """How many rows the forward context says are real; None if it does not."""
+    context = callers_context()
+    return None if context is None else context.num_unpadded_tokens
+
+
+# ---------------------------------------------------------------- padded against exact
+
+
+def _padded(
+    subject: Subject,
+    inputs: InputSets,
+    sets: int,
+    size: int,
+    tails: str,
+    tolerance: Tolerance,
+    seed: int,
+) -> Check:
+    name = f"padded to {size} against exact"
+    real = rows_of(inputs.first)
+    if callers_context() is not None or subject.wrapper is not None:
+        why = "a forward context says what is padded: write the tails there, and verify that step"
+        return Check(name, 0, 0, str(tolerance), (), why)
+    if not 0 < real < size:
+        return Check(name, 0, 0, str(tolerance), (), f"the batch has {real} rows, not fewer")
+
+    def compare(number: int) -> tuple[int, str, Finding | None]:
+        call = inputs.fill(number)
+        generator = torch.Generator().manual_seed(seed + 1000 + number)
+        larger = padded(call, size, tails, generator)
+        missing = subject.until_replayed(larger)
+        if missing:
+            return 0, missing, None
+        expected = subject.outcome(subject.original, call)
+        before = subject.counters.replays
+        found = subject.outcome(subject.call, larger)
+        replays = subject.counters.replays - before
+        cut = {n: real_part(found[n], value, size) for n, value in expected.items()}
+        difference = tolerance.first("the result", expected, cut)
+        if difference is None:
+            return replays, "", None
+        missing = subject.until_replayed(call)
+        place = padding_place(subject, call, larger, real, tolerance) if not missing else Place()
+        detail = place.detail or "a replay of the exact size could not be had"
+        place = replace(place, detail=f"real rows depend on padding, {detail}")
+        return replays, "", made("padding", number, difference, real, place)
+
+    return _check(name, sets, tolerance, compare)
+
+
+def real_part(found: Any, exact: Any, size: int) -> Any:
+    """The rows of a padded value that an exact one has; anything else as it is."""
+    if not isinstance(found, torch.Tensor) or not isinstance(exact, torch.Tensor):
+        return found
+    shorter = found.dim() and exact.dim() == found.dim() and len(exact) < len(found) == size
+    return found[: len(exact)] if shorter else found
+
+
+# ---------------------------------------------------------------- against breakable capture
+
+
+def _breakable(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolerance) -> Check:
+    name = "replay against breakable"
+    settings = {n: getattr(subject.config, n) for n in ("capture_device", "splitting_ops")}
+    settings["builtin_splitting_ops"] = subject.config.builtin_splitting_ops
+    wrapper = BreakableCUDAGraphWrapper(
+        subject.original, CompilationConfig(**settings), CUDAGraphMode.PIECEWISE
+    )
+
+    def compare(number: int) -> tuple[int, str, Finding | None]:
+        call = inputs.fill(number)
+        missing = subject.until_replayed(call)
+        if missing:
+            return 0, missing, None
+        found = subject.outcome(subject.call, call)
+        before = wrapper.counters.replays
+        try:
+            with _in_piecewise(call):
+                for _ in range(2 if number == 0 else 1):
+                    other = subject.outcome(wrapper, call)
+        except CGCompileError as error:
+            return 0, str(error).splitlines()[0], None
+        replays = wrapper.counters.replays - before
+        why = "" if replays else f"breakable: {wrapper.counters}"
+        difference = tolerance.first("the result", found, other)
+        if difference is None or not replays:
+            return replays, why, None
+        with _in_piecewise(call):
+            place = wrapper_place(wrapper, call, tolerance)
+        return replays, why, made("breakable", number, difference, real_rows(), place)
+
+    try:
+        return _check(name, sets, tolerance, compare)
+    finally:
+        wrapper.clear_all_graphs()
+
+
+@contextmanager
+def _in_piecewise(call: Call) -> Iterator[None]:
+    """The caller's forward context, or a new one, in mode PIECEWISE."""
+    context = callers_context()
+    given: dict[str, Any] = {}
+    batch = BatchDescriptor(max(rows_of(call), 1))
+    if context is not None:
+        names = ("attn_metadata", "num_tokens", "num_unpadded_tokens", "num_tokens_across_dp")
+        given = {n: getattr(context, n) for n in (*names, "slot_mapping", "inputs_ready")}
+        given |= context.additional
+        batch = context.batch_descriptor or batch
+    with set_forward_context(
+        **given, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=batch
+    ):
+        yield

@@ -1,0 +1,356 @@
+"""What a model does while it runs plain, judged op by op: :class:`Watch`.
+
+Three observers share one :class:`~cgcompile.observe.notes.Notes`: a function mode sees what the
+user called (``item``, ``print``, ``torch.tensor``), a dispatch mode each ATen op below it, and a
+profile function of Python what reaches neither (``torch.cuda.synchronize``, a read of the forward
+context). Ops inside of a boundary run eager, so nothing is said of them.
+"""
+
+import operator
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from cgcompile import compat
+from cgcompile.boundaries import Boundaries, SplittingOp, eager_region
+from cgcompile.forward_context import get_forward_context, is_forward_context_available
+from cgcompile.graphs.breakable import eager_break_during_capture
+from cgcompile.graphs.host_rules import refusal, written
+from cgcompile.observe.advice import Way
+from cgcompile.observe.attention import WrittenOut, is_attention_name, resembles
+from cgcompile.observe.memory import Memory
+from cgcompile.observe.notes import Notes
+from cgcompile.passes.capturable import takes_python_data, why_no_collective, why_not_on
+from cgcompile.passes.lines import is_users_file
+from cgcompile.passes.nodes import short_name
+
+_CPU = torch.device("cpu")
+# What the host does with a tensor, by the name of the function -> as a user writes it.
+_READS = {
+    "item": ".item()",
+    "tolist": ".tolist()",
+    "numpy": ".numpy()",
+    "__array__": "numpy.asarray()",
+    "__int__": "int()",
+    "__float__": "float()",
+    "__complex__": "complex()",
+    "__index__": "use as an index or a size",
+    "__bool__": "use as a condition",
+    "is_nonzero": "use as a condition",
+    "__repr__": "print() or repr()",
+    "__format__": "use in an f-string",
+}
+# Dynamo cuts its graph at these: one trace of the whole model is not to be had.
+_UNTRACEABLE = {"tolist", "__bool__", "is_nonzero", "__repr__", "__format__", "__array__"}
+_ON_THE_CPU = {"arange", "linspace", "logspace", "eye", "zeros", "ones", "full", "empty", "rand"}
+_ON_THE_CPU |= {"randn", "randint", "randperm", "tril_indices", "triu_indices", "scalar_tensor"}
+
+
+class Case:
+    """What is looked at, for all observers.
+
+    Args:
+        notes: where findings go.
+        boundaries: what runs eager.
+        device: of the graph.
+        memory: told of every write.
+        weights: storages of parameters and buffers.
+        stream_key: a number, equal for equal current streams.
+    """
+
+    def __init__(
+        self,
+        notes: Notes,
+        boundaries: Boundaries,
+        device: torch.device,
+        memory: Memory,
+        weights: set[int],
+        stream_key: Callable[[], int],
+    ) -> None:
+        self.notes = notes
+        self.device = device
+        self.memory = memory
+        self.stream_key = stream_key
+        self.first_stream = stream_key()
+        self.written_out = WrittenOut(weights)
+        self._boundaries = boundaries
+        self._known: dict[Any, SplittingOp | None] = {}
+
+    def match(self, function: Any) -> SplittingOp | None:
+        """The boundary that a call is, or None."""
+        try:
+            if function not in self._known:
+                self._known[function] = self._boundaries.match_call(function)
+            return self._known[function]
+        except TypeError:  # an unhashable callable is in no table
+            return None
+
+
+class Watch:
+    """Context manager: all three observers, around one call of the model."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._calls = PythonCalls(case.notes)
+        self._stack = ExitStack()
+
+    @property
+    def ran(self) -> set[CodeType]:
+        """The code that ran, as far as it was seen."""
+        return self._calls.ran
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(compat.uncompiled())
+            stack.enter_context(_Ops(self._case))
+            stack.enter_context(_Functions(self._case))
+            stack.enter_context(self._calls)
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what the user calls of torch."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self._case = case
+        self._notes = case.notes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._notes.listens:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        transform, reported = compat.functorch_transform(), False
+        if transform is not None:
+            text = f"{name} runs inside of {transform}"
+            self._notes.here("functorch", f"torch.func {transform}", text)
+        if self._case.match(func) is not None:
+            reported = True
+        elif name in _READS and args and isinstance(args[0], torch.Tensor):
+            reported = self._reads(name, args[0])
+        elif name == "cpu" and isinstance(args[0], torch.Tensor):
+            reported = self._to_cpu(args[0])
+        elif takes_python_data(name) or name in _ON_THE_CPU:
+            reported = self._made(name, kwargs)
+        with self._notes.quietly() if reported else nullcontext():
+            return func(*args, **kwargs)
+
+    def _reads(self, name: str, tensor: torch.Tensor) -> bool:
+        if tensor.device == self._case.device:
+            whole = self._notes.way is Way.WHOLE and name in _UNTRACEABLE
+            text = f"{_READS[name]} makes the host wait for a value of the device"
+            severity = "error" if whole else None
+            self._notes.here("host_sync", _READS[name], text, severity=severity)
+        elif not name.startswith(("__repr", "__format")):
+            text = f"{_READS[name]} takes a number from a CPU tensor, which a replay does not do"
+            self._notes.here("stale_scalar", _READS[name], text)
+        return True
+
+    def _to_cpu(self, tensor: torch.Tensor) -> bool:
+        if self._case.device == _CPU:
+            text = "on a GPU it would copy to the CPU and wait"
+            self._notes.here("device_copy", ".cpu()", text, severity="note")
+            return False
+        why = why_not_on(self._case.device, "cpu", [tensor], [_NOWHERE], from_python=False)
+        if why is not None and tensor.device != _CPU:
+            self._notes.here("device_copy", ".cpu()", f"{why.detail} and waits")
+        return tensor.device != _CPU
+
+    def _made(self, name: str, kwargs: dict[str, Any]) -> bool:
+        """A constant that forward makes. On the CPU it is harmless; on a GPU it may not be."""
+        python = takes_python_data(name)
+        if self._case.device == _CPU:
+            if python or ("device" not in kwargs and torch.get_default_device() == _CPU):
+                where = "copied from Python" if python else "made on the CPU"
+                text = f"for a model on a GPU it would be {where} at each call"
+                self._notes.here(
+                    "device_copy" if python else "cpu_tensor", name, text, severity="note"
+                )
+            return False
+        goes = torch.device(kwargs.get("device") or torch.get_default_device())
+        if python and goes.type == self._case.device.type:
+            text = f"{name} copies Python data to {self._case.device}"
+            self._notes.here("device_copy", name, text)
+            return True
+        return False
+
+
+_NOWHERE = torch.empty(0)  # stands for a tensor on the CPU
+
+
+class _Ops(compat.DispatchMode):
+    """Sees each op, below the functions that the user called."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self._case = case
+        self._notes = case.notes
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        case, given = self._case, compat.tree_tensors((args, kwargs))
+        opaque = compat.compiled_region(func, args) is not None  # does not say what it writes
+        case.memory.about_to_write(given if opaque else written(func, args, kwargs))
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            case.memory.about_to_draw(kwargs["generator"])
+        boundary = case.match(func) is not None
+        if not boundary and self._notes.listens:
+            self._before(func, args, kwargs, given)
+        made = self._run(func, args, kwargs, boundary)
+        results = compat.tree_tensors(made)
+        case.memory.made(results, given)
+        if not boundary and self._notes.listens:
+            self._after(func, given, results)
+        return made
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], boundary: bool) -> Any:
+        kernel = compat.python_kernel(func, self._case.device.type)
+        with self._notes.quietly() if boundary else nullcontext():
+            if kernel is None:
+                return func(*args, **kwargs)
+            with self:  # the ops in its body count, and what they write
+                return kernel(*args, **kwargs)
+
+    def _before(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        name, notes = str(func), self._notes
+        alike = resembles(func, args, kwargs)
+        if alike is not None:
+            text = f"{alike[1]}, and it is no splitting op"
+            notes.here(alike[0], compat.op_names(func)[-1], f"{text}: a graph repeats this step's")
+        refused = refusal(func, args, kwargs)
+        if refused is not None and refused.generator:
+            notes.here("generator", name, "a graph cannot hold a generator that it does not know")
+        elif refused is not None and refused.shape:
+            notes.here(
+                "data_dependent_shape", name, f"the size of what {name} makes depends on data"
+            )
+        elif refused is not None and all(t.device == self._case.device for t in given):
+            notes.here("host_sync", name, f"{name} makes the host wait for a value of the device")
+        elif compat.draws_random(func) and not _is_off(func, args):
+            notes.here("random", name, "it draws random numbers")
+        why = why_no_collective(func, (*args, *kwargs.values()), self._case.device.type)
+        if why is not None:
+            notes.here("collective", name, why.detail)
+        if self._case.stream_key() != self._case.first_stream:
+            notes.here("side_stream", name, "it runs on another stream than the call of the model")
+
+    def _after(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        notes, name = self._notes, short_name(func)
+        if self._case.device != _CPU and name not in ("lift_fresh", "detach_", "detach"):
+            why = why_not_on(self._case.device, name, given, made, from_python=False)
+            if why is not None:
+                notes.here(why.reason.value, name, why.detail)
+        softmax = self._case.written_out.see(name, given, made, notes.line)
+        if softmax is not None:
+            text = "softmax between two matmuls: attention written out, captured as it is"
+            notes.add("handwritten_attention", "softmax", text, softmax)
+
+
+def _is_off(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call of dropout returns its argument."""
+    return short_name(func) in ("dropout", "native_dropout") and len(args) > 2 and not args[2]
+
+
+class PythonCalls:
+    """Context manager: sees calls that reach no mode of torch, by a profile function.
+
+    Where another profiler is active it sees nothing.
+
+    Args:
+        notes: where findings go.
+
+    Attributes:
+        ran: the code that ran.
+    """
+
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
+        self.ran: set[CodeType] = set()
+        self._on = False
+        self._regions: list[Any] = []
+        self._waits = {
+            _code(torch.cuda.synchronize): "torch.cuda.synchronize",
+            _code(torch.cuda.Stream.synchronize): "torch.cuda.Stream.synchronize",
+            _code(torch.cuda.Event.synchronize): "torch.cuda.Event.synchronize",
+            _code(torch.accelerator.synchronize): "torch.accelerator.synchronize",
+        }
+        self._asks = {
+            _code(torch.compiler.is_compiling),
+            _code(torch.compiler.is_dynamo_compiling),
+            _code(torch.cuda.is_current_stream_capturing),
+        }
+        self._reads = {_code(get_forward_context), _code(is_forward_context_available)}
+        self._break = _code(eager_break_during_capture(operator.neg))
+        self._region = _code(eager_region)
+        self._leave = _code(nullcontext.__exit__)
+
+    def __enter__(self) -> "PythonCalls":
+        self._on = sys.getprofile() is None
+        if self._on:
+            sys.setprofile(self.see)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._on:
+            sys.setprofile(None)
+
+    def see(self, frame: FrameType, event: str, what: Any) -> None:
+        """One event of the profile function."""
+        if event == "call":
+            self._called(frame)
+        elif event == "return":
+            self._returned(frame, what)
+        elif event == "c_call" and is_attention_name(getattr(what, "__name__", "")):
+            top = str(getattr(what, "__module__", None) or "torch").partition(".")[0]
+            if top not in ("torch", "builtins"):
+                text = "neither torch nor a trace sees what it does: a graph repeats this step's"
+                self.notes.here("opaque_call", f"{top}.{what.__name__}", text)
+
+    def _called(self, frame: FrameType) -> None:
+        code, notes = frame.f_code, self.notes
+        self.ran.add(code)
+        if code in self._waits:
+            name = self._waits[code]
+            notes.here("synchronize", name, f"{name}() makes the host wait for the device")
+        elif code in self._asks:
+            self._guard(frame.f_back)
+        elif code in self._reads:
+            text = f"{code.co_name}() outside of a splitting op: a graph keeps this step's context"
+            notes.here("context_read", code.co_name, text)
+        elif code is self._break and notes.way is Way.UNTRACED:
+            notes.hush(1)
+        elif code is self._leave and any(frame.f_locals["self"] is r for r in self._regions):
+            self._regions = [r for r in self._regions if r is not frame.f_locals["self"]]
+            notes.hush(-1)
+
+    def _guard(self, asker: FrameType | None) -> None:
+        """A frame has got an answer to whether it is traced or captured."""
+        if asker is not None and is_users_file(asker.f_code.co_filename):
+            self.notes.guarded.add((asker.f_code.co_filename, asker.f_code.co_name))
+
+    def _returned(self, frame: FrameType, what: Any) -> None:
+        code = frame.f_code
+        if isinstance(what, bool) and (code.co_filename, code.co_name) in self.notes.guarded:
+            self._guard(frame.f_back)  # a predicate that passes the answer on
+        if code is self._break and self.notes.way is Way.UNTRACED:
+            self.notes.hush(-1)
+        elif code is self._region and self.notes.way is not Way.UNTRACED:
+            self._regions.append(what)
+            self.notes.hush(1)
+
+
+def _code(function: Any) -> CodeType:
+    found = getattr(function, "__code__", None)
+    return found if isinstance(found, CodeType) else (lambda: None).__code__

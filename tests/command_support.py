@@ -1,0 +1,74 @@
+"""What commands of the command line look at, in tests."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import cgcompile
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(torch.nn.functional.scaled_dot_product_attention(q, k, v)) * scale
+
+
+class Reads(Net):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x) * x.sum().item()
+
+
+def pair() -> Any:
+    torch.manual_seed(0)
+    return Net().eval(), torch.randn(2, 4, 8)
+
+
+def triple() -> Any:
+    model, x = pair()
+    return model, (x,), {"scale": 2.0}
+
+
+def named() -> Any:
+    model, x = pair()
+    return {"model": model, "args": (x,), "kwargs": {"scale": 3.0}}
+
+
+def reads() -> Any:
+    return Reads().eval(), (torch.randn(2, 4, 8),)
+
+
+def ran() -> Any:
+    """A compiled model that has run, alone."""
+    model, x = pair()
+    compiled = cgcompile.compile(model, compiler="eager", capture_device="host")
+    with torch.inference_mode():
+        for _ in range(3):
+            compiled(x)
+    return compiled
+
+
+def wrong() -> Any:
+    """What is compiled is not what is called: graphs hold another model."""
+    model, x = pair()
+
+    def miscompile(gm: Any, inputs: Any) -> Any:
+        return lambda *given: tuple(each * 2 for each in gm(*given))
+
+    return cgcompile.compile(model, compiler=miscompile, capture_device="host"), (x,)
+
+
+def number() -> Any:
+    return 3
+
+
+def four() -> Any:
+    return 1, 2, 3, 4
+
+
+def raises() -> Any:
+    raise RuntimeError("boo")

@@ -1,0 +1,92 @@
+"""Pages in a real browser, where there is one: no complaints, all headings, something to see."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from page_support import Page
+
+import cgcompile
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="no chromium, chromium-browser or google-chrome"
+)
+LIGHT, DARK = (), ("--blink-settings=preferredColorScheme=0",)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = cgcompile.compile(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()),
+        compiler="eager",
+        capture_device="host",
+        dynamic_dims={"input": 0},
+    )
+    with torch.inference_mode():
+        for size in (2, 2, 2, 5, 5):
+            model(torch.randn(size, 4))
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    cgcompile.report(model, path)
+    return path
+
+
+def browse(page: Path, tmp_path: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    """Open a page; what it complains about stands in the errors of the process."""
+    assert BROWSER is not None
+    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+    told = ("--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}")
+    command = [BROWSER, *quiet, *told, *words, page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return done
+
+
+def test_a_page_with_a_mistake_is_noticed(tmp_path: Path) -> None:
+    """Else the tests below could not fail."""
+    bad = tmp_path / "bad.html"
+    bad.write_text("<script>throw new Error('oh')</script>")
+    with pytest.raises(AssertionError, match="oh"):
+        browse(bad, tmp_path, "--dump-dom")
+
+
+def test_the_browser_reads_what_was_written(page: Path, tmp_path: Path) -> None:
+    shown = Page(browse(page, tmp_path, "--dump-dom").stdout)
+    written = Page(page.read_text(encoding="utf-8"))
+    assert shown.headings == written.headings
+    assert [text for level, text in shown.headings if level == 1] == ["Sequential"]
+    assert shown.numbers == written.numbers
+    assert {name: len(rows) for name, rows in shown.tables.items()} == {
+        name: len(rows) for name, rows in written.tables.items()
+    }
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1200, LIGHT), (500, DARK)], ids=["wide", "narrow"])
+def test_there_is_something_to_see(
+    page: Path, tmp_path: Path, width: int, scheme: tuple[str, ...]
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    shot = tmp_path / "shot.png"
+    browse(
+        page,
+        tmp_path,
+        "--hide-scrollbars",
+        f"--screenshot={shot}",
+        f"--window-size={width},1600",
+        *scheme,
+    )
+    with image.open(shot) as opened:
+        found = opened.convert("RGB")
+    assert found.size == (width, 1600)
+    colours = sorted(found.getcolors(maxcolors=1 << 24), reverse=True)
+    share, paper = colours[0][0] / (width * 1600), colours[0][1]
+    assert 0.5 < share < 0.98  # neither blank nor covered
+    assert (sum(paper) < 150) == bool(scheme)
+    accent = (98, 196, 203) if scheme else (11, 107, 116)
+    assert accent in {colour for _, colour in colours}  # a drawing is there
+    right = found.crop((width - 12, 0, width, 1600)).getcolors(maxcolors=1 << 24)
+    assert right == [(12 * 1600, paper)]  # nothing runs out of the page

@@ -1,0 +1,240 @@
+"""What is a boundary and what should be one: attention ops, regions, the context, collectives."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from doctor_support import examine, found, worse_than_notes
+from torch import nn
+
+import cgcompile
+from cgcompile.config import CompilationConfig
+from cgcompile.observe.advice import Way
+from cgcompile.observe.doctor import _call
+from cgcompile.observe.memory import Memory
+from cgcompile.observe.notes import Notes
+from cgcompile.observe.watch import Case, Watch
+
+BREAKABLE = CompilationConfig(splitting="breakable")
+
+
+@pytest.fixture
+def ops() -> Iterator[None]:
+    """A library of ops, gone after the test."""
+    with torch.library._scoped_library("doctored", "DEF") as library:
+        library.define("paged_attention(Tensor q, Tensor k, Tensor v) -> Tensor")
+        library.impl("paged_attention", attend, "CompositeExplicitAutograd")
+        library.define("store_kv(Tensor k, Tensor(a!) cache) -> ()")
+        library.impl("store_kv", store, "CPU")
+        library.define("mix(Tensor q, Tensor k, Tensor(a!) cache) -> Tensor")
+        library.impl("mix", lambda q, k, cache: q + cache.copy_(k), "CPU")
+        library.define("norm(Tensor x, Tensor w) -> Tensor")
+        library.impl("norm", lambda x, w: x * w, "CPU")
+        yield
+
+
+def store(k: torch.Tensor, cache: torch.Tensor) -> None:
+    cache.copy_(k)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    longest = int(q.sum().item() * 0) + len(q)  # <inside>
+    return F.scaled_dot_product_attention(q, k, v)[:longest]
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(4, 2, 8))
+
+    def forward(self, x):
+        x = torch.ops.doctored.norm(x, x)
+        torch.ops.doctored.store_kv(x, self.cache)  # <store>
+        x = torch.ops.doctored.mix(x, x, self.cache)  # <mix>
+        return torch.ops.doctored.paged_attention(x, x, x)  # <paged>
+
+
+def test_ops_that_look_like_attention(ops: None) -> None:
+    diagnosis = examine(Attends(), torch.randn(4, 2, 8))
+    named = found(diagnosis, "unregistered_attention", Attends.forward, "paged")
+    assert (named.severity, named.op) == ("error", "doctored::paged_attention")
+    assert "splitting_ops=('doctored::paged_attention',)" in named.fix
+    built = found(diagnosis, "unregistered_attention", Attends.forward, "mix")
+    assert "queries, keys and values" in built.message
+    write = found(diagnosis, "cache_write", Attends.forward, "store")
+    assert (write.severity, write.op) == ("note", "doctored::store_kv")
+    assert found(diagnosis, "host_sync", attend, "inside").op.startswith("aten.")
+    assert len(diagnosis.findings) == 4, str(diagnosis)
+
+
+def test_nothing_is_said_of_ops_that_are_registered(ops: None) -> None:
+    config = CompilationConfig(splitting_ops=("doctored::*",))
+    assert examine(Attends(), torch.randn(4, 2, 8), config=config).findings == ()
+    backend = cgcompile.Backend(splitting_ops=("doctored::paged_attention", "doctored::mix"))
+    (write,) = examine(Attends(), torch.randn(4, 2, 8), config=backend).findings
+    assert write.kind == "cache_write"
+
+
+def test_a_region_runs_eager() -> None:
+    class Routes(nn.Module):
+        def forward(self, x):
+            with cgcompile.eager_region():
+                best = x.argmax().item()  # <region>
+            return x[: x.sum().item() * 0 + best]  # <outside>
+
+    diagnosis = examine(Routes(), torch.tensor([1.0, 5.0, 3.0]).long())
+    found(diagnosis, "host_sync", Routes.forward, "outside")
+    assert len(diagnosis.findings) == 1, str(diagnosis)
+    untraced = examine(Routes(), torch.tensor([1.0, 5.0, 3.0]).long(), config=BREAKABLE)
+    assert found(untraced, "host_sync", Routes.forward, "region").severity == "error"
+
+
+class Reads(nn.Module):
+    def forward(self, x):
+        y = scaled(x)
+        return y * cgcompile.get_forward_context().attn_metadata  # <metadata>
+
+
+@cgcompile.eager_break_during_capture
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * cgcompile.get_forward_context().attn_metadata * x.sum().item()  # <broken>
+
+
+def test_the_forward_context_is_for_breaks() -> None:
+    with cgcompile.set_forward_context(2.0):
+        split = examine(Reads(), torch.ones(3))
+        untraced = examine(Reads(), torch.ones(3), config=BREAKABLE)
+    assert found(split, "context_read", Reads.forward, "metadata").severity == "error"
+    found(split, "context_read", scaled, "broken")
+    found(untraced, "context_read", Reads.forward, "metadata")
+    assert len(untraced.findings) == 1, str(untraced)
+
+
+@pytest.fixture
+def gloo() -> Iterator[None]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_collectives(gloo: None) -> None:
+    import torch.distributed as dist
+    from torch.distributed._functional_collectives import all_reduce
+
+    class Sums(nn.Module):
+        def forward(self, x):
+            dist.all_reduce(x)  # <inplace>
+            return x + all_reduce(x, "sum", dist.group.WORLD)  # <functional>
+
+    x = torch.ones(2)
+    diagnosis = examine(Sums(), x)
+    for marker in ("inplace", "functional"):
+        assert "over backend gloo" in found(diagnosis, "collective", Sums.forward, marker).message
+    assert len(diagnosis.findings) == 2, str(diagnosis)
+    assert torch.equal(x, torch.ones(2))
+
+
+def test_another_stream() -> None:
+    stream = [7]
+
+    def model(x):
+        stream[0] = 8
+        y = x + 1  # <side>
+        stream[0] = 7
+        return y * 2
+
+    x = torch.ones(2)
+    notes = Notes(Way.SPLIT, _call.__code__)
+    boundaries, memory = cgcompile.Boundaries(), Memory([x])
+    case = Case(notes, boundaries, x.device, memory, set(), lambda: stream[0])
+    with Watch(case):
+        model(x)
+    assert found(cgcompile.Diagnosis.of("model", "cpu", notes), "side_stream", model, "side")
+    assert len(list(notes)) == 1
+
+
+@pytest.mark.gpu
+def test_another_stream_of_cuda() -> None:
+    side = torch.cuda.Stream()
+
+    class Forks(nn.Module):
+        def forward(self, x):
+            with torch.cuda.stream(side):
+                y = x + 1  # <forked>
+            torch.cuda.current_stream().wait_stream(side)
+            return y * 2
+
+    diagnosis = examine(Forks(), torch.ones(2, device="cuda"))
+    found(diagnosis, "side_stream", Forks.forward, "forked")
+    assert len(diagnosis.findings) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "severity"), [({}, "break"), ({"splitting": "breakable"}, "error")]
+)
+def test_how_bad_it_is_depends_on_the_way(settings: dict, severity: str) -> None:
+    class Syncs(nn.Module):
+        def forward(self, x):
+            if x.sum() > 0:  # <if>
+                return x + 1
+            return x
+
+    config = CompilationConfig(**settings)
+    diagnosis = examine(Syncs(), torch.ones(2), config=config)
+    assert found(diagnosis, "host_sync", Syncs.forward, "if").severity == severity
+    whole = cgcompile.compile(Syncs(), CompilationConfig(**settings, compiler="eager"))
+    assert (
+        found(examine(whole, torch.ones(2)), "host_sync", Syncs.forward, "if").severity == "error"
+    )
+    if not settings:
+        with pytest.raises(cgcompile.CGCompileError), torch.inference_mode():
+            whole(torch.ones(2))
+
+
+def test_a_compiled_model_is_looked_at_uncompiled() -> None:
+    class Syncs(nn.Module):
+        def forward(self, x):
+            return x * x.sum().item()  # <item>
+
+    backend = cgcompile.Backend(compiler="eager")
+    model = torch.compile(Syncs(), backend=backend)
+    diagnosis = examine(model, torch.ones(2))
+    found(diagnosis, "host_sync", Syncs.forward, "item")
+    assert backend.num_compilations == 0
+
+
+def test_attention_of_torch_is_registered() -> None:
+    class Dense(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            diagnosis = cgcompile.doctor(Dense(), torch.randn(2, 4, 8))
+        assert not worse_than_notes(diagnosis), str(diagnosis)
+        assert diagnosis.findings == ()
+
+
+def is_traced() -> bool:
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or captured
+
+
+def test_what_a_traced_model_may_leave_out_is_a_note() -> None:
+    class Checks(nn.Module):
+        def forward(self, x):
+            if not is_traced() and x.isnan().any():  # <guarded>
+                raise ValueError("not a number")
+            return self.inner(x)
+
+        def inner(self, x):
+            return x * x.sum().item()  # <plain>
+
+    diagnosis = examine(Checks(), torch.ones(2))
+    seen = found(diagnosis, "host_sync", Checks.forward, "guarded")
+    assert seen.severity == "note"
+    assert "asks whether it is traced" in seen.message
+    assert found(diagnosis, "host_sync", Checks.inner, "plain").severity == "break"
