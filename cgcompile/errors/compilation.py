@@ -46,14 +46,6 @@ class ConfigError(CGCompileError, ValueError):
         )
 
     @classmethod
-    def nothing_to_cover(cls, found: str) -> "ConfigError":
-        return cls(
-            f"cgcompile.coverage(): found a {found}; expected a compiled model, its handle, a "
-            "wrapper or a manager.\n  Of a function that torch.compile returned, give the object "
-            "of backend=cgcompile.Backend(...)."
-        )
-
-    @classmethod
     def unknown_inductor_option(cls, name: str, known: Iterable[str]) -> "ConfigError":
         return cls(
             f"inductor_options: this torch has no Inductor setting {name!r}.{close(name, known)}\n"

@@ -348,10 +348,9 @@ class CUDAGraphWrapper(Transparent):
 
     def lent(self) -> Iterator[torch.Tensor]:
         """The tensors that replays return and that do not hold their memory."""
-        if self._pool is None or not self.options.weak_ref_output:
-            return
-        outputs = compat.tree_tensors([entry.output for entry in self.entries])
-        yield from filter(self._pool.holds, outputs)
+        if self._pool is not None and self.options.weak_ref_output:
+            outputs = compat.tree_tensors([entry.output for entry in self.entries])
+            yield from filter(self._pool.holds, outputs)
 
     def unwrap(self) -> Callable[..., Any]:
         """The innermost callable, through wrappers in wrappers."""

@@ -1,8 +1,8 @@
 """Looking at a model, at what was compiled of it, and at what its graphs were worth.
 
 Read in this order: ``parts`` and ``explanation`` (the values), ``explain`` (how they are made),
-``report`` (from a split), ``text`` (how they print); ``coverage``. The rule: what is here looks,
-and changes nothing.
+``report`` (from a split), ``text`` (how they print); ``coverage``;
+``targets``, ``profile`` and ``timeline``. The rule: what is here looks, and changes nothing.
 """
 
 from cgcompile.observe.bisect import Bisection, bisect

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cgcompile.backend import Backend, handle_of
 from cgcompile.config import CUDAGraphMode
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.entry import CompiledGraph
-from cgcompile.errors import ConfigError
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe.parts import plain
+from cgcompile.observe.targets import recorders_of
 from cgcompile.observe.text import clipped, table, wrapped
 from cgcompile.piecewise.recording import Recording
 from cgcompile.reasons import Counters
@@ -143,20 +142,17 @@ def coverage(model: Any) -> Coverage:
         return _of_manager(model)
     if isinstance(model, EncoderCudaGraphManager):
         return _of_encoder(model)
-    if isinstance(model, CUDAGraphWrapper):
-        return _of_parts([*_wrapper(model)], model.counters)
-    handle = model if isinstance(model, Backend) else handle_of(model)
-    if handle is None:
-        raise ConfigError.nothing_to_cover(type(model).__name__)
-    graphs = handle.graphs
+    recorders = recorders_of(model)
+    graphs = [each for each in recorders if isinstance(each, CompiledGraph)]
     many = len(graphs) > 1
     rows = [
         row
         for number, graph in enumerate(graphs)
         for row in _compiled(graph, f"graph {number}" if many else "")
     ]
-    rows += [row for wrapper in handle.wrappers for row in _wrapper(wrapper)]
-    return _of_parts(rows, handle.counters)
+    wrappers = [each for each in recorders if isinstance(each, CUDAGraphWrapper)]
+    rows += [row for wrapper in wrappers for row in _wrapper(wrapper)]
+    return _of_parts(rows, sum((each.counters for each in recorders), Counters()))
 
 
 # ---------------------------------------------------------------- models

@@ -17,7 +17,6 @@ from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import AgreementError, BatchError, ManagerError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.sets import capture_set
-from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.serving.agreement import Agreement, together
 from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
@@ -261,11 +260,6 @@ class CudaGraphManager(Questions):
             self._steps.across = self.agreement.across(descriptor.num_tokens)
         self._steps.step(self._prepare(descriptor, phase), mode, descriptor)
 
-    @property
-    def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
-        """Who records steps that the model's own handle does not."""
-        return self._steps.wrappers
-
     def num_compilations(self) -> int:
         """How often the model was compiled so far, of all ranks the most; 0 if it never is."""
         found = 0 if self.backend is None else self.backend.num_compilations
@@ -357,10 +351,7 @@ class CudaGraphManager(Questions):
             if mode is NONE:
                 result = steps.step(batch, mode, descriptor)
             else:
-                around = steps.hooks.around
-                result, why = around(lambda: self._on_graph(batch, mode, descriptor))
-                if why is not None:  # it was dispatched to a graph that is not there yet
-                    chosen = Dispatched(NONE, BatchDescriptor(batch.num_tokens), why)
+                result, chosen = steps.hooks.around(lambda: self._on_graph(batch, chosen))
         self.statistics.record(batch.num_tokens, chosen)
         return result
 
@@ -398,6 +389,9 @@ class CudaGraphManager(Questions):
             self._steps.across = self.agreement.across(num_tokens)
         return self._steps.replay(descriptor)
 
-    def _on_graph(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
-        agreed, strict = self.agreement is not None, self._config.strict
-        return self._graphs.step(self._steps, batch, mode, descriptor, agreed=agreed, strict=strict)
+    def _on_graph(self, batch: Batch, chosen: Dispatched) -> tuple[Any, Dispatched]:
+        """(result, how it ran): not on the graph that was chosen if that is not there yet."""
+        agreed, strict, graphs = self.agreement is not None, self._config.strict, self._graphs
+        result, why = graphs.step(self._steps, batch, *chosen[:2], agreed=agreed, strict=strict)
+        plain = BatchDescriptor(batch.num_tokens)
+        return result, chosen if why is None else Dispatched(NONE, plain, why)

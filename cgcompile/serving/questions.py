@@ -6,6 +6,7 @@ from cgcompile.config import CompilationConfig
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.reasons import EXPECTED, Counters
 from cgcompile.serving.captured import CapturedGraphs
@@ -41,6 +42,11 @@ class Questions:
     def counters(self) -> Counters:
         """What steps with graphs did, FULL ones and others."""
         return self._steps.counters
+
+    @property
+    def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
+        """Who records steps that the model's own handle does not."""
+        return self._steps.wrappers
 
     @property
     def pool(self) -> GraphPool | None:

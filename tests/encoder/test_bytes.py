@@ -24,8 +24,6 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Reason
 
-pytestmark = pytest.mark.usefixtures("earlier_is_frozen")
-
 
 def new_pool(device: str = "cpu") -> GraphPool:
     found = capture_device(torch.device(device), "host")

@@ -36,8 +36,6 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Reason
 
-pytestmark = pytest.mark.usefixtures("earlier_is_frozen")
-
 STATS = ("hits", "misses", "hit_rate", "num_budgets", "token_budgets")
 
 

@@ -27,8 +27,6 @@ from cgcompile.encoder.patches import frame_offsets
 from cgcompile.encoder.staging import GraphInputs
 from cgcompile.errors import EncoderBufferError
 
-pytestmark = pytest.mark.usefixtures("earlier_is_frozen")
-
 NAN = float("nan")
 
 

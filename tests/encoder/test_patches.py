@@ -11,8 +11,6 @@ from cgcompile.encoder.patches import frame_offsets
 from cgcompile.errors import ConfigError, EncoderItemError
 from cgcompile.reasons import Reason
 
-pytestmark = pytest.mark.usefixtures("earlier_is_frozen")
-
 
 @pytest.mark.parametrize(
     ("grid", "size", "tokens"),

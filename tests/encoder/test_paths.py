@@ -18,8 +18,6 @@ from cgcompile.encoder import (
 from cgcompile.errors import EncoderBudgetError, EncoderItemError
 from cgcompile.reasons import Reason
 
-pytestmark = pytest.mark.usefixtures("earlier_is_frozen")
-
 
 def check_dual(made: EncoderCudaGraphManager, model: DualPath, call: dict[str, Any]) -> list[Any]:
     found = made.execute(call)

@@ -18,8 +18,6 @@ from cgcompile.forward_context import current_forward_context
 from cgcompile.graphs.capture import allow_capture, capture, capture_allowed, captured_elsewhere
 from cgcompile.reasons import Reason
 
-pytestmark = pytest.mark.usefixtures("earlier_is_frozen")
-
 TIMEOUT = 60
 
 

@@ -14,8 +14,6 @@ from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.reasons import Reason
 
-pytestmark = pytest.mark.usefixtures("earlier_is_frozen")
-
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
 

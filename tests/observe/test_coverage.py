@@ -325,6 +325,12 @@ class Shares:
     def assign(self, sizes: list[int]) -> list[list[int]]:
         return [[0], list(range(1, len(sizes)))]
 
+    def check(self, own: list[Any]) -> None:
+        """The other rank has nothing to say."""
+
+    def agree(self, failed: BaseException | None) -> None:
+        """It agrees."""
+
     def gather(self, own: list[Any], shares: Any, empty: Any, rows: Any) -> list[Any]:
         return own
 

@@ -2,8 +2,10 @@
 
 import gc
 import json
+import re
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,6 +238,21 @@ def test_bad_targets_are_refused_before_anything_is_measured() -> None:
         with pytest.raises(CaptureError, match="no graphs here"):
             cgcompile.profile(device_times=True)
     assert OBSERVERS.get() == ()
+
+
+def test_the_profile_of_the_readme_works(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    (code,) = re.findall(
+        r"```python\n(with torch\.inference_mode\(\), cgcompile\.profile.*?)```", text, re.S
+    )
+    _, compiled, _ = compiled_model(Hooked, "cpu", **HOOKED)
+    with torch.inference_mode():
+        batches = [batch("cpu") for _ in range(4)]
+        exec(code, {"cgcompile": cgcompile, "torch": torch, "model": compiled, "batches": batches})
+    said = capsys.readouterr().out
+    assert "steps 2, " in said
+    assert "cgcompile/break_1 cgentry::hooked [num_tokens=6]" in said
+    assert re.search(r"^num_tokens=6 PIECEWISE 0\.\d+ \d+ None$", said, re.M)
 
 
 @pytest.mark.gpu
