@@ -28,6 +28,7 @@ from cgcompile.observe.notes import Notes
 from cgcompile.passes.capturable import takes_python_data, why_no_collective, why_not_on
 from cgcompile.passes.lines import is_users_file
 from cgcompile.passes.nodes import short_name
+from cgcompile.reasons import Reason
 
 _CPU = torch.device("cpu")
 # What the host does with a tensor, by the name of the function -> as a user writes it.
@@ -251,11 +252,18 @@ class _Ops(compat.DispatchMode):
         if self._case.device != _CPU and name not in ("lift_fresh", "detach_", "detach"):
             why = why_not_on(self._case.device, name, given, made, from_python=False)
             if why is not None:
-                notes.here(why.reason.value, name, why.detail)
+                severity = "note" if self._may_copy(why.reason, [*given, *made]) else None
+                notes.here(why.reason.value, name, why.detail, severity=severity)
         softmax = self._case.written_out.see(name, given, made, notes.line)
         if softmax is not None:
             text = "softmax between two matmuls: attention written out, captured as it is"
             notes.add("handwritten_attention", "softmax", text, softmax)
+
+    def _may_copy(self, reason: Reason, tensors: list[torch.Tensor]) -> bool:
+        """Whether a graph can hold a copy: from or into pinned memory, where nothing is traced."""
+        if self._notes.way is not Way.UNTRACED or reason is not Reason.DEVICE_COPY:
+            return False
+        return all(tensor.is_pinned() for tensor in tensors if tensor.device == _CPU)
 
 
 def _is_off(func: Any, args: tuple[Any, ...]) -> bool:
