@@ -73,6 +73,7 @@ from cgcompile.compat.dynamo import (
     source_name,
     storage_key,
 )
+from cgcompile.compat.foreign import listen_to_no_graph
 from cgcompile.compat.modes import (
     DispatchMode,
     any_autocast,

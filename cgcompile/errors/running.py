@@ -126,6 +126,14 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def open_break(cls, what: str) -> "CaptureError":
+        return cls(
+            f"capture of {what}: a function under no_graph raised, and the program went on: what "
+            "came after it was not recorded.\n"
+            "  Let the exception pass through the capture, or handle it inside of the function."
+        )
+
+    @classmethod
     def other_thread(cls, name: str, what: str) -> "CaptureError":
         return cls(
             f"{name}: called with memory of the capture of {what}, from another thread than the "
