@@ -9,7 +9,7 @@ context). Ops inside of a boundary run eager, so nothing is said of them.
 import operator
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,6 +20,7 @@ from cgcompile import compat
 from cgcompile.boundaries import Boundaries, SplittingOp, eager_region
 from cgcompile.forward_context import get_forward_context, is_forward_context_available
 from cgcompile.graphs.breakable import eager_break_during_capture
+from cgcompile.graphs.foreign import foreign_breaks
 from cgcompile.graphs.host_rules import refusal, written
 from cgcompile.observe.advice import Way
 from cgcompile.observe.attention import WrittenOut, is_attention_name, resembles
@@ -111,10 +112,27 @@ class Watch:
             stack.enter_context(_Ops(self._case))
             stack.enter_context(_Functions(self._case))
             stack.enter_context(self._calls)
+            if self._case.notes.way is Way.UNTRACED:
+                stack.enter_context(foreign_breaks(_ForeignBreaks(self._case.notes)))
             self._stack = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+
+
+class _ForeignBreaks:
+    """Functions of another package that break captures: nothing is said of what they do."""
+
+    is_recording = True
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+
+    def pause(self, name: str) -> AbstractContextManager[None]:
+        return self._notes.quietly()
+
+    def add_eager(self, *call: Any) -> None:
+        """Nothing is recorded here."""
 
 
 class _Functions(TorchFunctionMode):
