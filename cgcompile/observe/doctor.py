@@ -51,7 +51,7 @@ def doctor(
     back: what a kernel writes that torch does not know (a Triton kernel or an extension called
     directly), and state in globals. Where a Python profiler is active, calls that reach no op
     (``torch.cuda.synchronize``) are not seen. Takes the time of two plain calls, and memory for
-    what is written. Synchronises where the model does. What the split makes of a traced model is
+    what is written. Synchronises. What the split makes of a traced model is
     a question for a trace, not for this.
 
     Args:
@@ -149,6 +149,8 @@ class _Examination:
                 if self._runs(self._second):
                     self._compare_state(between, self._state(self._second))
         finally:
+            if self._device.type == "cuda":  # the model may have used streams of its own
+                torch.cuda.synchronize(self._device)
             self._before.put_back()
             self._memory.put_back()
             self._random.put_back()
