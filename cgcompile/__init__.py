@@ -34,13 +34,17 @@ from cgcompile.graphs.breakable import (
 from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.entries import CUDAGraphEntry, CUDAGraphOptions
+from cgcompile.graphs.ranges import tracing_ranges
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
 from cgcompile.graphs.staging import HostStaging
+from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe.diagnosis import Diagnosis
 from cgcompile.observe.doctor import doctor
+from cgcompile.observe.profile import Profile, profile
+from cgcompile.observe.timeline import timeline
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudagraphDispatcher, CudaGraphManager, get_cudagraph_sizes
 from cgcompile.tracing.dims import DynamicDim
@@ -59,6 +63,7 @@ __all__ = [
     "CUDAGraphMode",
     "CUDAGraphOptions",
     "CUDAGraphWrapper",
+    "CaptureRecord",
     "CompilationConfig",
     "CompilationMode",
     "CompiledModel",
@@ -78,6 +83,7 @@ __all__ = [
     "GraphSegment",
     "GraphSequence",
     "HostStaging",
+    "Profile",
     "Reason",
     "SplittingOp",
     "SupportsEncoderCudaGraph",
@@ -92,8 +98,11 @@ __all__ = [
     "get_forward_context",
     "is_forward_context_available",
     "override_forward_context",
+    "profile",
     "runtime",
     "set_forward_context",
+    "timeline",
+    "tracing_ranges",
     "update_weights",
     "verify_wrapper",
 ]

@@ -145,6 +145,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CaptureError.nested": CaptureError.nested("capture of piece_0"),
     "CaptureError.no_segment": CaptureError.no_segment("add_eager()"),
     "CaptureError.no_device": CaptureError.no_device("cuda"),
+    "CaptureError.no_ranges": CaptureError.no_ranges("NVTX functions not installed."),
     "CaptureError.twice": CaptureError.twice("CudaGraph"),
     "CaptureError.empty": CaptureError.empty(),
     "CaptureError.freed_input": CaptureError.freed_input("aten.mm.default", "(2, 3) torch.float32"),

@@ -136,6 +136,13 @@ from cgcompile.compat.saved import (
 )
 from cgcompile.compat.shapes import OwnShapes, Span, python_predicate, why_not_copied
 from cgcompile.compat.traced import TracedPython, compiling, source_scope
+from cgcompile.compat.traces import (
+    current_compile_id,
+    is_profiling,
+    is_tracing,
+    reserved_bytes,
+    trace_artifact,
+)
 from cgcompile.compat.tracing import (
     CannotTrace,
     FrozenTensor,

@@ -30,6 +30,7 @@ from cgcompile.encoder.statistics import EncoderStatistics
 from cgcompile.errors import EncoderModelError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
 
 
@@ -147,6 +148,11 @@ class EncoderCudaGraphManager:
     def pool(self) -> GraphPool | None:
         """The memory of the graphs; None where nothing can be captured."""
         return self._graphs.pool
+
+    @property
+    def wrapper(self) -> CUDAGraphWrapper:
+        """What captures and replays its graphs."""
+        return self._graphs.wrapper
 
     @property
     def counters(self) -> Counters:

@@ -68,6 +68,14 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def no_ranges(cls, found: str) -> "CaptureError":
+        return cls(
+            f"tracing_ranges(): this torch has no NVTX ({found.strip().splitlines()[0]}).\n"
+            "  Expected a build with CUDA. torch.profiler shows the ranges without this context; "
+            "for another profiler give its own push= and pop=."
+        )
+
+    @classmethod
     def twice(cls, what: str) -> "CaptureError":
         return cls(f"{what}: this graph holds a recording already.\n  Call reset() first.")
 

@@ -316,8 +316,7 @@ class HostDevice:
     name = "host"
     device = torch.device("cpu")
     tensor_type = "cpu"
-    notices_freed = True
-    graph_step = 1
+    notices_freed, graph_step = True, 1
 
     def new_pool(self, stream: None = None, lasting: Callable[[int], bool] = nowhere) -> HostPool:
         return HostPool(lasting)
@@ -335,8 +334,7 @@ class HostDevice:
     def capturing() -> bool:
         return getattr(_active, "graph", None) is not None
 
-    def is_capturing(self) -> bool:
-        return self.capturing()
+    is_capturing = capturing
 
     def stream_key(self) -> int:
         return 0
@@ -365,11 +363,13 @@ class HostDevice:
     def pool_bytes(self, pool: HostPool) -> PoolBytes:
         return PoolBytes(pool.reserved, pool.live)
 
+    def reserved(self) -> int:
+        return 0
+
     def segment(self, nbytes: int) -> int:
         return nbytes
 
-    def graph_bytes(self) -> int:
-        return 0
+    graph_bytes = reserved
 
     def make_scratch(self, stream: None) -> int:
         return 0

@@ -1,1 +1,1 @@
-"""Looking at a model, at what was compiled of it, and at what its graphs were worth."""
+"""What was split, captured and replayed, as a person wants to see it."""
