@@ -27,6 +27,7 @@ from cgcompile.piecewise.cache import PieceCache
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
 from cgcompile.piecewise.splitting import check_sizes, split_as_set
 from cgcompile.piecewise.traces import trace_code, trace_split
+from cgcompile.piecewise.verify import verifier
 from cgcompile.reasons import Counters
 from cgcompile.tracing.saved import KeptTraces
 
