@@ -34,12 +34,18 @@ from cgcompile.graphs.breakable import (
 from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.entries import CUDAGraphEntry, CUDAGraphOptions
+from cgcompile.graphs.ranges import tracing_ranges
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
 from cgcompile.graphs.staging import HostStaging
+from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.observe import Bisection, Check, Finding, Verification, bisect, verify
+from cgcompile.observe.bisect import Bisection, bisect
+from cgcompile.observe.findings import Check, Finding, Verification
+from cgcompile.observe.profile import Profile, profile
+from cgcompile.observe.timeline import timeline
+from cgcompile.observe.verify import verify
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudagraphDispatcher, CudaGraphManager, get_cudagraph_sizes
 from cgcompile.tracing.dims import DynamicDim
@@ -59,6 +65,7 @@ __all__ = [
     "CUDAGraphMode",
     "CUDAGraphOptions",
     "CUDAGraphWrapper",
+    "CaptureRecord",
     "Check",
     "CompilationConfig",
     "CompilationMode",
@@ -79,6 +86,7 @@ __all__ = [
     "GraphSegment",
     "GraphSequence",
     "HostStaging",
+    "Profile",
     "Reason",
     "SplittingOp",
     "SupportsEncoderCudaGraph",
@@ -94,8 +102,11 @@ __all__ = [
     "get_forward_context",
     "is_forward_context_available",
     "override_forward_context",
+    "profile",
     "runtime",
     "set_forward_context",
+    "timeline",
+    "tracing_ranges",
     "update_weights",
     "verify",
     "verify_wrapper",

@@ -27,6 +27,7 @@ from cgcompile.passes import check_disabled, split_graph
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.cache import PieceCache
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
+from cgcompile.piecewise.traces import trace_code, trace_split
 from cgcompile.piecewise.verify import verifier
 from cgcompile.reasons import Counters
 from cgcompile.tracing.saved import KeptTraces
@@ -43,6 +44,9 @@ class Backend:
         config: the settings; environment and defaults if left out.
         **settings: single settings; they beat ``config``.
 
+    Attributes:
+        wrappers: those that were adopted and still live.
+
     Raises:
         ConfigError: unknown, malformed or impossible settings.
     """
@@ -53,11 +57,10 @@ class Backend:
         check_disabled(self.config.disabled_passes, theirs)
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._graphs: list[weakref.ref[CompiledGraph]] = []
-        self._capture_closed = False
-        self._compiled = 0  # how often torch.compile called
+        self._capture_closed, self._compiled = False, 0  # how often torch.compile called
         self._forget: weakref.WeakSet[Any] = weakref.WeakSet()  # traces of compile()
         self._pieces = PieceCache(self.config)
-        self._wrappers: weakref.WeakSet[CUDAGraphWrapper] = weakref.WeakSet()
+        self.wrappers: weakref.WeakSet[CUDAGraphWrapper] = weakref.WeakSet()
 
     def remember(self, traces: Any) -> None:
         """Let :meth:`invalidate` clear the traces of a compiled model as well."""
@@ -69,7 +72,7 @@ class Backend:
         That of a model of :func:`cgcompile.compile` that is not traced. Held weakly.
         """
         wrapper.closed = self._capture_closed
-        self._wrappers.add(wrapper)
+        self.wrappers.add(wrapper)
 
     @property
     def num_compilations(self) -> int:
@@ -95,7 +98,7 @@ class Backend:
     def counters(self) -> Counters:
         """What all calls of these graphs did, and of wrappers, in one sum."""
         found = [each.counters for each in self.graphs]
-        return sum(found + [each.counters for each in self._wrappers], Counters())
+        return sum(found + [each.counters for each in self.wrappers], Counters())
 
     def capture(
         self,
@@ -158,12 +161,11 @@ class Backend:
             BaseException: what the model raised.
         """
         wrapper = getattr(model, "wrapper", None)
-        if isinstance(wrapper, CUDAGraphWrapper) and wrapper in self._wrappers:
+        if isinstance(wrapper, CUDAGraphWrapper) and wrapper in self.wrappers:
             difference = verify_wrapper(wrapper, *args, rtol=rtol, atol=atol, **kwargs)
             return [] if difference is None else [difference]
         found: list[Difference | None] = []
-        graphs = self.graphs
-        before = self.counters
+        graphs, before = self.graphs, self.counters
         for graph in graphs:
             graph.observe(verifier(found, rtol, atol))
         try:
@@ -173,7 +175,7 @@ class Backend:
                 graph.observe(None)
         if not found:
             after = self.counters
-            whys = [f"{r.value}: {after.details.get(r, '-')}" for r in after.plain - before.plain]
+            whys = after.why_plain(before)
             whys += ["it has just been captured"] if after.captures > before.captures else []
             raise DispatchError.nothing_verified("; ".join(whys) or "no graph of it was called")
         return [each for each in found if each is not None]
@@ -188,7 +190,7 @@ class Backend:
         """
         for graph in self.graphs:
             graph.invalidate(reason)
-        for wrapper in tuple(self._wrappers):
+        for wrapper in tuple(self.wrappers):
             wrapper.clear_graphs()
         for forget in tuple(self._forget):
             forget.clear()
@@ -201,7 +203,7 @@ class Backend:
         self._capture_closed = True
         for graph in self.graphs:
             graph.close_capture()
-        for wrapper in tuple(self._wrappers):
+        for wrapper in tuple(self.wrappers):
             wrapper.closed = True
 
     def release(self) -> None:
@@ -218,7 +220,7 @@ class Backend:
         self._capture_closed = False
         for graph in self.graphs:
             graph.release()
-        for wrapper in tuple(self._wrappers):
+        for wrapper in tuple(self.wrappers):
             wrapper.clear_all_graphs()
             wrapper.closed = False
         with releasing():  # graphs of models that are gone as well
@@ -274,6 +276,7 @@ class Backend:
         self._compiled += 1
         make = _compile_piecewise if config.mode is CompilationMode.PIECEWISE else _compile_unsplit
         graph = make(gm, config, self._pieces, frozen)
+        trace_code(graph.source, graph.artifacts, graph.compilation)
         if self._capture_closed:
             graph.close_capture()
         self._graphs = [each for each in self._graphs if each() is not None]
@@ -291,6 +294,7 @@ def _compile_unsplit(
     split = split_graph(gm, nothing)
     pieces = tuple(replace(piece, support=min([piece.support, *met])) for piece in split.pieces)
     split = replace(split, pieces=pieces)
+    trace_split(split)
     compiled = config.mode is not CompilationMode.NONE
     whole = replace(
         config, mode=CompilationMode.PIECEWISE, compiler="inductor" if compiled else "eager"
@@ -314,6 +318,7 @@ def _compile_piecewise(
         dump_dir=config.dump_passes,
     )
     log.info("split graph:\n%s", split)
+    trace_split(split)
     _check_sizes(split, config)
     runnables, compilation = compile_pieces(split, config, cache)
     _check_sizes(split, config)  # a compiler may add guards of its own

@@ -26,6 +26,7 @@ from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.admission import Admission
 from cgcompile.piecewise.auto import AutoDispatch
@@ -61,6 +62,7 @@ class CompiledGraph:
         compilation: which pieces were compiled, loaded or shared, and what it took; ``print`` it.
         source: the generated Python that runs the pieces.
         artifacts: which artifacts of each compiled piece serve which sizes, as text.
+        timeline: what was captured, and when.
         pool: the memory of its graphs; None where no device captures.
     """
 
@@ -76,7 +78,8 @@ class CompiledGraph:
     ) -> None:
         self.split = split
         self.compilation = compilation
-        self._ledger = Ledger()
+        self.timeline = Timeline()
+        self._ledger = Ledger(self.timeline.refused)
         self._replayed_again = 0  # guarded by _lock
         self._config = config
         step = Step(split)
@@ -112,7 +115,9 @@ class CompiledGraph:
         if self.pool is None:
             return
         self._is_capturing = self.pool.device.is_capturing
-        self._program = Program(split, step, runnables, boundaries, self.pool, config)
+        self._program = Program(
+            split, step, runnables, boundaries, self.pool, config, self.timeline
+        )
         static = self._roles[FULL].static
         self._bindings = Bindings(self._program, self._run, static, watched=not frozen)
         captured = any(piece.capture for piece in split.pieces)
@@ -292,12 +297,7 @@ class CompiledGraph:
         return None, outcome.result
 
     def _capture_pieces(
-        self,
-        why: Why,
-        binding: Binding,
-        key: Hashable,
-        batch: Batch,
-        inputs: tuple[Any, ...],
+        self, why: Why, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
     ) -> tuple[Why | None, Any]:
         """After a FULL capture that failed before anything ran: the same step, piece by piece."""
         self._ledger.degraded(why)

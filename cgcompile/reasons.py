@@ -9,6 +9,7 @@ import enum
 import logging
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -124,6 +125,10 @@ class Counters:
             details={**self.details, **other.details},
         )
 
+    def why_plain(self, before: "Counters") -> list[str]:
+        """Each reason, in words, for which calls ran without graphs since ``before``."""
+        return [f"{r.value}: {self.details.get(r, '-')}" for r in self.plain - before.plain]
+
     def __str__(self) -> str:
         rows = [
             f"calls {self.calls}: captures {self.captures}, replays {self.replays}, "
@@ -136,9 +141,14 @@ class Counters:
 
 
 class Ledger:
-    """Counters that several threads write; nothing is called while its lock is held."""
+    """Counters that several threads write; nothing is called while its lock is held.
 
-    def __init__(self) -> None:
+    Args:
+        told: learns each reason.
+    """
+
+    def __init__(self, told: Callable[[Why], None] = lambda why: None) -> None:
+        self._told = told
         self._lock = threading.Lock()
         self._counters = Counters()
 
@@ -175,9 +185,11 @@ class Ledger:
             self._counters.details[why.reason] = why.detail
         if new:
             log.info("a step runs without graphs: %s", why)
+        self._told(why)
 
     def degraded(self, why: Why) -> None:
         """A call takes a lesser mode than was asked for."""
         with self._lock:
             self._counters.degraded[why.reason] += 1
             self._counters.details[why.reason] = why.detail
+        self._told(why)

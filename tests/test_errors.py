@@ -113,6 +113,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "EncoderBufferError.padding": EncoderBufferError.padding("x", "[3]", "[4]", "RuntimeError: no"),
     "EncoderBufferError.moved": EncoderBufferError.moved("x", "[3]", "[4]"),
     "EncoderShardError.structure": EncoderShardError.structure(1),
+    "EncoderShardError.failed": EncoderShardError.failed(0, {0: None, 1: "ValueError: no"}),
     "EncoderPackError.need": EncoderPackError.need(3, (-1,), 1),
     "EncoderPackError.paths": EncoderPackError.paths(3, 1, 2),
     "EncoderPackError.capacity": EncoderPackError.capacity(((128, 64),), 8, None),
@@ -144,6 +145,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CaptureError.nested": CaptureError.nested("capture of piece_0"),
     "CaptureError.no_segment": CaptureError.no_segment("add_eager()"),
     "CaptureError.no_device": CaptureError.no_device("cuda"),
+    "CaptureError.no_ranges": CaptureError.no_ranges("NVTX functions not installed."),
     "CaptureError.twice": CaptureError.twice("CudaGraph"),
     "CaptureError.empty": CaptureError.empty(),
     "CaptureError.freed_input": CaptureError.freed_input("aten.mm.default", "(2, 3) torch.float32"),
@@ -152,6 +154,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CaptureError.no_breaks": CaptureError.no_breaks("Decoder", "ns::attend"),
     "CaptureError.inside_full": CaptureError.inside_full("ns::attend", "NEVER", "num_tokens=8"),
     "CaptureError.swallowed": CaptureError.swallowed("Decoder", "attend", KeyError("x")),
+    "CaptureError.open_break": CaptureError.open_break("step"),
     "CaptureError.other_thread": CaptureError.other_thread("attend", "Decoder"),
     "CaptureError.escaped": CaptureError.escaped("aten.mm.default", "attend"),
     "CaptureError.writes_a_copy": CaptureError.writes_a_copy("aten.add_.Tensor", "get_cache"),
@@ -527,7 +530,10 @@ EncoderBufferError.moved: buffer 'x' [4]: its padding logic left [3] in its plac
             "EncoderShardError",
             """\
 EncoderShardError.structure: rank 1: results have another structure than those of the first call.
-  Ranks without items must know what the others send: return the same kind of result for each item, or override Sharder.gather().""",
+  Ranks without items must know what the others send: return the same kind of result for each item, or override Sharder.gather().
+EncoderShardError.failed: rank 0: the share of another rank failed.
+  rank 1: ValueError: no
+  Its own error says more. No rank has results of this call; the next one is not affected.""",
         )
 
     def test_sizes(self) -> None:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import piecewise_cuda_graphs as rival
 import pytest
 import torch
 
@@ -21,12 +22,24 @@ def first_column(table: str) -> list[str]:
 
 
 def test_departures_name_what_can_be_imported() -> None:
-    names = first_column(section("Departures from the systems it learned from"))
-    assert len(names) >= 5
-    for name in names:
+    departures = first_column(section("Departures from the systems it learned from"))
+    coming = first_column(section("Coming from vLLM, SGLang or Meta's package"))
+    assert len(departures) >= 20
+    assert len(coming) >= 18
+    for name in departures + coming:
         top, _, member = name.partition(".")
         assert top in cgcompile.__all__
         assert not member or hasattr(getattr(cgcompile, top), member)
+
+
+def test_names_of_metas_package_are_its_own() -> None:
+    table = section("Coming from vLLM, SGLang or Meta's package").split("|---|---|---|---|\n")[1]
+    columns = [row.split("|")[4] for row in table.splitlines() if row.startswith("|")]
+    names = {name for each in columns for name in re.findall(r"`([^`]+)`", each)}
+    assert names >= set(rival.__all__)
+    for name in names:
+        top, _, member = name.partition(".")
+        assert hasattr(getattr(rival, top), member) if member else hasattr(rival, top)
 
 
 def test_every_setting_is_in_the_table() -> None:

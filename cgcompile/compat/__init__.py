@@ -74,6 +74,7 @@ from cgcompile.compat.dynamo import (
     source_name,
     storage_key,
 )
+from cgcompile.compat.foreign import listen_to_no_graph
 from cgcompile.compat.modes import (
     DispatchMode,
     any_autocast,
@@ -135,6 +136,13 @@ from cgcompile.compat.saved import (
 )
 from cgcompile.compat.shapes import OwnShapes, Span, python_predicate, why_not_copied
 from cgcompile.compat.traced import TracedPython, compiling, source_scope
+from cgcompile.compat.traces import (
+    current_compile_id,
+    is_profiling,
+    is_tracing,
+    reserved_bytes,
+    trace_artifact,
+)
 from cgcompile.compat.tracing import (
     CannotTrace,
     FrozenTensor,

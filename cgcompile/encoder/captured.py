@@ -120,6 +120,11 @@ class EncoderGraphs:
         return (0 if self.pool is None else self.pool.generation, self.counters.captures)
 
     @property
+    def wrapper(self) -> CUDAGraphWrapper:
+        """What captures and replays."""
+        return self._wrapper
+
+    @property
     def counters(self) -> Counters:
         """What the graphs did."""
         return self._wrapper.counters

@@ -20,7 +20,7 @@ from cgcompile.encoder.budgets import checked_number
 from cgcompile.encoder.calibration import Calibration
 from cgcompile.encoder.calls import EncoderCalls
 from cgcompile.encoder.captured import EncoderGraphs
-from cgcompile.encoder.defs import DEFAULT, EncoderCudaGraphConfig, EncoderItemSpec
+from cgcompile.encoder.defs import DEFAULT, EncoderCudaGraphConfig
 from cgcompile.encoder.keys import GraphKey
 from cgcompile.encoder.limits import Budgeted, resolved_limits
 from cgcompile.encoder.packing import Costs
@@ -30,6 +30,7 @@ from cgcompile.encoder.statistics import EncoderStatistics
 from cgcompile.errors import EncoderModelError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
 
 
@@ -147,6 +148,11 @@ class EncoderCudaGraphManager:
     def pool(self) -> GraphPool | None:
         """The memory of the graphs; None where nothing can be captured."""
         return self._graphs.pool
+
+    @property
+    def wrapper(self) -> CUDAGraphWrapper:
+        """What captures and replays its graphs."""
+        return self._graphs.wrapper
 
     @property
     def counters(self) -> Counters:
@@ -280,24 +286,29 @@ class EncoderCudaGraphManager:
             EncoderItemError: item specs that do not fit the configuration.
             EncoderBufferError: replay buffers that do not fit those of a graph.
             AddressChangedError: a weight was replaced since the capture: clear() and capture().
+            EncoderShardError: with a sharder: the share of another rank failed.
             BaseException: what the model raised.
         """
         with self._lock, self._mode():
-            specs = self._calls.specs(mm_kwargs)
             if self._sharder is None:
-                return self._calls.encoded(mm_kwargs, specs)
-            return self._sharded(self._sharder, mm_kwargs, specs)
+                return self._calls.encoded(mm_kwargs, self._calls.specs(mm_kwargs))
+            return self._sharded(self._sharder, mm_kwargs)
 
-    def _sharded(
-        self, sharder: Sharder, mm_kwargs: dict[str, Any], specs: list[EncoderItemSpec]
-    ) -> list[Any]:
+    def _sharded(self, sharder: Sharder, mm_kwargs: dict[str, Any]) -> list[Any]:
         """This rank's share, and what the others made of theirs."""
+        try:
+            specs = self._calls.specs(mm_kwargs)
+            shares = sharder.assign([spec.input_size for spec in specs])
+            mine = shares[sharder.rank]
+            selected = self._calls.selected(mm_kwargs, list(mine), len(specs))
+            own = self._calls.encoded(selected, [specs[place] for place in mine])
+            sharder.check(own)
+        except BaseException as failed:
+            sharder.agree(failed)  # the others wait for what will not come
+            raise
+        sharder.agree(None)
         if not specs:
             return []
-        shares = sharder.assign([spec.input_size for spec in specs])
-        mine = shares[sharder.rank]
-        selected = self._calls.selected(mm_kwargs, list(mine), len(specs))
-        own = self._calls.encoded(selected, [specs[place] for place in mine])
         rows = None
         if not self._model.has_own("postprocess_encoder_output"):
             rows = [sum(map(spec.tokens, self.config.paths)) for spec in specs]

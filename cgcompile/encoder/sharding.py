@@ -1,8 +1,8 @@
 """Items of a call shared out among ranks that all have the whole encoder: :class:`Sharder`.
 
 Every rank sees the same call and shares it out alike, so nothing is exchanged before the results:
-each encodes its items, and one gather per tensor gives all results to all. The rule: all ranks of
-the group make the same calls, in the same order.
+each encodes its items, all tell each other whether that went well, and one gather per tensor gives
+all results to all. The rule: all ranks of the group make the same calls, in the same order.
 """
 
 import heapq
@@ -40,14 +40,17 @@ def shares_by_load(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 class Sharder:
     """Shares out and gathers over ``torch.distributed``.
 
-    One for each manager: it remembers what results look like. An exception of one rank in a call
-    leaves the others waiting in the gather, until the group's timeout.
+    One for each manager: it remembers what results look like. An exception of one rank in a call is
+    told to the others, which raise as well, and the next call starts afresh on all. Telling takes
+    one small collective of hosts per call, so that no device is waited for.
 
-    Override :meth:`assign` for another way to share out, or both for another way to communicate.
+    Override :meth:`assign` for another way to share out, or all methods for another way to
+    communicate.
 
     Args:
         group: ranks; its backend must take tensors of the encoder's device. Left out: the default
-            group.
+            group. Unless it takes CPU tensors as well, a group of ``gloo`` is made beside it: then
+            making a sharder is collective.
 
     Attributes:
         rank: of this process.
@@ -59,6 +62,13 @@ class Sharder:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._shape: Any = None  # a result without rows, once known
+        self._hosts = group
+        if "cpu:" not in dist.get_backend_config(group):
+            self._hosts = dist.new_group(
+                dist.get_process_group_ranks(group or dist.group.WORLD),
+                backend="gloo",
+                use_local_synchronization=True,  # those who are not in it do not take part
+            )
 
     def assign(self, sizes: Sequence[int]) -> list[list[int]]:
         """Which rank takes which items, alike on all ranks; every item once.
@@ -67,6 +77,37 @@ class Sharder:
             sizes: input rows of each item.
         """
         return shares_by_load(sizes, self.size)
+
+    def check(self, own: Sequence[Any]) -> None:
+        """Look at the results of this rank's items before they are sent.
+
+        Raises:
+            EncoderShardError: they have another structure than each other, or those before.
+        """
+        specs = [compat.tree_spec(each) for each in own]
+        if self._shape is not None:
+            specs.append(compat.tree_spec(self._shape))
+        if any(each != specs[0] for each in specs):
+            raise EncoderShardError.structure(self.rank)
+
+    def agree(self, failed: BaseException | None) -> None:
+        """Tell the other ranks whether this one's share went well. Collective, on the hosts.
+
+        Args:
+            failed: what this rank's share raised.
+
+        Raises:
+            EncoderShardError: this rank's share went well, another's did not.
+        """
+        count = torch.tensor([failed is not None], dtype=torch.int32)
+        dist.all_reduce(count, group=self._hosts)
+        if not count.item():
+            return
+        said = None if failed is None else f"{type(failed).__name__}: {failed}"
+        told: list[str | None] = [None] * self.size
+        dist.all_gather_object(told, said, group=self._hosts)
+        if failed is None:
+            raise EncoderShardError.failed(self.rank, dict(enumerate(told)))
 
     def gather(
         self,
@@ -81,7 +122,8 @@ class Sharder:
         look at.
 
         Args:
-            own: results of this rank's items, tensors or nests of them, [rows, ...].
+            own: results of this rank's items, tensors or nests of them, [rows, ...], which
+                :meth:`check` let pass.
             shares: the items of each rank.
             like: a result without rows, on the right device.
             rows: of each item, on each of its tensors; None: a small collective tells them, which
@@ -91,14 +133,12 @@ class Sharder:
             Views of memory that belongs to the caller.
 
         Raises:
-            EncoderShardError: results of this rank have another structure than those before.
+            EncoderShardError: in the first call, on all ranks: one has results of another structure
+                than another.
         """
         shape = self._agreed_shape(own, like)
         spec = compat.tree_spec(shape)
         columns = [compat.tree_leaves(each) for each in own]
-        for each in own:
-            if compat.tree_spec(each) != spec:
-                raise EncoderShardError.structure(self.rank)
         templates = compat.tree_leaves(shape)
         if rows is not None:
             counts = [list(rows)] * len(templates)
@@ -121,6 +161,9 @@ class Sharder:
             dist.all_gather_object(told, bare, group=self._group)
             device = compat.tree_leaves(like)[0].device
             shape = next(each for each in told if each is not None)
+            for rank, each in enumerate(told):
+                if each is not None and compat.tree_spec(each) != compat.tree_spec(shape):
+                    raise EncoderShardError.structure(rank)
             self._shape = compat.tree_map(lambda leaf: leaf.to(device), shape)
         return self._shape
 

@@ -1,6 +1,6 @@
 """Errors of encoder graphs: items, models, buffers, ranks. See ``cgcompile/errors/__init__.py``."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cgcompile.errors.root import CGCompileError, close, listed
 
@@ -174,6 +174,16 @@ class EncoderShardError(CGCompileError, RuntimeError):
             f"rank {rank}: results have another structure than those of the first call.\n"
             "  Ranks without items must know what the others send: return the same kind of result "
             "for each item, or override Sharder.gather()."
+        )
+
+    @classmethod
+    def failed(cls, rank: int, told: Mapping[int, str | None]) -> "EncoderShardError":
+        """Args: ``told``: what each rank's share raised, as text."""
+        whose = [f"  rank {other}: {text}" for other, text in told.items() if text is not None]
+        return cls(
+            "\n".join([f"rank {rank}: the share of another rank failed.", *whose])
+            + "\n  Its own error says more. No rank has results of this call; the next one is not "
+            "affected."
         )
 
 

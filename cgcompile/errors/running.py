@@ -61,6 +61,14 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def no_ranges(cls, found: str) -> "CaptureError":
+        return cls(
+            f"tracing_ranges(): this torch has no NVTX ({found.strip().splitlines()[0]}).\n"
+            "  Expected a build with CUDA. torch.profiler shows the ranges without this context; "
+            "for another profiler give its own push= and pop=."
+        )
+
+    @classmethod
     def twice(cls, what: str) -> "CaptureError":
         return cls(f"{what}: this graph holds a recording already.\n  Call reset() first.")
 
@@ -115,6 +123,14 @@ class CaptureError(CGCompileError, RuntimeError):
             f"capture of {what}: {name} raised {type(error).__name__}, and the program went on: "
             "what came after it was not recorded.\n"
             "  Let the exception pass through the capture, or handle it inside of the break."
+        )
+
+    @classmethod
+    def open_break(cls, what: str) -> "CaptureError":
+        return cls(
+            f"capture of {what}: a function under no_graph raised, and the program went on: what "
+            "came after it was not recorded.\n"
+            "  Let the exception pass through the capture, or handle it inside of the function."
         )
 
     @classmethod

@@ -243,6 +243,9 @@ class CudaDevice:
     def pool_bytes(self, pool: CudaPool) -> PoolBytes:
         return PoolBytes(*compat.pool_bytes(pool.id))
 
+    def reserved(self) -> int:
+        return compat.reserved_bytes(self.device)
+
     def segment(self, nbytes: int) -> int:
         if MIB < nbytes < 10 * MIB:  # torch takes 20 MiB for blocks of a middle size
             return 20 * MIB

@@ -104,6 +104,9 @@ class CaptureDevice(Protocol):
     def pool_bytes(self, pool: Any) -> PoolBytes:
         """What a pool holds. Asks the allocator, which takes milliseconds; does not synchronise."""
 
+    def reserved(self) -> int:
+        """Bytes that the allocator holds for all pools, in microseconds; 0 if there is none."""
+
     def segment(self, nbytes: int) -> int:
         """What a pool takes from the device if blocks of so many bytes in all find no room."""
 

@@ -324,8 +324,7 @@ class HostDevice:
     name = "host"
     device = torch.device("cpu")
     tensor_type = "cpu"
-    notices_freed = True
-    graph_step = 1
+    notices_freed, graph_step = True, 1
 
     def __init__(self, lines: bool = False) -> None:
         self._lines = lines  # see HostGraph
@@ -346,8 +345,7 @@ class HostDevice:
     def capturing() -> bool:
         return getattr(_active, "graph", None) is not None
 
-    def is_capturing(self) -> bool:
-        return self.capturing()
+    is_capturing = capturing
 
     def stream_key(self) -> int:
         return 0
@@ -376,11 +374,13 @@ class HostDevice:
     def pool_bytes(self, pool: HostPool) -> PoolBytes:
         return PoolBytes(pool.reserved, pool.live)
 
+    def reserved(self) -> int:
+        return 0
+
     def segment(self, nbytes: int) -> int:
         return nbytes
 
-    def graph_bytes(self) -> int:
-        return 0
+    graph_bytes = reserved
 
     def make_scratch(self, stream: None) -> int:
         return 0

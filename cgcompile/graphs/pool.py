@@ -81,6 +81,11 @@ class GraphPool:
         buffers = sum(owner.input_bytes for owner in list(self._owners))
         return self.held.held + self.arena.nbytes + buffers
 
+    @property
+    def reserved(self) -> int:
+        """Bytes that grow by what a capture takes, in microseconds; on CUDA of all the device."""
+        return self.device.reserved() or self.held.held + self.arena.nbytes
+
     def add_owner(self, owner: _HasBuffers) -> None:
         """Remember, weakly, who has buffers of its own that graphs of the pool read."""
         self._owners.add(owner)

@@ -5,13 +5,13 @@ A bridge takes the place of each tensor; everything around them must be the same
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from cgcompile import compat
-from cgcompile.errors import CaptureError
+from cgcompile.errors import CaptureError, HostValueChangedError
 from cgcompile.graphs.guards import is_plain_value
 
 
@@ -84,3 +84,27 @@ def check_leaves(leaves: Sequence[Any], name: str) -> None:
                 )
         elif not is_plain_value(leaf):
             raise CaptureError.opaque_result(name, f"a {type(leaf).__name__} object")
+
+
+def opener(
+    name: str, batch: str, made: Any, structure: Structure | None
+) -> Callable[[Any], list[Any]]:
+    """What makes a list of a later result, and refuses one that is built in another way.
+
+    Args:
+        name: of the break, and ``batch``: of the capture, for messages.
+        made: what it returned at capture, and ``structure``: how that is built.
+    """
+
+    def opened(again: Any) -> list[Any]:
+        leaves, now = flatten(again)
+        if now != structure:
+            found, was = "built in another way", "not"
+            raise HostValueChangedError.changed(name, batch, "the result", found, was)
+        return leaves
+
+    if isinstance(made, torch.Tensor):
+        return lambda again: [again]
+    if made is None:  # what writes into its arguments; worth a short way
+        return lambda again: [None] if again is None else opened(again)
+    return opened

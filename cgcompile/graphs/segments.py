@@ -7,15 +7,15 @@ first exception. ``breakable.py`` has what users call.
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 
 from cgcompile import compat
 from cgcompile.boundaries import Boundaries, SplittingOp, allows_full, target_name
-from cgcompile.errors import CaptureError, HostValueChangedError
+from cgcompile.errors import CaptureError
 from cgcompile.forward_context import current_forward_context, in_full_mode
 from cgcompile.graphs.arena import Block, address
 from cgcompile.graphs.breaks import Breaker, BreakMode, Makers
@@ -23,10 +23,11 @@ from cgcompile.graphs.bridges import Place, crossings
 from cgcompile.graphs.capture import capture_turn, without_garbage_collection
 from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.graphs.device import DeviceGraph
+from cgcompile.graphs.foreign import foreign_breaks
 from cgcompile.graphs.given import Arguments, Containers
 from cgcompile.graphs.originals import Original
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.results import Structure, check_leaves, flatten, rebuilt
+from cgcompile.graphs.results import check_leaves, flatten, opener, rebuilt
 from cgcompile.graphs.sequence import (
     Crossing,
     EagerSegment,
@@ -114,6 +115,8 @@ class SegmentRecorder(Breaker):
             stack.enter_context(device.around())
             if self._below_autograd:
                 stack.enter_context(compat.below_autograd())
+            if not self.is_full:
+                stack.enter_context(foreign_breaks(self))
             try:
                 if device.is_capturing():
                     raise CaptureError.nested(f"capture of {self.name}")
@@ -132,11 +135,12 @@ class SegmentRecorder(Breaker):
                 no declared splitting op ran.
         """
         try:
-            if self._graph is not None:
-                self._end()
             if self._failed is not None:
                 name, error = self._failed
                 raise CaptureError.swallowed(self.name, name, error) from error
+            if self._graph is None:
+                raise CaptureError.open_break(self.name)
+            self._end()
             with self._on_stream_of_breaks():
                 self._refuse_stale_copies()
             for lives, op, name in self._writes:
@@ -257,15 +261,35 @@ class SegmentRecorder(Breaker):
         self, name: str, function: Callable[..., Any], given: Arguments, silent: bool
     ) -> Any:
         """As :meth:`run_eager`; what a ``silent`` function returns is nothing by its schema."""
+        with self.pause(name):
+            return self._break(name, function, given, silent)
+
+    @contextmanager
+    def pause(self, name: str) -> Iterator[None]:
+        """End the segment; what runs inside is in none; then begin the next one.
+
+        On an exception the recording is lost.
+        """
         self._end()
         try:
             with self._on_stream_of_breaks():
-                result = self._break(name, function, given, silent)
+                self._refuse_stale_copies()
+                self._bring_back_bridges()
+                yield
             self._begin()
         except BaseException as error:
             self.fail(name, error)
             raise
-        return result
+
+    def add_eager(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """See :class:`~cgcompile.graphs.foreign.Recorder`; what it returns is not looked at."""
+        self._refuse_stale_copies()
+        with compat.outside_inference_mode():
+            args, kwargs = compat.tree_map(self._held, (args, kwargs))
+        name = getattr(function, "__qualname__", type(function).__name__)
+        self._segments.append(EagerSegment(name, function, args, kwargs, lambda _: []))
 
     def _on_stream_of_breaks(self) -> AbstractContextManager[Any]:
         """The caller's stream, where graph segments are replayed; else the capture stream."""
@@ -276,8 +300,6 @@ class SegmentRecorder(Breaker):
         self, name: str, function: Callable[..., Any], given: Arguments, silent: bool
     ) -> Any:
         """Run a function between two segments and record it; see :meth:`run_eager`."""
-        self._refuse_stale_copies()
-        self._bring_back_bridges()
         with compat.outside_inference_mode():  # once for all that is held weakly
             held = compat.tree_map(self._held, given)
         before = Containers(given)
@@ -311,7 +333,7 @@ class SegmentRecorder(Breaker):
         leaves, structure = ([], None) if silent else flatten(made)
         check_leaves(leaves, name)
         found = self._across(name, leaves, given) if leaves else ()
-        opened = self._opened(name, made, structure)
+        opened = opener(name, self._batch, made, structure)
         self._segments.append(EagerSegment(name, function, *held, leaves=opened, crossings=found))
         return None if silent else rebuilt(made, leaves)
 
@@ -342,19 +364,6 @@ class SegmentRecorder(Breaker):
                 if place.name in crossed:
                     leaves[place.item] = block.lend(leaves[place.item])
         return tuple(across.crossings)
-
-    def _opened(
-        self, name: str, made: Any, structure: Structure | None
-    ) -> Callable[[Any], list[Any]]:
-        """What makes a list of a result, and refuses one that is built in another way."""
-        if isinstance(made, torch.Tensor):
-            return lambda again: [again]
-        batch = self._batch  # not self: a recording outlives its recorder
-        if made is None:  # what writes into its arguments; worth a short way
-            return lambda again: (
-                [None] if again is None else _same_structure(again, structure, name, batch)
-            )
-        return lambda again: _same_structure(again, structure, name, batch)
 
     def _owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory that lives as long as the recording."""
@@ -388,11 +397,3 @@ class SegmentRecorder(Breaker):
         for block in [block for block in self._bridges if not block.is_lent]:
             self._bridges.remove(block)
             self._frame.give(block)
-
-
-def _same_structure(made: Any, structure: Structure | None, name: str, batch: str) -> list[Any]:
-    leaves, now = flatten(made)
-    if now != structure:
-        found, was = "built in another way", "not"
-        raise HostValueChangedError.changed(name, batch, "the result", found, was)
-    return leaves

@@ -31,12 +31,14 @@ forward context of the present step.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 
+from cgcompile.compat import is_profiling
 from cgcompile.graphs.device import DeviceGraph
+from cgcompile.graphs.ranges import OBSERVERS, run_observed
 
 Crossing = Callable[[list[Any]], None]
 """Called with the results of an eager segment; puts in place what the graphs after it read."""
@@ -75,6 +77,7 @@ class EagerSegment:
         crossings: what brings results to the graphs that read them.
         stores: (item, slot) of results that are handed on as the crossings left them.
         tails: tensors [N, ...] of N padded rows, of which those that are not real are zeroed.
+        what: what it runs, for profilers; its name if left out.
     """
 
     name: str
@@ -86,6 +89,7 @@ class EagerSegment:
     crossings: tuple[Crossing, ...] = ()
     stores: tuple[tuple[int, Slot], ...] = ()
     tails: tuple[torch.Tensor, ...] = ()
+    what: str = ""
 
     @property
     def reads(self) -> set[int]:
@@ -106,6 +110,8 @@ class GraphSequence:
         inputs: (slot, position) of the inputs of a call that eager segments read.
         slots: how many slots there are.
         kept: slots that are read after the replay.
+        name: of what was recorded, for profilers; may be set until they have asked.
+        batch: what it was recorded for, as text, likewise.
 
     Attributes:
         segments: in order.
@@ -119,8 +125,11 @@ class GraphSequence:
         inputs: Sequence[tuple[Slot, int]] = (),
         slots: int = 0,
         kept: Collection[Slot] = (),
+        name: str = "step",
+        batch: str = "",
     ) -> None:
         self.segments = tuple(segments)
+        self.name, self.batch = name, batch
         self.steps: tuple[Callable[[], Any], ...]
         self.slots: list[Any] = [None] * slots
         self._empty = [None] * slots
@@ -153,6 +162,27 @@ class GraphSequence:
         kinds = {GraphSegment: "graph", EagerSegment: "eager"}
         return "\n".join(f"{kinds[type(each)]} {each.name}" for each in self.segments)
 
+    @cached_property
+    def label(self) -> str:
+        """What profilers call a replay of it; equal in all processes and runs of a model."""
+        return self._labelled(self.name)
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """What profilers call each segment: breaks without the batch, so that they add up."""
+        if len(self.segments) == 1 and self.num_graphs:
+            return (self.label,)
+        found = []
+        for place, each in enumerate(self.segments):
+            if isinstance(each, GraphSegment):
+                found.append(self._labelled(f"piece_{place}"))
+            else:
+                found.append(f"cgcompile/break_{place} {each.what or each.name}")
+        return tuple(found)
+
+    def _labelled(self, name: str) -> str:
+        return f"cgcompile/{name} [{self.batch}]" if self.batch else f"cgcompile/{name}"
+
     # -------------------------------------------------------------- replay
 
     def replay(self, inputs: Sequence[Any] = (), real: int | None = None) -> list[Any]:
@@ -175,8 +205,11 @@ class GraphSequence:
         if real is not None:
             self._real[0], steps = real, self._padded_steps
         try:
-            for step in steps:
-                step()
+            if is_profiling() or OBSERVERS.get():  # asked once a step, not once a segment
+                run_observed(self, steps)
+            else:
+                for step in steps:
+                    step()
         except BaseException:
             self.clear()
             raise

@@ -41,8 +41,9 @@ from cgcompile.graphs.entries import (
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
+from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
-from cgcompile.reasons import EXPECTED, Counters, Reason
+from cgcompile.reasons import EXPECTED, Counters, Reason, Why
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class CUDAGraphWrapper(Transparent):
         runnable: what is wrapped.
         runtime_mode: the mode that it serves.
         counters: what its calls did.
+        timeline: its own captures, and when they were.
         closed: capture nothing any more; may be set.
 
     Raises:
@@ -97,16 +99,15 @@ class CUDAGraphWrapper(Transparent):
         self.config = CompilationConfig() if config is None else config
         self.runtime_mode = runtime_mode
         self.options = CUDAGraphOptions() if cudagraph_options is None else cudagraph_options
-        self.counters, self.closed = Counters(), False
+        self.counters, self.closed, self.timeline = Counters(), False, Timeline()
         self.name: str = name or getattr(runnable, "__name__", None) or type(runnable).__name__
         self._modes: tuple[CUDAGraphMode, ...] = (runtime_mode,)
         # Per mode and descriptor: one entry, or with on_input_change="recapture" several.
         self._entries: dict[tuple[CUDAGraphMode, BatchDescriptor], list[CUDAGraphEntry]] = {}
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
         self._lock = threading.RLock()
-        self._guarded = guarded
         self._poison = self.config.poison and pool is None  # what is shared may be in use
-        self._pool = pool
+        self._pool, self._guarded = pool, guarded
         if pool is not None:
             pool.add_user(self)
 
@@ -178,16 +179,15 @@ class CUDAGraphWrapper(Transparent):
             return self._plain(Reason.INPUT_CHANGED, str(error).splitlines()[0], args, kwargs)
         if chosen != "recapture":
             raise error
-        descriptor = entries[0].batch_descriptor
         for place, entry in enumerate(entries):
             if entry.serves(args, kwargs):
                 entries.insert(0, entries.pop(place))
                 return self._replay(entry, args, kwargs)
         most = self.config.max_captured_shapes
-        if sum(map(len, self._entries.values())) >= most:
+        if len(self.entries) >= most:
             detail = f"{most} steps are captured (max_captured_shapes); on_input_change"
             return self._plain(Reason.TOO_MANY_SHAPES, detail, args, kwargs)
-        return self._first(mode, descriptor, args, kwargs)
+        return self._first(mode, entries[0].batch_descriptor, args, kwargs)
 
     def _first(
         self, mode: CUDAGraphMode, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: Any
@@ -213,12 +213,15 @@ class CUDAGraphWrapper(Transparent):
             return self._plain(Reason.UNSUPPORTED_INPUT, _LENT, args, kwargs)
         needs_grad = holds_parameters_with_grad(self.runnable) or descriptor in self._grads
         if not gradients_due(needs_grad, args, kwargs):
-            captured = self.record(descriptor, args, kwargs)
-            if captured is not None:
-                result = captured.run()
-                self.keep(captured.entry, mode)
-                self.counters.captures += 1
-                return result
+            with self.timeline.capture(self._pool, self.name, mode, descriptor) as outcome:
+                captured = self.record(descriptor, args, kwargs)
+                if captured is not None:
+                    result = captured.run()
+                    self.keep(captured.entry, mode)
+                    self.counters.captures += 1
+                    outcome.done(captured.entry.sequence)
+                    return result
+                outcome.why = _GRADIENTS
             self._grads.add(descriptor)
         return self._plain(Reason.GRADIENTS, _GRADIENTS, args, kwargs)
 
@@ -237,8 +240,7 @@ class CUDAGraphWrapper(Transparent):
         """
         pool = self._pool
         assert pool is not None, "a wrapper captures into a pool"
-        compiled = compat.holds_compiled_code(self.runnable)
-        with pool.device.around() if compiled else nullcontext():
+        with pool.device.around() if compat.holds_compiled_code(self.runnable) else nullcontext():
             graph, result = capture(
                 lambda: self.runnable(*args, **kwargs),
                 pool,
@@ -264,6 +266,7 @@ class CUDAGraphWrapper(Transparent):
         executed: bool = False,
     ) -> Captured | None:
         assert self._pool is not None
+        sequence.name, sequence.batch = self.name, str(descriptor)
         if gradients_due(False, (result,), {}):
             return None
         with compat.outside_inference_mode():  # once for all that is kept weakly
@@ -309,6 +312,7 @@ class CUDAGraphWrapper(Transparent):
         with self._lock:
             self.counters.plain[reason] += 1
             self.counters.details[reason] = detail
+        self.timeline.refused(Why(reason, detail))
         return result
 
     # -------------------------------------------------------------- what a user may ask
@@ -327,10 +331,14 @@ class CUDAGraphWrapper(Transparent):
                     found[descriptor] = entries[0]
         return MappingProxyType(found)
 
+    @property
+    def entries(self) -> tuple[CUDAGraphEntry, ...]:
+        """All that is captured, of whatever mode and descriptor."""
+        return tuple([entry for entries in self._entries.values() for entry in entries])
+
     def entry_of(self, mode: CUDAGraphMode, batch: BatchDescriptor) -> CUDAGraphEntry | None:
         """What serves a batch in a runtime mode; None if nothing does."""
-        entries = self._entries.get((mode, batch))
-        return entries[0] if entries else None
+        return next(iter(self._entries.get((mode, batch), ())), None)
 
     @property
     def pool(self) -> GraphPool | None:
@@ -341,9 +349,8 @@ class CUDAGraphWrapper(Transparent):
         """The tensors that replays return and that do not hold their memory."""
         if self._pool is None or not self.options.weak_ref_output:
             return
-        for entries in self._entries.values():
-            outputs = compat.tree_tensors([entry.output for entry in entries])
-            yield from filter(self._pool.holds, outputs)
+        outputs = compat.tree_tensors([entry.output for entry in self.entries])
+        yield from filter(self._pool.holds, outputs)
 
     def unwrap(self) -> Callable[..., Any]:
         """The innermost callable, through wrappers in wrappers."""
@@ -382,17 +389,12 @@ class CUDAGraphWrapper(Transparent):
         modes = state["_modes"]
         mode: Any = modes[0] if len(modes) == 1 else None  # a breakable one may serve both
         type(self).__init__(
-            self,
-            state["runnable"],
-            state["config"],
-            mode,
-            state["options"],
-            name=state["name"],
+            self, state["runnable"], state["config"], mode, state["options"], name=state["name"]
         )
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self.name}, "
             f"{' or '.join(mode.name for mode in self._modes)}, "
-            f"{sum(map(len, self._entries.values()))} captured)"
+            f"{len(self.entries)} captured)"
         )

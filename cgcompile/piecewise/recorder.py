@@ -70,8 +70,26 @@ def record(
     Raises:
         BaseException: what the step raised when it ran plain, unchanged; nothing is kept then.
     """
-    if recording.batch.mode is CUDAGraphMode.FULL:
-        return _record_full(program, full, recording, inputs)
+    mode, batch = recording.batch.mode, recording.batch.shown
+    timed = program.timeline.capture(program.pool, full.name, mode, batch, recording.reserved)
+    with timed as found:
+        if mode is CUDAGraphMode.FULL:
+            outcome = _record_full(program, full, recording, inputs)
+        else:
+            outcome = _record_pieces(program, wrappers, recording, inputs)
+        if outcome.recording is None:
+            found.why = str(outcome.why)
+        else:
+            found.done(recording.sequence)
+    return outcome
+
+
+def _record_pieces(
+    program: Program,
+    wrappers: Mapping[int, CUDAGraphWrapper],
+    recording: Recording,
+    inputs: Sequence[Any],
+) -> Outcome:
     recorder = _Recorder(program, wrappers, recording)
     try:
         result = recorder.run()
@@ -97,6 +115,7 @@ def _record_full(
         return Outcome(None, _why(program, error, "the step", ""), False, None)
     if captured is None:
         return Outcome(None, Why(Reason.GRADIENTS, "a result requires grad"), False, None)
+    captured.entry.sequence.batch = str(recording.batch.shown)
     result = captured.run()
     full.keep(captured.entry)
     fixed = {*recording.starts, *map(address, tensors(result))} - {0}
@@ -167,7 +186,13 @@ class _Recorder:
             self._source(name) if name else leaf for name, leaf in zip(names, leaves, strict=True)
         ]
         returns = self._recording.returns(made, sources, self._fixed)
-        sequence = GraphSequence(self._segments, self._inputs, len(self._slots), returns.slots)
+        sequence = GraphSequence(
+            self._segments,
+            self._inputs,
+            len(self._slots),
+            returns.slots,
+            batch=str(self._recording.batch.shown),
+        )
         made_here = {name for piece in self._program.split.pieces for name in piece.outputs}
         known = {name: source for name, source in self._sources.items() if name in made_here}
         self._recording.finish(sequence, returns, known)
@@ -314,6 +339,7 @@ class _Recorder:
                 crossings=tuple(across.crossings),
                 stores=tuple(stores),
                 tails=tails,
+                what=_said(piece),
             )
         )
         for item, slot in kept:  # the caller gets these
@@ -332,3 +358,13 @@ class _Recorder:
             if where in self._pool_memory or self._program.pool.arena.owns(where):
                 found.append(name)
         return tuple([self._sources[name] for name in found if name in with_rows])
+
+
+def _said(piece: Piece) -> str:
+    """What an eager piece runs, in a word or two: its first splitting op, or why it is eager."""
+    if not piece.why:
+        return "returned sizes"
+    first = piece.why[0]
+    if first.reason is Reason.SPLITTING_OP:
+        return first.detail.rpartition(" [")[0] or first.detail
+    return str(first.reason.value)

@@ -25,6 +25,7 @@ from cgcompile.graphs.copies import OwnedCopy
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence, Slot
+from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.calls import Call, call_of, written_inputs
 from cgcompile.piecewise.compilers import Runnable
@@ -46,6 +47,7 @@ class Program:
         boundaries: the registry that it was split by.
         pool: memory and capture stream.
         config: the settings.
+        timeline: what was captured, and when.
     """
 
     split: SplitGraph
@@ -54,6 +56,7 @@ class Program:
     boundaries: Boundaries
     pool: GraphPool
     config: CompilationConfig
+    timeline: Timeline
 
     @cached_property
     def calls(self) -> dict[int, Call]:
@@ -113,6 +116,15 @@ class Batch:
     own_context: bool
     copies: bool
 
+    @property
+    def shown(self) -> BatchDescriptor:
+        """The descriptor as people read it: a synthetic one without its mark."""
+        if not self.own_context:
+            return self.descriptor
+        _, sizes = self.descriptor.extra
+        alone = sizes == (self.descriptor.num_tokens,)  # says it twice
+        return self.descriptor._replace(extra=() if alone else sizes)
+
 
 class Recording:
     """A captured step.
@@ -129,6 +141,7 @@ class Recording:
         frame: where its bridges and copies of inputs take memory.
         given: until it is finished, ``inputs`` with buffers in place of what is copied.
         starts: until then, where the memory of each of these begins; 0 for what has none.
+        reserved: bytes of the pool before buffers for it were made; see ``GraphPool.reserved``.
         sequence: once it is finished, what a replay runs.
         sources: where a replay leaves the values that pieces make, by name, as far as it is known.
     """
@@ -136,6 +149,7 @@ class Recording:
     def __init__(self, program: Program, roles: Roles, batch: Batch, inputs: Sequence[Any]) -> None:
         self.batch = batch
         self.roles = roles
+        self.reserved = program.pool.reserved
         self.frame = program.pool.arena.frame()
         self.sequence: GraphSequence
         self.sources: Mapping[str, Any] = {}

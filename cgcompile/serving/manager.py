@@ -17,6 +17,7 @@ from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import AgreementError, BatchError, ManagerError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.sets import capture_set
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.serving.agreement import Agreement, together
 from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
@@ -71,6 +72,7 @@ class CudaGraphManager(Questions):
 
     Attributes:
         model: as given.
+        backend: the handle of the model; None of one that is not compiled.
         dispatcher: as given; it knows what has been captured.
         agreement: as given.
         inputs: the input buffers.
@@ -118,10 +120,10 @@ class CudaGraphManager(Questions):
         self._graph_capture = graph_capture
         self._fillers = Fillers(self.inputs, dispatcher)
         self._config = CompilationConfig.resolve(config)
-        self._backend = handle_of(model) if backend is None else backend
+        self.backend = handle_of(model) if backend is None else backend
         self._steps = StepRunner(
             model,
-            self._backend,
+            self.backend,
             self.inputs,
             device=torch.device(device),
             metadata=metadata,
@@ -132,7 +134,7 @@ class CudaGraphManager(Questions):
             inference_mode=inference_mode,
             check_metadata=check_metadata,
         )
-        self.meter = MemoryMeter(self._steps.pool, self._backend, self._steps.outputs)
+        self.meter = MemoryMeter(self._steps.pool, self.backend, self._steps.outputs)
 
     # -------------------------------------------------------------- capture
 
@@ -258,9 +260,14 @@ class CudaGraphManager(Questions):
             self._steps.across = self.agreement.across(descriptor.num_tokens)
         self._steps.step(self._prepare(descriptor, phase), mode, descriptor)
 
+    @property
+    def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
+        """Who records steps that the model's own handle does not."""
+        return self._steps.wrappers
+
     def num_compilations(self) -> int:
         """How often the model was compiled so far, of all ranks the most; 0 if it never is."""
-        found = 0 if self._backend is None else self._backend.num_compilations
+        found = 0 if self.backend is None else self.backend.num_compilations
         return found if self.agreement is None else self.agreement.largest(found)
 
     def dummy_batch(self, descriptor: BatchDescriptor, phase: str) -> Batch:
@@ -276,8 +283,8 @@ class CudaGraphManager(Questions):
             CaptureError: called inside of a step or of a capture.
         """
         self._steps.drop_graphs()
-        if self._backend is not None:
-            self._backend.release()
+        if self.backend is not None:
+            self.backend.release()
         self._graphs.forget()
 
     def drop_graphs(self) -> None:

@@ -22,6 +22,7 @@ from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import CUDAGraphEntry, gradients_due
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
 from cgcompile.serving.baked import MetadataGuard
 from cgcompile.serving.buffers import StaticInputs
@@ -116,6 +117,12 @@ class StepRunner:
     def counters(self) -> Counters:
         """What steps with graphs did: FULL steps, and those of the model or of its pieces."""
         return self.full.counters + (self._backend or self._pieces).counters
+
+    @property
+    def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
+        """What records FULL steps, and the steps of a model that is not compiled."""
+        pieces = (self._pieces,) if self._backend is None else ()
+        return (self.full, *pieces)
 
     def mode(self) -> AbstractContextManager[Any]:
         """The autograd mode of all steps."""

@@ -3,6 +3,7 @@
 Run it on a machine with two CUDA devices or more::
 
     python examples/benchmarks/encode_ranks.py
+    python examples/benchmarks/encode_ranks.py --backend gloo  # several ranks on one GPU, or none
 
 Every rank makes the same calls. A ``Sharder`` gives each its share of the images, which it encodes
 on its own graphs, and gathers the results on all. ``one`` is the same manager without it.
@@ -47,7 +48,7 @@ def make_manager(args: argparse.Namespace, model: Any, sharder: Sharder | None) 
         max_batch_size=16,
         sharder=sharder,
         config=cgcompile.CompilationConfig(
-            capture_device="host" if args.backend == "gloo" else "auto"
+            capture_device="host" if args.device == "cpu" else "auto"
         ),
     )
     manager.capture()
@@ -60,9 +61,9 @@ def execute(manager: EncoderCudaGraphManager) -> Run:
 
 def measure(rank: int, args: argparse.Namespace) -> None:
     """One rank: all calls on one, which only the first times, and on all."""
-    if args.backend == "nccl":
-        torch.cuda.set_device(rank)
-        args.device = f"cuda:{rank}"
+    if args.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        args.device = f"cuda:{torch.cuda.current_device()}"
     dist.init_process_group(args.backend, rank=rank, world_size=args.ranks)
     source = random.Random(args.seed)
     with torch.inference_mode():

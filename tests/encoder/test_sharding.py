@@ -1,9 +1,10 @@
-"""Items shared out among ranks: three processes with gloo."""
+"""Items shared out among ranks: three processes with gloo, on the CPU or on one GPU, or NCCL."""
 
 import datetime
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -78,9 +79,49 @@ def run(device: str) -> dict[str, Any]:
         like = torch.zeros(0, H, device=device)
         shares = [[rank] for rank in range(sharder.size)]
         used.gather([torch.ones(1, H, device=device)], shares, like)
-        used.gather([{"x": torch.ones(1, H, device=device)}], shares, like)
+        used.check([{"x": torch.ones(1, H, device=device)}])
     except EncoderShardError as error:
         said["error"] = str(error).splitlines()[0]
+    if sharder.size > 1:
+        said["first"] = first_call(sharder.rank, shares, like)
+        said["failed"] = one_fails(device, sharder.rank)
+    return said
+
+
+def first_call(rank: int, shares: list[list[int]], like: torch.Tensor) -> str:
+    """The last rank has results of another kind, in the very first call."""
+    own: Any = torch.ones(1, H, device=like.device)
+    if rank == len(shares) - 1:
+        own = {"x": own}
+    with pytest.raises(EncoderShardError) as caught:
+        Sharder().gather([own], shares, like)
+    return str(caught.value).splitlines()[0]
+
+
+def one_fails(device: str, rank: int) -> list[str]:
+    """The model of rank 1 raises in one call; then all go on."""
+    model = patches(device)
+    made = manager(model, device, sharder=Sharder())
+    prepare, failing = model.prepare_encoder_cudagraph_replay_buffers, [rank == 1]
+
+    def prepare_or_raise(*args: Any, **kwargs: Any) -> Any:
+        if failing and failing.pop():
+            raise ArithmeticError("no luck")
+        return prepare(*args, **kwargs)
+
+    said = []
+    torch.manual_seed(9)
+    for _ in range(2):
+        call = images((4, 4), (8, 8), (2, 2), device=device)
+        try:
+            with mock.patch.object(
+                model, "prepare_encoder_cudagraph_replay_buffers", prepare_or_raise
+            ):
+                found = made.execute(call)
+            close(found, one_by_one(model, call))
+            said.append("right")
+        except (EncoderShardError, ArithmeticError) as error:
+            said += str(error).splitlines()[:2]
     return said
 
 
@@ -90,8 +131,10 @@ def work(rank: int, folder: str, kind: str, ranks: int) -> None:
     limit = datetime.timedelta(seconds=120)
     device, backend = "cpu", "gloo"
     if kind == "cuda":
-        torch.cuda.set_device(rank)
-        device, backend = f"cuda:{rank}", "nccl"
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        device = f"cuda:{torch.cuda.current_device()}"
+        if ranks <= torch.cuda.device_count():
+            backend = "nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     torch.save(run(device), os.path.join(folder, f"said.{rank}"))
     dist.barrier()
@@ -102,8 +145,9 @@ def work(rank: int, folder: str, kind: str, ranks: int) -> None:
 def said(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """What each rank saw: three on the CPU, or as many as there are GPUs."""
-    ranks = RANKS if request.param == "cpu" else torch.cuda.device_count()
+    """What each rank saw: three, or as many as there are GPUs, if several."""
+    gpus = torch.cuda.device_count() if request.param == "cuda" else 0
+    ranks = gpus if gpus > 1 else RANKS
     folder: Path = tmp_path_factory.mktemp("ranks")
     mp.spawn(work, (str(folder), request.param, ranks), nprocs=ranks)
     return [torch.load(folder / f"said.{rank}") for rank in range(ranks)]
@@ -132,3 +176,22 @@ def test_each_item_is_encoded_once(said: list[dict[str, Any]]) -> None:
 def test_another_structure_is_named(said: list[dict[str, Any]]) -> None:
     expected = "results have another structure than those of the first call."
     assert [each["error"] for each in said] == [f"rank {r}: {expected}" for r in range(len(said))]
+
+
+def test_another_structure_in_the_first_call_is_named_on_all_ranks(
+    said: list[dict[str, Any]],
+) -> None:
+    last = len(said) - 1
+    expected = "results have another structure than those of the first call."
+    assert {each["first"] for each in said} == {f"rank {last}: {expected}"}
+
+
+def test_a_rank_that_raises_leaves_none_waiting(said: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(said):
+        first = ["no luck"]
+        if rank != 1:
+            first = [
+                f"rank {rank}: the share of another rank failed.",
+                "  rank 1: ArithmeticError: no luck",
+            ]
+        assert each["failed"] == [*first, "right"]

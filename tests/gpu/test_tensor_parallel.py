@@ -68,8 +68,8 @@ def inside(rank: int, ranks: int) -> Any:
     made.release()
     split = manager_of("PIECEWISE", *model_of(Shard(rank, ranks), "cuda", "eager"), "cuda")
     split.run(batches(0, "cuda")[-1])
-    assert split._backend is not None
-    pieces = split._backend.graphs[0].split.pieces
+    assert split.backend is not None
+    pieces = split.backend.graphs[0].split.pieces
     split.release()
     return *found, [(piece.capture, [w.reason.value for w in piece.why]) for piece in pieces]
 

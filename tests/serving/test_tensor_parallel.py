@@ -51,8 +51,8 @@ def inside(rank: int, ranks: int) -> Any:
     ops = [[op for s in e.sequence.segments for op in s.graph.ops] for e in entries]
     split = manager_of("PIECEWISE", *model_of(Shard(rank, ranks), "cpu", "eager"), "cpu")
     split.run(batches(0, "cpu")[-1])
-    assert split._backend is not None
-    why = [w.reason for p in split._backend.graphs[0].split.pieces for w in p.why]
+    assert split.backend is not None
+    why = [w.reason for p in split.backend.graphs[0].split.pieces for w in p.why]
     return graphs, results, {each.count("c10d.allreduce_.default") for each in ops}, why
 
 

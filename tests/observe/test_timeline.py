@@ -1,0 +1,134 @@
+"""When what was captured, and what it took."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+from encoder_support import manager as encoder_manager
+from entry_support import HOOKED, Hook, Hooked, assert_same, batch, compiled_model, marked
+from graphs.breakable_support import FULL, PIECEWISE, Asked, rand, step
+from manager_support import manager
+from torch import nn
+
+import cgcompile
+from cgcompile import CompilationConfig, CUDAGraphWrapper
+from cgcompile.errors import ConfigError
+from cgcompile.reasons import Reason
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
+CONFIG = CompilationConfig(capture_device="host")
+
+
+def test_each_capture_of_a_compiled_model(device: str) -> None:
+    model, compiled, backend = compiled_model(Hooked, device, **HOOKED)
+    before = time.time()
+    sizes = [marked(batch(device, size)) for size in (6, 3)]
+    for x in sizes:
+        for _ in range(3):
+            assert_same(compiled(x), model(x))
+    after = time.time()
+    first, second = cgcompile.timeline(compiled)
+    assert (first.name, first.mode, first.why) == ("step", PIECEWISE, None)
+    assert first.batch.startswith("num_tokens=6")
+    assert second.batch.startswith("num_tokens=3")
+    assert first.segments == second.segments == ("graph piece_0", "eager piece_1", "graph piece_2")
+    assert before <= first.start < first.start + first.seconds <= second.start <= after
+    assert first.seconds > 0
+    if device == "cpu":
+        (graph,) = backend.graphs
+        assert first.nbytes > second.nbytes >= 0
+        assert first.nbytes + second.nbytes == graph.pool.nbytes
+    else:
+        assert first.nbytes > 0
+    assert cgcompile.timeline(backend) == cgcompile.timeline(backend.graphs[0]) == (first, second)
+    backend.release()
+    assert cgcompile.timeline(backend) == (first, second)
+
+
+def test_a_refused_capture_says_why() -> None:
+    def refuse(x: torch.Tensor) -> torch.Tensor:
+        if refusing:
+            raise Asked("not while capturing")
+        return x.sin()
+
+    wrapper = CUDAGraphWrapper(refuse, CONFIG)
+    x, refusing = rand(device="cpu"), True
+    with step(4, FULL):
+        with pytest.raises(Asked):
+            wrapper(x)
+        refusing = False
+        assert torch.equal(wrapper(x), x.sin())
+    refused, done = cgcompile.timeline(wrapper)
+    assert (refused.why, refused.segments) == ("Asked: not while capturing", ())
+    assert (done.why, done.segments) == (None, ("graph refuse",))
+    assert (done.name, done.mode, done.batch) == ("refuse", FULL, "num_tokens=4")
+
+
+def test_a_piece_that_cannot_be_captured_is_named() -> None:
+    class Model(nn.Module):
+        def forward(self, x):
+            return torch.ops.cgentry.hooked(x.sin()) + 1
+
+    model, compiled, backend = compiled_model(Model, "cpu")
+
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * float(x.sum() > 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hook, "function", staticmethod(reads))
+        for _ in range(3):
+            x = batch("cpu")
+            assert_same(compiled(x), model(x))
+    whole, pieces = cgcompile.timeline(backend)  # after the one it was tried as the other
+    assert (whole.mode, pieces.mode) == (FULL, PIECEWISE)
+    assert whole.segments == pieces.segments == ()
+    assert pieces.why == f"capture_failed: {backend.counters.details[Reason.CAPTURE_FAILED]}"
+    assert "the step" in whole.why
+    assert "piece_0" in pieces.why
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled"])
+def test_managers(kind: str) -> None:
+    made = manager("FULL", kind)
+    made.capture()
+    found = cgcompile.timeline(made)
+    assert [each.batch for each in found if each.why is None] == [
+        f"num_tokens={n}, num_reqs={min(n, 8)}" for n in (16, 8, 4, 2, 1)
+    ]
+    assert {each.mode for each in found} == {FULL}
+    starts = [each.start for each in found]
+    assert starts == sorted(starts)
+
+
+def test_an_encoder_manager() -> None:
+    made = encoder_manager()
+    found = cgcompile.timeline(made)
+    assert len(found) == len(made.budget_graphs) > 0
+    assert {each.name for each in found} == {"encoder"}
+    assert sum(each.nbytes for each in found) > 0
+
+
+def test_records_are_plain_data() -> None:
+    wrapper = CUDAGraphWrapper(torch.sin, CONFIG)
+    with step(4, FULL):
+        wrapper(rand(device="cpu"))
+    (record,) = cgcompile.timeline(wrapper)
+    data: dict[str, Any] = json.loads(json.dumps(record.to_dict()))
+    assert data == {
+        "name": "sin",
+        "mode": "FULL",
+        "batch": "num_tokens=4",
+        "start": record.start,
+        "seconds": record.seconds,
+        "nbytes": 128,
+        "segments": ["graph sin"],
+        "why": None,
+    }
+
+
+def test_what_captures_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Linear"):
+        cgcompile.timeline(nn.Linear(2, 2))
