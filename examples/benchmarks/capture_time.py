@@ -14,29 +14,18 @@ Exits with 1 where a size has no graph, or a size replayed after is not equal to
 """
 
 import argparse
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from host_time import Decoder, attention, define_attention
+from rivals.timing import memory
 
 import cgcompile
 from cgcompile import BatchDescriptor, BulkCapture, CUDAGraphMode, set_forward_context
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 128, 160, 192, 224, 256)
-
-
-def memory(device: str) -> tuple[int, int]:
-    """Bytes that torch's allocator holds, and bytes of the device that are in use."""
-    gc.collect()
-    if device != "cuda":
-        return 0, 0
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return torch.cuda.memory_reserved(), total - free
 
 
 def report(name: str, found: BulkCapture, before: tuple[int, int], device: str) -> None:

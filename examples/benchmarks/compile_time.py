@@ -5,12 +5,12 @@ Run it on a machine with a CUDA device::
     python examples/benchmarks/compile_time.py
     python examples/benchmarks/compile_time.py --layers 2 --hidden 64 --device cpu --calls 100
 
-A decoder with an attention op that writes into a given output is compiled in several ways. Each
-way runs in processes of its own. *Cold*: all caches are empty. *Warm*: the same again, with what
-the first process has left in the caches that belong to it: for cgcompile its own folder alone,
-Inductor's and Triton's are emptied; for torch.compile those of Inductor and Triton. ``total`` is
-the first call in seconds, without capture of graphs. The row ``dynamo`` is torch.compile with a
-backend that does nothing.
+A decoder with an attention op that writes into a cache and a given output is compiled in several
+ways. Each way runs in processes of its own. *Cold*: all caches are empty. *Warm*: the same again,
+with what the first process has left in the caches that belong to it: for cgcompile its own folder
+alone, Inductor's and Triton's are emptied; for torch.compile those of Inductor and Triton.
+``total`` is the first call in seconds, without capture of graphs. The row ``dynamo`` is
+torch.compile with a backend that does nothing.
 
 The table below is the cost of a call beside the compiled graph, in microseconds: guards, binding
 of arguments, look-up of parameters, results. The graph is replaced by a constant there.
@@ -30,14 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rivals.decoder import OP, Decoder, Dims, Steps, make_decoder
 from torch import nn
-from torch.nn import functional as F
 
 import cgcompile
 from cgcompile.tracing.variant import Rules
 from cgcompile.tracing.variants import Traces
 
-LIBRARY = torch.library.Library("cgllm", "FRAGMENT")
 WAYS = (
     "dynamo",
     "cgcompile none eager",
@@ -48,87 +47,38 @@ WAYS = (
 )
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-    """Causal attention of [tokens, heads, size] with fewer key-value heads, into ``out``."""
-    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
-    shown = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    out.copy_(shown[0].transpose(0, 1))
-
-
-def define_attention() -> None:
-    LIBRARY.define("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out) -> ()")
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl("attend", attend, key)
-    torch.library.register_fake("cgllm::attend", lambda q, k, v, out: None, lib=LIBRARY)
-
-
-class Layer(nn.Module):
-    def __init__(self, hidden: int, heads: int, kv_heads: int, intermediate: int) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.size = heads, kv_heads, hidden // heads
-        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.qkv = nn.Linear(hidden, (heads + 2 * kv_heads) * self.size, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
-        self.gate_up = nn.Linear(hidden, 2 * intermediate, bias=False)
-        self.down = nn.Linear(intermediate, hidden, bias=False)
-
-    def rotated(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        one, two = x.chunk(2, -1)
-        return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        found = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.size))
-        q, k, v = found.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        torch.ops.cgllm.attend(self.rotated(q, cos, sin), self.rotated(k, cos, sin), v, out)
-        x = x + self.out(out.flatten(1))
-        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
-        h: torch.Tensor = x + self.down(F.silu(gate) * up)
-        return h
-
-
-class Decoder(nn.Module):
-    rates: torch.Tensor
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(args.vocabulary, args.hidden)
-        self.layers = nn.ModuleList(
-            Layer(args.hidden, args.heads, args.kv_heads, args.intermediate)
-            for _ in range(args.layers)
-        )
-        self.norm = nn.RMSNorm(args.hidden)
-        self.head = nn.Linear(args.hidden, args.vocabulary, bias=False)
-        size = args.hidden // args.heads
-        self.register_buffer("rates", 10000.0 ** (-torch.arange(0, size, 2) / size))
-
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        angles = positions[:, None].to(torch.float32) * self.rates
-        cos, sin = angles.cos()[:, None].to(x.dtype), angles.sin()[:, None].to(x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+OPTIONS: dict[str, Any] = {
+    "splitting_ops": OP,
+    "cudagraph_mode": "NONE",  # what is measured is compilation
+}
 
 
 def build(args: argparse.Namespace) -> tuple[Decoder, tuple[torch.Tensor, torch.Tensor]]:
-    define_attention()
-    torch.manual_seed(0)
-    with torch.device(args.device):
-        torch.set_default_dtype(getattr(torch, args.dtype))
-        model = Decoder(args).eval()
-        torch.set_default_dtype(torch.float32)
-        tokens = torch.randint(args.vocabulary, (args.tokens,))
-        return model, (tokens, torch.arange(args.tokens))
+    dims = Dims(
+        args.layers,
+        args.hidden,
+        args.heads,
+        args.kv_heads,
+        args.intermediate,
+        args.vocabulary,
+        args.context,
+    )
+    model = make_decoder(dims, args.tokens, args.device, getattr(torch, args.dtype))
+    steps = Steps(dims, args.tokens, args.device)
+    steps.draw(0)
+    return model, steps.views(args.tokens)
 
 
 def compiled_in(way: str, model: nn.Module) -> Callable[..., Any]:
     """The model, to be compiled at its first call."""
     if way == "dynamo":
         return torch.compile(model, backend=lambda graph, inputs: graph.forward, dynamic=True)
+    if way == "torch.compile static":
+        return torch.compile(model)
     if way == "torch.compile":
         return torch.compile(model, dynamic=True)
+    if way == "string door":
+        return torch.compile(model, backend="cgcompile", dynamic=True, options=OPTIONS)
     if way == "reduce-overhead":
         return torch.compile(model, mode="reduce-overhead", dynamic=True)
     _, guards, compiler = way.split()
@@ -136,9 +86,8 @@ def compiled_in(way: str, model: nn.Module) -> Callable[..., Any]:
         model,
         compiler=compiler,
         guards=guards,
-        splitting_ops="cgllm::attend",
+        **OPTIONS,
         keep_traces=True,
-        cudagraph_mode="NONE",  # what is measured is compilation
         dynamic_dims={"tokens": {0: "tokens"}, "positions": {0: "tokens"}},
     )
     return made
@@ -192,20 +141,33 @@ def entry_costs(args: argparse.Namespace) -> None:
             print(f"  {name:20} {min(times) * 1e6:8.2f} us")
 
 
-def run(args: argparse.Namespace, way: str, caches: Path, warm: bool) -> dict[str, Any]:
-    """One way in a process of its own; see the header for what is left in its caches."""
+def run(
+    given: Sequence[str], way: str, caches: Path, warm: bool, *, keep_all: bool = False
+) -> dict[str, Any]:
+    """One way in a process of its own; see the header for what is left in its caches.
+
+    Args:
+        given: arguments of this script.
+        way: one of WAYS.
+        caches: a folder.
+        warm: whether ``caches`` holds what a cold run has left.
+        keep_all: keep the caches of Inductor and Triton for a warm start of cgcompile as well.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
     ours = way.startswith("cgcompile")
-    torchs = caches / ("torch_warm" if ours and warm else "torch")
+    torchs = caches / ("torch_warm" if ours and warm and not keep_all else "torch")
     environment = {
         **os.environ,
         "CGCOMPILE_CACHE_DIR": str(caches / "cgcompile"),
         "TORCHINDUCTOR_CACHE_DIR": str(torchs / "inductor"),
         "TRITON_CACHE_DIR": str(torchs / "triton"),
     }
-    command = [sys.executable, __file__, *args.given, "--way", way]
+    command = [sys.executable, __file__, *given, "--way", way]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{way}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{way}: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -220,12 +182,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--intermediate", type=int, default=5632)
     parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--way", help="measure this one in this process")
     args = parser.parse_args(argv)
-    args.given = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     if args.way:
         print(json.dumps(measure(args)))
         return 0
@@ -233,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for way in args.ways:
         with tempfile.TemporaryDirectory() as folder:
             for warm in (False, True):
-                row = run(args, way, Path(folder), warm)
+                row = run(given, way, Path(folder), warm)
                 good &= row["difference"] < (3e-2 if args.dtype == "bfloat16" else 1e-4)
                 good &= not (warm and way.startswith("cgcompile") and row["compiled"])
                 print(

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rivals.timing import wait
 
 import cgcompile
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode, set_forward_context
@@ -129,11 +130,6 @@ def hand_graph(args: argparse.Namespace, model: Any) -> Step:
     return step
 
 
-def wait(args: argparse.Namespace) -> None:
-    if args.device == "cuda":
-        torch.cuda.synchronize()
-
-
 def measured(args: argparse.Namespace, ways: dict[str, Step], batch: Batch) -> dict[str, Any]:
     """Milliseconds by way: (step, host, queued)."""
     waited: dict[str, list[float]] = {name: [] for name in ways}
@@ -142,17 +138,17 @@ def measured(args: argparse.Namespace, ways: dict[str, Step], batch: Batch) -> d
     for _ in range(args.rounds):
         for name, step in ways.items():
             step(batch)
-            wait(args)
+            wait(args.device)
             for _ in range(args.steps):
                 begin = time.perf_counter()
                 step(batch)
                 host[name].append(time.perf_counter() - begin)
-                wait(args)
+                wait(args.device)
                 waited[name].append(time.perf_counter() - begin)
             begin = time.perf_counter()
             for _ in range(args.steps):
                 step(batch)
-            wait(args)
+            wait(args.device)
             queued[name].append((time.perf_counter() - begin) / args.steps)
     rows = (waited, host, queued)
     return {name: [1e3 * statistics.median(row[name]) for row in rows] for name in ways}

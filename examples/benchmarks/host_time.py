@@ -23,23 +23,16 @@ Exits with 1 where a sequence of pieces is above ``--limit`` times its floor.
 """
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from rivals.timing import floor_of, timed
 from torch import nn
 
 import cgcompile
-from cgcompile import (
-    BatchDescriptor,
-    CUDAGraphMode,
-    EagerSegment,
-    GraphSequence,
-    set_forward_context,
-)
+from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
 
 LIBRARY = torch.library.Library("cgbench", "FRAGMENT")
 
@@ -107,40 +100,6 @@ def attention(full: bool, direct: bool) -> cgcompile.SplittingOp:
     return cgcompile.SplittingOp("cgbench::attend", support=support, impl=impl)
 
 
-def public_replay(graph: Any) -> Callable[[], None]:
-    """``torch.cuda.CUDAGraph.replay``, as anybody would call it."""
-    replay: Callable[[], None] = getattr(graph, "_graph", graph).replay
-    return replay
-
-
-def floor_of(sequence: GraphSequence, op: Callable[..., Any]) -> Callable[[], None]:
-    """The bare loop: the same graphs, and the op with the same arguments."""
-    calls = [
-        (op, each.args) if isinstance(each, EagerSegment) else (public_replay(each.graph), ())
-        for each in sequence.segments
-    ]
-
-    def run() -> None:
-        for call, given in calls:
-            call(*given)
-
-    return run
-
-
-def timed(rows: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of one call of each row, bursts interleaved."""
-    found: dict[str, list[float]] = {name: [] for name in rows}
-    for _ in range(args.bursts):
-        for name, call in rows.items():
-            if args.device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(args.burst):
-                call()
-            found[name].append((time.perf_counter() - start) / args.burst)
-    return {name: statistics.median(times) for name, times in found.items()}
-
-
 def compare(
     args: argparse.Namespace,
     name: str,
@@ -150,9 +109,9 @@ def compare(
 ) -> float:
     """Print one row beside its floor; the ratio."""
     rows = {"bare loop": floor, name: call}
-    timed(rows, args)
+    timed(rows, args.device, args.bursts, args.burst)
     before = replays() if replays is not None else 0
-    found = timed(rows, args)
+    found = timed(rows, args.device, args.bursts, args.burst)
     if replays is not None:  # else it would not be replays that were measured
         assert replays() - before == args.bursts * args.burst, replays()
     ratio = found[name] / found["bare loop"]

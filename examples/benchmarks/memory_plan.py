@@ -15,7 +15,6 @@ Exits with 1 where a measured value is outside of its interval, or one is wider 
 """
 
 import argparse
-import gc
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 from host_time import Decoder, attention, define_attention
+from rivals.timing import memory
 from torch import nn
 
 import cgcompile
@@ -97,17 +97,6 @@ def manager_of(args: argparse.Namespace, name: str, way: str) -> CudaGraphManage
     )
 
 
-def used(device: str) -> int:
-    """Bytes of the device that are in use, by whatever."""
-    gc.collect()
-    if device != "cuda":
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
 def growth(made: CudaGraphManager) -> None:
     """What each graph takes, one after the other."""
     before = made.graph_memory()
@@ -126,10 +115,10 @@ def measure(args: argparse.Namespace, name: str, way: str) -> bool:
     start = time.perf_counter()
     planned = made.plan()
     seconds = time.perf_counter() - start
-    before = used(args.device)
+    before = memory(args.device)[1]
     made.capture()
     found = made.graph_memory()
-    lost = used(args.device) - before
+    lost = memory(args.device)[1] - before
     good = planned.total.holds(found.total) and planned.total.width <= 0.25 * found.total
     print(
         f"{name:14} {way:10} {planned.against(found)}; {len(planned.sampled)} of "
@@ -141,7 +130,7 @@ def measure(args: argparse.Namespace, name: str, way: str) -> bool:
         made.release()
         growth(made)
     made.release()
-    print(f"    after release {(used(args.device) - before) / MIB:+.1f} MiB")
+    print(f"    after release {(memory(args.device)[1] - before) / MIB:+.1f} MiB")
     return good
 
 

@@ -1,0 +1,101 @@
+"""Writes the README's section of figures from what ``compare.py`` has found.
+
+::
+
+    python examples/benchmarks/readme_table.py results.json   # writes README.md
+    python examples/benchmarks/readme_table.py                # from results/h200.json
+
+The section lies between two comments and is made wholly of the JSON: machine, versions, date, the
+times of a step of 32 layers at batch 8, what capturing costs, and each row of the budget.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rivals.budget import budget
+from rivals.report import (
+    Table,
+    capture_table,
+    machine_line,
+    markdown_table,
+    model_line,
+    pace_text,
+    start_table,
+    step_table,
+    troubles,
+)
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+RESULTS = Path(__file__).resolve().parent / "results" / "h200.json"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+NOTHING = "No figures are kept yet: `python examples/benchmarks/compare.py` measures them.\n"
+MODEL, BATCH = "main", "8"
+
+
+def goal_table(found: dict[str, Any]) -> Table:
+    """The budget, without the figures behind it."""
+    rows: Table = [["goal", "is", "at most", "verdict"]]
+    for goal in budget(found):
+        value = "-" if goal.value is None else f"{goal.value:.2f} {goal.unit}"
+        rows.append([goal.name, value, f"{goal.limit:g} {goal.unit}", goal.verdict])
+    return rows
+
+
+def section(found: dict[str, Any]) -> str:
+    """The Markdown for one result."""
+    model = found["models"][MODEL]
+    measured = model["batches"][BATCH]
+    parts = [
+        f"{machine_line(found)}. One decode step, batch {BATCH}, {model_line(model)}; "
+        f"medians of {measured['steps']} samples{pace_text(measured)}. *Floor*: a bare loop over "
+        "the very same graphs and op, with the same kind of call.",
+        markdown_table(step_table(model, BATCH)),
+        markdown_table(capture_table(model)),
+    ]
+    if found["starts"]:
+        parts.append(markdown_table(start_table(found["starts"])))
+    parts.append(markdown_table(goal_table(found)))
+    bad = list(troubles(found))
+    if bad:
+        parts.append("\n".join(f"* {each}" for each in bad))
+    return "\n\n".join(parts) + "\n"
+
+
+def section_of(file: Path) -> str:
+    """The Markdown for a file; a line that says so where there is none."""
+    return section(json.loads(file.read_text())) if file.exists() else NOTHING
+
+
+def between(readme: str) -> str:
+    """What stands between the two comments.
+
+    Raises:
+        ValueError: they are not there, once and in order.
+    """
+    before, found, rest = readme.partition(f"{BEGIN}\n")
+    inner, closed, after = rest.partition(END)
+    if not (found and closed) or BEGIN in rest or END in before + after:
+        raise ValueError(f"expected one {BEGIN} and one {END} after it, each on a line")
+    return inner
+
+
+def with_section(readme: str, text: str) -> str:
+    """The README with another text between the two comments."""
+    return readme.replace(f"{BEGIN}\n{between(readme)}{END}", f"{BEGIN}\n{text}{END}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="The README's figures.")
+    parser.add_argument("file", type=Path, nargs="?", default=RESULTS)
+    parser.add_argument("--readme", type=Path, default=README)
+    args = parser.parse_args(argv)
+    args.readme.write_text(with_section(args.readme.read_text(), section_of(args.file)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

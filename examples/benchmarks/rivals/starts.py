@@ -1,0 +1,68 @@
+"""Cold and warm starts: each in a process of its own, by ``compile_time.py``.
+
+Without guards, cgcompile keeps its traces (``keep_traces``), so that a warm start needs no Dynamo.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import compile_time
+
+# name in tables: name of the way there; those first that the budget compares
+WAYS = {
+    "Dynamo alone": "dynamo",
+    "cgcompile guards none": "cgcompile none inductor",
+    "cgcompile string door": "string door",
+    "torch.compile dynamic": "torch.compile",
+    "torch.compile static": "torch.compile static",
+    "reduce-overhead": "reduce-overhead",
+}
+
+
+def cold_and_warm(given: Sequence[str], way: str, until: float) -> dict[str, Any]:
+    """Seconds of the first call with empty caches, and again with all that it has left."""
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[str, Any] = {}
+        for warm in (False, True):
+            kind = "warm" if warm else "cold"
+            if time.monotonic() > until:
+                return {**found, f"{kind}_error": "no time left"}
+            try:
+                row = compile_time.run(given, way, Path(folder), warm, keep_all=True)
+            except RuntimeError as error:
+                return {**found, f"{kind}_error": str(error)[-600:]}
+            found[kind] = row["total"]
+            found[f"{kind}_compilations"] = row["compiled"]
+            found.setdefault("difference", row["difference"])
+            if way == "dynamo":
+                break
+        return found
+
+
+def starts(
+    given: Sequence[str],
+    ways: Sequence[str],
+    at_once: int,
+    until: float,
+    save: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """All ways, some at once; ``save`` gets what is known after each.
+
+    Args:
+        given: arguments of ``compile_time.py``: device and model.
+        ways: keys of WAYS.
+        at_once: how many processes run at the same time.
+        until: a time of ``time.monotonic`` after which no process is started.
+        save: called with all that was found so far.
+    """
+    found: dict[str, Any] = {}
+    with ThreadPoolExecutor(at_once) as threads:
+        jobs = {threads.submit(cold_and_warm, given, WAYS[name], until): name for name in ways}
+        for job in as_completed(jobs):
+            found[jobs[job]] = job.result()
+            save(found)
+    return found

@@ -1,0 +1,317 @@
+"""The comparison with other ways to run a step: what it measures, what it makes of the figures."""
+
+import copy
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import readme_table
+import torch
+from example_support import EXAMPLES, run
+from rivals import report
+from rivals.budget import budget
+from rivals.decoder import Dims, arguments_of, attend, counted, make_decoder
+from rivals.measure import Broken, check, measure
+from rivals.ours import Ours, all_ours
+from rivals.plot import can_plot, plot
+from rivals.torchs import MetaPieces, Plain
+from rivals.variant import LeftOut, Setup, Variant
+from rivals.worker import Worker
+
+from cgcompile import CUDAGraphMode
+
+SMALL = Dims(2, 16, 2, 1, 24, 64, 4)
+
+
+@pytest.fixture
+def setup(without_gradients: None) -> Setup:
+    dims = replace(SMALL, thin=True)
+    return Setup(dims, "cpu", torch.float32, "eager", (2, 4), (4, 2))
+
+
+def test_compare_measures_cgcompile_on_a_cpu(tmp_path: Path) -> None:
+    given = ["--device", "cpu", "--layers", "2", "--models", "main", "--rounds", "1"]
+    given += ["--repeats", "2", "--batches", "4", "2", "--out", str(tmp_path)]
+    names = ["cgcompile piecewise", "cgcompile FULL", "reduce-overhead"]
+    done = run("benchmarks/compare.py", *given, "--only", *names)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "compare.json").read_text())
+    assert found["schema"] == 1
+    assert set(found["versions"]) >= {"python", "torch"}
+    model = found["models"]["main"]
+    assert model == json.loads((tmp_path / "main.json").read_text())
+    assert model["pieces"] == 3
+    for batch in ("4", "2"):
+        rows = model["batches"][batch]["rows"]
+        assert list(rows) == ["eager", *names[:2]]
+        for name in names[:2]:
+            assert rows[name]["host_noop"] > 0
+            assert rows[name]["host"] > 0
+            assert rows[name]["floor"]["host"] > 0
+            assert "gpu" not in rows[name]
+            assert model["variants"][name]["errors"][batch] <= model["error_limit"] == 1e-4
+    captured = model["variants"]["cgcompile piecewise"]["capture"]
+    assert (captured["sizes"], captured["graphs"]) == (2, 3)
+    assert "reduce-overhead was left out: reduce-overhead needs a CUDA device" in done.stdout
+    assert "main: 2 layers (3 pieces)" in (tmp_path / "compare.txt").read_text()
+    assert (tmp_path / "compare.png").exists() == can_plot()
+
+
+# ---------------------------------------------------------------- variants
+
+
+def test_every_way_of_ours_is_right_and_has_a_floor(setup: Setup) -> None:
+    eager = Plain(setup, "eager")
+    ran = []
+    for variant in all_ours(setup, eager, eager, few=False):
+        try:
+            variant.prepare()
+        except LeftOut:
+            continue
+        captured = variant.capture(1.0)
+        assert check(setup, variant, 4) <= 1e-5
+        floor = variant.floor(4)
+        if captured is None:
+            assert variant.name == "cgcompile without graphs"
+            assert floor is None
+        else:
+            assert (captured.sizes, captured.missing) == (2, ())
+            setup.steps.draw(7)
+            expected = setup.model(*setup.steps.views(4)).clone()
+            found = variant.step(4)()
+            own = not isinstance(variant, Ours) or variant.mode is not None
+            found = found if own else found.clone()
+            assert floor is not None
+            floor()  # the same graphs: what a step has returned is written again
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        ran.append(variant.name)
+    assert len(ran) == 8
+
+
+class Wrong(Variant):
+    """Returns something else at each call, as asked for."""
+
+    def __init__(self, setup: Setup, change: float = 0.0, stale: bool = False) -> None:
+        super().__init__(setup, "wrong")
+        self.change, self.stale = change, stale
+        self.first: torch.Tensor | None = None
+        self.attention_calls = setup.dims.layers
+
+    def step(self, batch: int) -> Any:
+        def run() -> torch.Tensor:
+            found = self.setup.model(*self.setup.steps.views(batch)) + self.change
+            if self.first is None or not self.stale:
+                self.first = found.clone()
+            return self.first
+
+        return run
+
+
+def test_a_check_finds_what_is_wrong(setup: Setup) -> None:
+    assert check(setup, Wrong(setup), 4) == 0
+    with pytest.raises(Broken, match=r"batch 4: relative L2 .*, allowed 0.0001"):
+        check(setup, Wrong(setup, change=0.1), 4)
+    with pytest.raises(Broken, match="relative L2"):
+        check(setup, Wrong(setup, change=math.nan), 4)
+    with pytest.raises(Broken, match="relative L2"):
+        check(setup, Wrong(setup, stale=True), 4)
+    plain = Wrong(setup)
+    plain.attention_calls = 0
+    with pytest.raises(Broken, match="attention was called 2 times in a step, not 0"):
+        check(setup, plain, 4)
+
+
+def test_a_check_counts_replays(setup: Setup) -> None:
+    variant = Ours(setup, "pieces", CUDAGraphMode.PIECEWISE)
+    variant.prepare()
+    with pytest.raises(Broken, match=r"3 steps made [12] replays"):
+        check(setup, variant, 4)  # it was not captured before
+    variant.capture(1.0)
+    assert check(setup, variant, 4) <= 1e-5
+
+
+def test_the_arguments_of_a_step_are_those_of_each_layer(setup: Setup) -> None:
+    step = Plain(setup, "eager").step(2)
+    found = arguments_of(step)
+    assert [each[4].data_ptr() for each in found] == [
+        layer.k_cache.data_ptr() for layer in setup.model.layers
+    ]
+    assert counted(step) == len(found) == 2
+
+
+def test_attention_is_that_of_the_last_position() -> None:
+    model = make_decoder(SMALL, 3, "cpu", torch.float32)
+    layer = model.layers[0]
+    q, k, v = torch.randn(2, 2, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
+    out, untouched = torch.empty(2, 2, 8), layer.k_cache[2].clone()
+    attend(q, k, v, out, layer.k_cache, layer.v_cache)
+    keys, values = layer.k_cache[:2, :, 0], layer.v_cache[:2, :, 0]
+    assert torch.equal(keys[:, -1:], k)
+    assert torch.equal(layer.k_cache[2], untouched)
+    weights = torch.softmax(torch.einsum("nhd,ncd->nhc", q, keys) / 8**0.5, -1)
+    torch.testing.assert_close(out, torch.einsum("nhc,ncd->nhd", weights, values))
+
+
+def test_a_failure_of_one_does_not_stop_the_others(setup: Setup, tmp_path: Path) -> None:
+    worker = Worker(setup, tmp_path / "w.json", few=True, only=("none",), deadline=math.inf)
+    bad = Wrong(setup, change=1.0)
+    worker.variants = [bad, *worker.variants]
+    worker.found["variants"]["wrong"] = {}
+    worker.capture()
+    right = [each for each in worker.variants if worker.check(each, 4)]
+    assert [each.name for each in right] == ["eager"]
+    (failure,) = worker.found["variants"]["wrong"]["failures"]
+    assert failure.startswith("check of batch 4: batch 4: relative L2")
+
+    class Raises(Variant):
+        def step(self, batch: int) -> Any:
+            return lambda: 1 / 0
+
+    found = measure(
+        setup, [Raises(setup, "r"), *right], 4, rounds=2, repeats=1, until=math.inf, probe=None
+    )
+    assert found["rows"]["r"] == {"error": "ZeroDivisionError: division by zero"}
+    assert found["rows"]["eager"]["host"] > 0
+    assert found["steps"] == 2
+
+
+def test_what_is_not_installed_is_left_out(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rivals.torchs.META", "no_such_package_of_graphs")
+    with pytest.raises(LeftOut, match="pip install piecewise-cuda-graphs"):
+        MetaPieces(setup, "meta", Plain(setup, "eager")).prepare()
+
+
+# ---------------------------------------------------------------- figures
+
+
+def row(**metrics: float) -> dict[str, float]:
+    return dict(metrics)
+
+
+@pytest.fixture
+def found() -> dict[str, Any]:
+    """A result of a GPU, in which the first goal is missed and all others are reached."""
+    pieces = {**row(host_noop=240, gpu=2200), "floor": row(host_noop=200, gpu=2190)}
+    direct = {**row(host_noop=110, gpu=2200), "floor": row(host_noop=100, gpu=2190)}
+    rows: dict[str, Any] = {
+        "torch.compile dynamic": row(host=4400),
+        "graph by hand, static": row(gpu=2160),
+        "cgcompile piecewise": pieces,
+        "cgcompile piecewise, op's function": direct,
+        "cgcompile FULL": {**row(host_noop=9, gpu=2090), "floor": row(host_noop=5, gpu=2090)},
+        "cgcompile without graphs": row(host=4500),
+        "cgcompile lean piecewise": row(gpu=2150),
+        "cgcompile lean FULL": row(gpu=2000),
+    }
+    capture = {"sizes": 20, "graphs": 33, "pool_bytes": 2.8e7, "missing": []}
+    variants: dict[str, Any] = {name: {} for name in rows}
+    variants["cgcompile piecewise"]["capture"] = {**capture, "seconds": 0.2, "device_bytes": 1e8}
+    variants["cgcompile FULL"]["capture"] = {**capture, "seconds": 0.1, "device_bytes": 5e7}
+    model = {
+        "dims": vars(Dims(32, 2048, 16, 8, 5632, 32000)),
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "pieces": 33,
+        "sizes": list(range(20)),
+        "variants": variants,
+        "batches": {"8": {"steps": 50, "pace": [1.0, 1.01], "rows": rows}},
+        "complete": True,
+    }
+    deep = {**copy.deepcopy(model), "pieces": 65}
+    deep["batches"]["8"]["rows"]["cgcompile piecewise"]["host_noop"] = 220
+    return {
+        "machine": {"device": "a GPU", "cpu": "a CPU", "cores": 4},
+        "versions": {"torch": "2.0"},
+        "date": "2030-01-02",
+        "models": {"main": model, "deep": deep},
+        "starts": {"Dynamo alone": {"cold": 4.5}, "cgcompile guards none": {"cold": 8, "warm": 5}},
+        "notes": [],
+    }
+
+
+def test_the_budget_says_what_is_reached_and_by_how_much_not(found: dict[str, Any]) -> None:
+    goals = budget(found)
+    assert len(goals) == 14
+    assert [goal.verdict for goal in goals] == ["missed by 4.3 %", *["reached"] * 13]
+    values = {goal.name: goal.value for goal in goals}
+    assert values["GPU time of a boundary, cache written in pieces"] == pytest.approx(150 / 32)
+    assert values["cold compile beyond Dynamo alone"] == 3.5
+    assert values["device memory of 20 sizes, piecewise"] == 100
+    assert values["host, FULL step over its replay"] == 1.8
+
+
+def test_the_budget_says_what_was_not_measured(found: dict[str, Any]) -> None:
+    del found["models"]["deep"], found["starts"]["Dynamo alone"]
+    main = found["models"]["main"]
+    del main["batches"]["8"]["rows"]["cgcompile piecewise"]["floor"]
+    main["variants"]["cgcompile FULL"]["capture"]["sizes"] = 19
+    goals = {goal.name: goal for goal in budget(found) if goal.value is None}
+    assert all(goal.reached is None and goal.verdict == "not measured" for goal in goals.values())
+    assert [goal.about for goal in goals.values()] == [
+        "no host_noop time of floor of cgcompile piecewise, main, batch 8",
+        "no host_noop time of cgcompile piecewise, deep, batch 8",
+        "no host_noop time of cgcompile piecewise, op's function, deep, batch 8",
+        "no gpu time of floor of cgcompile piecewise, main, batch 8",
+        "no cold start of Dynamo alone",
+        "cgcompile FULL captured 19 sizes, not 20",
+        "cgcompile FULL captured 19 sizes, not 20",
+    ]
+
+
+def test_the_report_names_every_trouble(found: dict[str, Any]) -> None:
+    assert list(report.troubles(found)) == []
+    main = found["models"]["main"]
+    main["complete"] = False
+    main["variants"]["cgcompile FULL"]["failures"] = ["capture: no"]
+    main["variants"]["reduce-overhead"] = {"left_out": "why"}
+    main["batches"]["8"]["rows"]["cgcompile FULL"]["floor"]["error"] = "E: x"
+    main["batches"]["64"] = {"error": "no time left"}
+    found["starts"]["Dynamo alone"]["cold_error"] = "a\nb"
+    assert list(report.troubles(found)) == [
+        "main: cgcompile FULL FAILED: capture: no",
+        "main: reduce-overhead was left out: why",
+        "main: floor of cgcompile FULL, batch 8, FAILED: E: x",
+        "main: batch 64: no time left",
+        "main: ended before it was done",
+        "start of Dynamo alone: b",
+    ]
+    text = report.whole_text(found)
+    assert "missed by 4.3 %" in text
+    assert "a GPU, a CPU, 4 cores; torch 2.0; 2030-01-02" in text
+
+
+@pytest.mark.skipif(not can_plot(), reason="needs matplotlib")
+def test_the_plot_is_a_picture(found: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "made.png"
+    plot(found, file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------- README
+
+
+def test_the_readme_has_the_figures_that_are_kept() -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    assert readme_table.between(readme) == readme_table.section_of(readme_table.RESULTS)
+
+
+def test_the_section_is_written_between_the_comments(found: dict[str, Any], tmp_path: Path) -> None:
+    results, readme = tmp_path / "r.json", tmp_path / "README.md"
+    results.write_text(json.dumps(found))
+    around = f"a\n{readme_table.BEGIN}\nold\n{readme_table.END}\nb\n"
+    readme.write_text(around)
+    assert readme_table.main([str(results), "--readme", str(readme)]) == 0
+    written = readme.read_text()
+    text = readme_table.section(found)
+    assert written == around.replace("old\n", text)
+    assert readme_table.between(written) == text == readme_table.section_of(results)
+    assert "| cgcompile FULL | 9.0 | 5.0 |" in text
+    assert "| 1.20 x | 1.15 x | missed by 4.3 % |" in text
+    assert "2030-01-02" in text
+    with pytest.raises(ValueError, match="expected one"):
+        readme_table.between("nothing here")
+    with pytest.raises(ValueError, match="expected one"):
+        readme_table.between(around + around)
