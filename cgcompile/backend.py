@@ -27,6 +27,7 @@ from cgcompile.piecewise.cache import PieceCache
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
 from cgcompile.piecewise.splitting import check_sizes, split_as_set
 from cgcompile.piecewise.traces import trace_code, trace_split
+from cgcompile.piecewise.verify import verifier
 from cgcompile.reasons import Counters
 from cgcompile.tracing.saved import KeptTraces
 
@@ -163,8 +164,7 @@ class Backend:
             difference = verify_wrapper(wrapper, *args, rtol=rtol, atol=atol, **kwargs)
             return [] if difference is None else [difference]
         found: list[Difference | None] = []
-        graphs = self.graphs
-        before = self.counters
+        graphs, before = self.graphs, self.counters
         for graph in graphs:
             graph.observe(verifier(found, rtol, atol))
         try:
@@ -174,7 +174,7 @@ class Backend:
                 graph.observe(None)
         if not found:
             after = self.counters
-            whys = [f"{r.value}: {after.details.get(r, '-')}" for r in after.plain - before.plain]
+            whys = after.why_plain(before)
             whys += ["it has just been captured"] if after.captures > before.captures else []
             raise DispatchError.nothing_verified("; ".join(whys) or "no graph of it was called")
         return [each for each in found if each is not None]

@@ -126,6 +126,10 @@ class Counters:
             details={**self.details, **other.details},
         )
 
+    def why_plain(self, before: "Counters") -> list[str]:
+        """Each reason, in words, for which calls ran without graphs since ``before``."""
+        return [f"{r.value}: {self.details.get(r, '-')}" for r in self.plain - before.plain]
+
     def __str__(self) -> str:
         rows = [
             f"calls {self.calls}: captures {self.captures}, replays {self.replays}, "

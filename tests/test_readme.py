@@ -67,6 +67,17 @@ def test_the_pass_of_the_readme_works(capsys) -> None:
     assert without.config.disabled_passes == ("drop_dropout",)
 
 
+def test_what_the_readme_looks_at_can_be_seen(capsys) -> None:
+    (code,) = re.findall(r"```python\n(found = .*?)```", section("Seeing"), re.DOTALL)
+    module = torch.nn.Linear(8, 8)
+    model = cgcompile.compile(module, compiler="eager", capture_device="host")
+    namespace: dict = {"cgcompile": cgcompile, "model": model, "x": torch.randn(4, 8)}
+    exec(code, namespace)
+    assert namespace["found"].ok
+    assert namespace["found"].replays == 6
+    assert "Linear: nothing differs" in capsys.readouterr().out
+
+
 def test_the_engine_step_of_the_readme_works() -> None:
     (code,) = re.findall(r"```python\n(batch = .*?)```", section("Graphs"), re.DOTALL)
     module = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8))

@@ -110,6 +110,7 @@ from cgcompile.compat.operators import (
     op_overloads,
     process_group_backend,
     process_group_store,
+    program_line,
     returns_nothing,
     waited_collective,
     written_arguments,

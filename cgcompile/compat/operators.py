@@ -1,5 +1,8 @@
 """Operators: their names, overloads and schemas. See ``cgcompile/compat/__init__.py``."""
 
+import linecache
+import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,3 +156,16 @@ def process_group_store(group: Any) -> Any:
 
     known = dist.distributed_c10d._world.pg_map.get(group)
     return None if known is None else known[1]
+
+
+def program_line() -> str:
+    """Where the program is: the innermost frame that is neither torch's nor ours, with its code."""
+    ours = os.path.dirname(os.path.dirname(__file__))
+    others = (os.path.dirname(torch.__file__), ours)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(others):
+        frame = frame.f_back
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+    where = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+    return f"{where}: {text.encode('ascii', 'backslashreplace').decode()}" if text else where

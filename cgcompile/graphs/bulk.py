@@ -94,7 +94,7 @@ def capture_all(
             if done and EXPECTED.issuperset(reasons):
                 captured.append(batch)
                 continue
-            why = "; ".join(f"{r.value}: {after.details.get(r, '-')}" for r in reasons)
+            why = "; ".join(after.why_plain(before))
             missing.append((batch, why or "the model was not called"))
             if strict:
                 raise DispatchError.strict(f"batch {batch}", "bulk capture", missing[-1][1])

@@ -38,7 +38,6 @@ from cgcompile.graphs.host_steps import (
     HostStep,
     OpRun,
     all_bytes,
-    program_line,
     storage_bytes,
 )
 from cgcompile.graphs.usage import PoolBytes
@@ -240,7 +239,7 @@ class _Recorder(compat.DispatchMode):
             return compat.weak_tensor(leaf)
 
         weak_args, weak_kwargs = compat.tree_map(held, (args, kwargs))
-        line = program_line() if self._lines else ""
+        line = compat.program_line() if self._lines else ""
         return HostStep(name, call, weak_args, weak_kwargs, outside, line)
 
     def _finish(

@@ -1,7 +1,5 @@
 """One call in a recording of the host device: :class:`HostStep`, and how it is looked at."""
 
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,9 +8,6 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import CaptureError
-
-_HERE = os.path.dirname(os.path.dirname(__file__))
-_NOT_THE_PROGRAM = (_HERE, os.path.dirname(torch.__file__))
 
 
 class OpRun(NamedTuple):
@@ -90,21 +85,3 @@ def all_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """All bytes of a storage, as uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def program_line() -> str:
-    """Where the program is now: the innermost frame that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
-        frame = frame.f_back
-    code = frame.f_code
-    return line_text(code.co_filename, frame.f_lineno, code.co_name)
-
-
-def line_text(file: str, number: int, function: str) -> str:
-    """A line of the program as messages show it."""
-    import linecache
-
-    where = f"{os.path.basename(file)}:{number} in {function}"
-    text = linecache.getline(file, number).strip().encode("ascii", "backslashreplace").decode()
-    return f"{where}: {text}" if text else where

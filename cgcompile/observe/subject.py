@@ -119,8 +119,7 @@ class Subject:
             after = self.counters
             if after.replays > before.replays and not after.plain - before.plain:
                 return ""
-        whys = [f"{r.value}: {after.details.get(r, '-')}" for r in after.plain - before.plain]
-        return "; ".join(whys) or "no graph of it was called"
+        return "; ".join(after.why_plain(before)) or "no graph of it was called"
 
     @contextmanager
     def observed(self, observer: Callable[[int], Observer]) -> Iterator[None]:

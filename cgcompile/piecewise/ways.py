@@ -17,6 +17,7 @@ from cgcompile.passes.pieces import Piece
 from cgcompile.piecewise.calls import written_inputs
 from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.recording import Program, Recording
+from cgcompile.piecewise.returns import returned_names
 
 Around = Callable[[Piece, Runnable, tuple[Any, ...]], Sequence[Any]]
 """Called with a piece, what runs it, and its inputs; returns its outputs."""
@@ -152,7 +153,7 @@ class _Mixed:
         if self._after is not None:
             self._tell(piece, {name: self._left(name) for name in left_by(piece)})
         if place == len(pieces) - 1:
-            self._lend(list(self._own))  # some are returned
+            self._lend(returned_names(self._program.split))
 
     def _value(self, name: str) -> Any:
         return self._recording.value(name, self._inputs)

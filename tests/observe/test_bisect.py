@@ -214,6 +214,33 @@ def test_a_break_of_a_wrapper(device: str, hook: Any) -> None:
         assert "# FAULT: of a wrapper" in found.finding.line
 
 
+class Broken(nn.Module):
+    """Dynamo makes two graphs of it; the fault is in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.good, self.stale = Calculates(), Stale()
+
+    def forward(self, x):
+        x = self.good(x)
+        torch._dynamo.graph_break()
+        return self.stale(x)
+
+
+def test_the_graph_of_several_is_named(device: str, hook: Any) -> None:
+    factor = 1.0
+    hook(lambda x: softmax(x) * factor)
+    model = torch.compile(built(Broken, device), backend=cgcompile.Backend(config()))
+    x = rows(device)
+    assert bisect(model, x, sets=2).ok
+    factor = 3.0
+    found = bisect(model, x)
+    assert (found.stage, found.pieces) == ("replay", ("graph 1 piece_2",))
+    assert found.finding.piece == "piece_2"
+    if device == "cpu":
+        assert found.finding.line.startswith(marked_line("FAULT: stale"))
+
+
 # ---------------------------------------------------------------- compilers
 
 
