@@ -3,6 +3,7 @@
 The innermost frame that is neither torch's, nor Python's own library, nor ours.
 """
 
+import inspect
 import linecache
 import os
 import sysconfig
@@ -15,7 +16,7 @@ import torch
 from cgcompile import compat
 
 _OURS = tuple({os.path.dirname(os.path.dirname(compat.__file__)), os.path.dirname(__file__)})
-_SKIPPED = tuple(each + os.sep for each in (os.path.dirname(torch.__file__), *_OURS))
+_SKIPPED = tuple(each + os.sep for each in (os.path.dirname(inspect.getfile(torch)), *_OURS))
 _PYTHONS = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
 

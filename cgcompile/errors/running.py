@@ -37,14 +37,8 @@ class CaptureError(CGCompileError, RuntimeError):
     op: str = ""
 
     @classmethod
-    def _about(cls, op: str, text: str) -> "CaptureError":
-        error = cls(text)
-        error.op = op
-        return error
-
-    @classmethod
     def refused(cls, op: str) -> "CaptureError":
-        return cls._about(
+        return _about(
             op,
             f"{op}: operation not permitted when stream is capturing. The host would read what the "
             "device computes, but nothing is computed while a graph is recorded.\n"
@@ -124,7 +118,7 @@ class CaptureError(CGCompileError, RuntimeError):
 
     @classmethod
     def inside_full(cls, op: str, support: str, batch: str) -> "CaptureError":
-        return cls._about(
+        return _about(
             op,
             f"splitting op {op!r} (support {support}) ran inside of a FULL graph for {batch}.\n"
             "  Capture this batch in mode PIECEWISE, or declare how far the op can go: "
@@ -208,6 +202,12 @@ class CaptureError(CGCompileError, RuntimeError):
             "a compiled graph was called from inside one of its own steps: its buffers hold that "
             "step.\n  Call another compiled model there, or the plain one."
         )
+
+
+def _about(op: str, text: str) -> CaptureError:
+    error = CaptureError(text)
+    error.op = op
+    return error
 
 
 class CaptureBusyError(CaptureError):

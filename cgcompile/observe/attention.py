@@ -71,6 +71,11 @@ _BETWEEN |= {"_to_copy", "to", "tanh", "clone", "unsqueeze", "squeeze", "transpo
 _BETWEEN |= {"contiguous", "type_as", "detach"}
 
 
+def identity(tensor: torch.Tensor) -> int:
+    """Equal for tensors of one storage, while it lives; 0 for those that have none of their own."""
+    return compat.storage_identity(tensor) if compat.is_plain_tensor(tensor) else 0
+
+
 class WrittenOut:
     """Watches ops for attention that is written out in torch.
 
@@ -96,7 +101,7 @@ class WrittenOut:
         """
         if name in _MATMULS:
             ended = next((found for t in given for found in [self._softmaxed(t)] if found), None)
-            plain = not any(compat.storage_identity(t) in self._weights for t in given)
+            plain = not any(identity(t) in self._weights for t in given)
             if ended is None and plain and len(given) > 1:
                 self._mark(made, None)
             return ended
@@ -113,9 +118,9 @@ class WrittenOut:
         return None if found is None else found[1]
 
     def _found(self, tensor: torch.Tensor) -> tuple[compat.StorageLife, Line | None] | None:
-        found = self._scores.get(compat.storage_identity(tensor))
+        found = self._scores.get(identity(tensor))
         return None if found is None or found[0].ended else found
 
     def _mark(self, made: Sequence[torch.Tensor], line: Line | None) -> None:
-        for tensor in made:
-            self._scores[compat.storage_identity(tensor)] = (compat.StorageLife(tensor), line)
+        for tensor in filter(compat.is_plain_tensor, made):
+            self._scores[identity(tensor)] = (compat.StorageLife(tensor), line)

@@ -17,11 +17,13 @@ from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import Boundaries
 from cgcompile.compile import CompiledModel
 from cgcompile.config import CompilationConfig
+from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import devices_of
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe.advice import Way
 from cgcompile.observe.arguments import Call, compare_calls, look_at_call, named_weights
+from cgcompile.observe.attention import identity
 from cgcompile.observe.diagnosis import Diagnosis
 from cgcompile.observe.failures import name_of, of_handle
 from cgcompile.observe.memory import Memory
@@ -42,13 +44,15 @@ def doctor(
     """Find what graphs cannot hold in one call of a model, with your source lines and the fixes.
 
     The call runs plain, twice, on the device where the tensors are and in the grad mode, autocast
-    and forward context of the caller; nothing is traced, compiled or captured. Tensors that it
-    writes, attributes, containers and random generators that it reaches from the model and the
-    arguments are put back, bitwise. Not seen, and not put back: what a kernel writes that torch
-    does not know (a Triton kernel or an extension called directly), and state in globals. Where a
-    Python profiler is active, calls that reach no op (``torch.cuda.synchronize``) are not seen.
-    Takes the time of two plain calls, and memory for what is written. Synchronises where the model
-    does.
+    and forward context of the caller; nothing is captured, and what is compiled runs uncompiled
+    (but for a class whose ``forward`` is decorated with ``cgcompile.compile``, which shows as an
+    error of the trace). Tensors that the call writes, attributes, containers and random generators
+    that it reaches from the model and the arguments are put back, bitwise. Not seen, and not put
+    back: what a kernel writes that torch does not know (a Triton kernel or an extension called
+    directly), and state in globals. Where a Python profiler is active, calls that reach no op
+    (``torch.cuda.synchronize``) are not seen. Takes the time of two plain calls, and memory for
+    what is written. Synchronises. What the split makes of a traced model is
+    a question for a trace, not for this.
 
     Args:
         model: a module or function, compiled or not; or, without arguments, a ``Backend`` or a
@@ -119,7 +123,7 @@ class _Examination:
         self._memory = Memory(self._before.tensors)
         ops, builtin = config.splitting_ops, config.builtin_splitting_ops
         device = capture_device(self._device, config.capture_device)
-        weights = {compat.storage_identity(each) for _, each in named_weights(self._model)}
+        weights = {identity(each) for _, each in named_weights(self._model)}
         self._case = Case(
             self._notes,
             Boundaries(ops, builtin=builtin),
@@ -134,6 +138,7 @@ class _Examination:
         """Look at the arguments, run the model twice, compare, and put everything back."""
         look_at_call(self._notes, self._model, self._first, self._device, compare)
         try:
+            _uncompile_parts(self._model)
             if self._runs(self._first):
                 between = self._state(self._second)
                 self._notes.closed = True
@@ -144,6 +149,8 @@ class _Examination:
                 if self._runs(self._second):
                     self._compare_state(between, self._state(self._second))
         finally:
+            if self._device.type == "cuda":  # the model may have used streams of its own
+                torch.cuda.synchronize(self._device)
             self._before.put_back()
             self._memory.put_back()
             self._random.put_back()
@@ -168,7 +175,7 @@ class _Examination:
         watch = Watch(self._case)
         self._ran.append(watch.ran)
         try:
-            with watch:
+            with allow_capture(False), watch:
                 _call(self._model, call)
         except Exception as error:
             line = raised_at(error, _call.__code__)
@@ -193,6 +200,15 @@ class _Examination:
     def _add(self, kind: str, text: str, change: Change, ran: set[CodeType]) -> None:
         line = store_line(change.place, ran) or forward_line(self._model)
         self._notes.add(kind, change.place.path, text, line)
+
+
+def _uncompile_parts(model: Any) -> None:
+    """Put the originals in place of compiled parts, until the state is put back."""
+    module = getattr(model, "__self__", model)
+    for each in module.modules() if isinstance(module, torch.nn.Module) else ():
+        for name, part in list(each.__dict__.items()):
+            if isinstance(part, (CompiledModel, CUDAGraphWrapper)):
+                each.__dict__[name] = part.unwrap()
 
 
 def _one_stream() -> int:

@@ -5,7 +5,7 @@ as :data:`_DEEPEST`; what other libraries keep elsewhere (globals, closures) is 
 """
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cgcompile import compat
+
 _DEEPEST = 8
 _MOST = 100_000  # holders; a model of thousands of modules has fewer
+_LONG = 10_000  # items of one container: a vocabulary, which holds no state
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
 _OPAQUE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.Size, torch.layout)
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -91,7 +94,7 @@ class State:
     def _follow(self, found: Any, place: Place, depth: int) -> None:
         self.values[place.path] = (place, found)
         if isinstance(found, torch.Tensor):
-            if id(found) not in self._tensors and found.layout is torch.strided:
+            if id(found) not in self._tensors and compat.is_plain_tensor(found):
                 self._tensors[id(found)] = _Tensor.of(found)
         elif isinstance(found, (_PLAIN, _OPAQUE)) or id(found) in self._holders:
             return
@@ -103,13 +106,13 @@ class State:
     def _items(self, found: Any, place: Place) -> Iterator[tuple[Any, Place]]:
         if isinstance(found, dict):
             self._holders[id(found)] = (found, dict(found))
-            for key in list(found):
-                yield found[key], place.item(key)
+            for key in list(found) if len(found) < _LONG else ():
+                yield dict.__getitem__(found, key), place.item(key)
         elif isinstance(found, (list, deque, set, tuple, frozenset)):
             if not isinstance(found, (tuple, frozenset)):
                 kept = set(found) if isinstance(found, set) else list(found)
                 self._holders[id(found)] = (found, kept)
-            for number, each in enumerate(list(found)):
+            for number, each in enumerate(list(found) if len(found) < _LONG else ()):
                 yield each, place.item(number)
         if isinstance(found, tuple):
             return
@@ -144,8 +147,11 @@ def _restore(holder: Any, before: Any) -> None:
     if isinstance(before, dict):
         now, was = [*holder, *holder.values()], [*before, *before.values()]
         if len(now) != len(was) or any(a is not b for a, b in zip(now, was, strict=True)):
-            dict.clear(holder)
-            dict.update(holder, before)
+            # Not by methods of a subclass, which may do more; an OrderedDict has its own order.
+            kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+            kind.clear(holder)
+            for key, value in before.items():
+                kind.__setitem__(holder, key, value)
     elif isinstance(before, list):
         holder.clear()
         holder.extend(before)

@@ -9,7 +9,7 @@ context). Ops inside of a boundary run eager, so nothing is said of them.
 import operator
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,6 +20,7 @@ from cgcompile import compat
 from cgcompile.boundaries import Boundaries, SplittingOp, eager_region
 from cgcompile.forward_context import get_forward_context, is_forward_context_available
 from cgcompile.graphs.breakable import eager_break_during_capture
+from cgcompile.graphs.foreign import foreign_breaks
 from cgcompile.graphs.host_rules import refusal, written
 from cgcompile.observe.advice import Way
 from cgcompile.observe.attention import WrittenOut, is_attention_name, resembles
@@ -28,6 +29,7 @@ from cgcompile.observe.notes import Notes
 from cgcompile.passes.capturable import takes_python_data, why_no_collective, why_not_on
 from cgcompile.passes.lines import is_users_file
 from cgcompile.passes.nodes import short_name
+from cgcompile.reasons import Reason
 
 _CPU = torch.device("cpu")
 # What the host does with a tensor, by the name of the function -> as a user writes it.
@@ -110,10 +112,27 @@ class Watch:
             stack.enter_context(_Ops(self._case))
             stack.enter_context(_Functions(self._case))
             stack.enter_context(self._calls)
+            if self._case.notes.way is Way.UNTRACED:
+                stack.enter_context(foreign_breaks(_ForeignBreaks(self._case.notes)))
             self._stack = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+
+
+class _ForeignBreaks:
+    """Functions of another package that break captures: nothing is said of what they do."""
+
+    is_recording = True
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+
+    def pause(self, name: str) -> AbstractContextManager[None]:
+        return self._notes.quietly()
+
+    def add_eager(self, *call: Any) -> None:
+        """Nothing is recorded here."""
 
 
 class _Functions(TorchFunctionMode):
@@ -251,11 +270,18 @@ class _Ops(compat.DispatchMode):
         if self._case.device != _CPU and name not in ("lift_fresh", "detach_", "detach"):
             why = why_not_on(self._case.device, name, given, made, from_python=False)
             if why is not None:
-                notes.here(why.reason.value, name, why.detail)
+                severity = "note" if self._may_copy(why.reason, [*given, *made]) else None
+                notes.here(why.reason.value, name, why.detail, severity=severity)
         softmax = self._case.written_out.see(name, given, made, notes.line)
         if softmax is not None:
             text = "softmax between two matmuls: attention written out, captured as it is"
             notes.add("handwritten_attention", "softmax", text, softmax)
+
+    def _may_copy(self, reason: Reason, tensors: list[torch.Tensor]) -> bool:
+        """Whether a graph can hold a copy: from or into pinned memory, where nothing is traced."""
+        if self._notes.way is not Way.UNTRACED or reason is not Reason.DEVICE_COPY:
+            return False
+        return all(tensor.is_pinned() for tensor in tensors if tensor.device == _CPU)
 
 
 def _is_off(func: Any, args: tuple[Any, ...]) -> bool:

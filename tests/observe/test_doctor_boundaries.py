@@ -111,6 +111,23 @@ def test_the_forward_context_is_for_breaks() -> None:
     assert len(untraced.findings) == 1, str(untraced)
 
 
+def test_breaks_of_another_package() -> None:
+    rival = pytest.importorskip("piecewise_cuda_graphs")
+
+    @rival.no_graph
+    def grow(x):
+        x.mul_(x.sum().item())  # <foreign>
+
+    def model(x):
+        y = x + 1
+        grow(y)
+        return y * 2
+
+    assert examine(model, torch.ones(2), config=BREAKABLE).findings == ()
+    split = examine(model, torch.ones(2))
+    assert found(split, "host_sync", grow, "foreign").severity == "break"
+
+
 @pytest.fixture
 def gloo() -> Iterator[None]:
     import torch.distributed as dist

@@ -1,7 +1,7 @@
 """What changes between calls, the modes a call is in, and that the doctor changes nothing."""
 
 import copy
-from collections import deque
+from collections import OrderedDict, deque
 
 import pytest
 import torch
@@ -95,6 +95,25 @@ def test_nothing_is_changed(device: str, mode) -> None:
     assert after["step"] == 0
     assert after["lazy"] is None
     assert after["recent"].maxlen == 3
+
+
+class Renames(OrderedDict):
+    def __setitem__(self, key, value):
+        super().__setitem__(key + "!", value)
+
+
+def test_dicts_of_other_kinds_are_put_back() -> None:
+    ordered, renamed = OrderedDict(a=1, b=2), Renames(a=1)
+
+    def model(x):
+        ordered.move_to_end("a")
+        ordered["c"] = renamed["b"] = len(ordered)
+        return x + 1
+
+    assert not examine(model, torch.ones(2)).of_kind("forward_raised")
+    assert list(ordered.items()) == [("a", 1), ("b", 2)]
+    assert list(renamed.items()) == [("a!", 1)]
+    assert list(reversed(ordered)) == ["b", "a"]
 
 
 def test_what_a_model_does_after_is_what_it_would_have_done() -> None:
@@ -240,3 +259,27 @@ def test_inputs_that_no_graph_takes() -> None:
 
     diagnosis = examine(total, torch.eye(2).to_sparse())
     assert found(diagnosis, "unsupported_input", total, "sparse").op == "input 0"
+
+
+@pytest.mark.gpu
+def test_copies_from_pinned_memory_can_be_captured() -> None:
+    class Uploads(nn.Module):
+        def forward(self, x, rows):
+            return x + rows.to(x.device, non_blocking=True)  # <upload>
+
+    x = torch.ones(2, device="cuda")
+    for rows, severity in ((torch.ones(2), "error"), (torch.ones(2).pin_memory(), "note")):
+        diagnosis = examine(Uploads(), x, rows, config=BREAKABLE)
+        assert found(diagnosis, "device_copy", Uploads.forward, "upload").severity == severity
+
+
+def test_parts_that_are_compiled_capture_nothing() -> None:
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    part = model[1].forward = cgcompile.compile(model[1].forward, backend)
+    for _ in range(2):
+        assert not worse_than_notes(examine(model, torch.ones(1, 2)))
+    assert backend.num_compilations == 0
+    assert model[1].forward is part
+    function = torch.compile(lambda x: x * x.sum().item(), backend=backend)
+    assert examine(function, torch.ones(2)).of_kind("host_sync")
