@@ -178,8 +178,8 @@ TOGETHER = (
               3, size, TOKENS).contiguous()}),
           settings={"use_cache": False}, **TEXT, num_key_value_heads=2,
           rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}),
-    other("vilt", "multimodal", "ViltModel", "one encoder of both", both(
-          masked_text, images(32)), **TEXT, image_size=32, patch_size=8, max_image_length=-1),
+    other("visual_bert", "multimodal", "VisualBertModel", "one encoder of text and regions",
+          both(masked_text, normal("visual_embeds", 4, 16)), **TEXT, visual_embedding_dim=16),
     other("layoutlm", "multimodal", "LayoutLMModel", "text with boxes", both(
           masked_text, lambda size: {"bbox": tokens(size).sort(-1).values[..., None].expand(
               size, TOKENS, 4).contiguous()}), **TEXT, max_2d_position_embeddings=128),
@@ -223,7 +223,4 @@ FORECASTING = (
           n_positions=64),
     other("time_series_transformer", "time series", "TimeSeriesTransformerModel", "lags",
           FORECAST, settings={"use_cache": False}, **TIMES),
-    other("autoformer", "time series", "AutoformerModel", "autocorrelation by FFT",
-          FORECAST, settings={"use_cache": False}, **TIMES,
-          label_length=4, moving_average=5),
 )  # fmt: skip

@@ -24,7 +24,8 @@ class Step:
         counts: it is behind the warm rounds.
         eager: what is expected.
         compiled: what is found.
-        inputs: those of eager and of the compiled model; equal before, and equal after.
+        inputs: those of eager and of the compiled model, if the call may be repeated; equal
+            before, and equal after.
     """
 
     key: tuple[int, ...]
@@ -32,7 +33,7 @@ class Step:
     counts: bool
     eager: Callable[[], Any]
     compiled: Callable[[], Any]
-    inputs: tuple[Any, Any] = ((), ())
+    inputs: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         size = f"batch {self.key[0]}" + "".join(f", token {token}" for token in self.key[1:])
