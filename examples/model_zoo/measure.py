@@ -96,8 +96,9 @@ class Row:
     splitting: str = "fx"
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, numbers rounded."""
+        """All of it, numbers rounded; 0 where no result could move."""
         found = dataclasses.asdict(self)
+        found["moves"] = 0.0 if self.moves == float("inf") else self.moves
         for name in ("difference", "moves", "seconds", "replayed"):
             found[name] = float(f"{found[name]:.3g}")
         return found
