@@ -196,7 +196,8 @@ def _run(row: Row, settings: Settings, backend: cgcompile.Backend, steps: Iterab
         found = step.compiled()
         row.difference = max(row.difference, compare(expected, found, settings.tolerance, step))
         if step.inputs:
-            compare(*step.inputs, 0.0, f"inputs of {step}")
+            given, copy = step.inputs
+            compare(given, copy, 0.0, f"inputs of {step}")
         if row.splitting == "fx":  # else results are views that the next call overwrites
             compare(earlier[1], earlier[0], 0.0, f"the result of the call before {step}")
             earlier = found, pytree.tree_map_only(torch.Tensor, torch.clone, found)
