@@ -67,6 +67,7 @@ from cgcompile.compat.dynamo import (
     keep_input,
     known_size,
     make_floats_constant,
+    present_size,
     original_of,
     restarts,
     shape_env_of,

@@ -66,6 +66,14 @@ def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:
     return nullcontext() if mode is None else mode
 
 
+def present_size(value: Any) -> Any:
+    """A symbolic size that stands for what its symbol was found to equal; others as they are."""
+    node = value.node if isinstance(value, torch.SymInt) else None
+    if node is None or node._expr == node.expr:
+        return value
+    return node.shape_env.create_symintnode(node.expr, hint=node.hint)
+
+
 def known_size(size: Any) -> int | str:
     """A size as a number, or as an expression of symbols; equal sizes have equal texts."""
     expression = size if type(size) is int else size.node.expr  # what it stands for now

@@ -81,7 +81,8 @@ def _compile_or_not(variant: Variant, work: Compiling, name: str, on_error: str)
 
 def _compile_one(variant: Variant, work: Compiling, name: str) -> Runnable:
     module, covered = _without_inference_mode(variant.module)
-    fake_inputs = [value(node) for node in module.graph.find_nodes(op="placeholder")]
+    placeholders = module.graph.find_nodes(op="placeholder")
+    fake_inputs = [compat.present_size(value(node)) for node in placeholders]
     try:
         made = work.make(module, fake_inputs, variant.name, variant.piece.where)
     except Exception as error:

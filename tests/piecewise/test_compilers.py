@@ -225,6 +225,26 @@ def test_a_size_that_torch_itself_fixes_is_compiled_again(caplog) -> None:
                 torch.testing.assert_close(compiled(x, w), Convolved()(x, w), rtol=1e-4, atol=1e-4)
 
 
+def test_a_size_that_equals_one_of_another_input_reaches_inductor() -> None:
+    """Its symbol stands for the other's by then, which the sizes of tensors are made of."""
+
+    def model(x, y):
+        torch._check(x.shape[0] == y.shape[0])
+        q = torch.cat([y, y])[None, None]
+        gate, up = F.scaled_dot_product_attention(q, q, q)[0, 0].chunk(2, -1)
+        return (F.silu(gate) * up + x.shape[0]).sum()
+
+    backend = cgcompile.Backend(compiler="inductor")
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=backend)
+        for rows in (3, 5):
+            x, y = torch.randn(rows, 16), torch.randn(rows, 16)
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            torch._dynamo.maybe_mark_dynamic(y, 0)
+            torch.testing.assert_close(compiled(x, y), model(x, y))
+    assert len(backend.graphs) == 1
+
+
 def test_a_graph_without_symbols_is_legal() -> None:
     model, x = build(CASES["sdpa"]), torch.randn(6, 4, D)
     backend = cgcompile.Backend(compiler="aot")
