@@ -1,5 +1,7 @@
 """What several test files share: run a case against eager, look at what was really compiled."""
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -138,3 +140,19 @@ def _tolerance(case: Case, compiler: Any, device: str) -> dict[str, float]:
     if compiler == "eager" and device == "cpu" and case.same_kernels:
         return {"rtol": 0.0, "atol": 0.0}  # bitwise
     return dict(zip(("rtol", "atol"), case.tolerance, strict=True))
+
+
+def calls_of(function: Callable[[], Any]) -> list[str]:
+    """The Python functions that a call enters, itself included."""
+    found: list[str] = []
+
+    def see(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(see)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found

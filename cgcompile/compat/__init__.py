@@ -8,6 +8,7 @@ that torch does not document. Callers write ``compat.name``, whatever file here 
 from cgcompile.compat.artifacts import (
     SizeGuards,
     ambient_state,
+    compile_direct,
     compile_saveable,
     compiler_settings,
     inductor_files_in,
@@ -43,12 +44,12 @@ from cgcompile.compat.capture import (
 )
 from cgcompile.compat.compilers import (
     compile_aten,
-    compile_standalone,
     compile_whole,
     inductor_mode_options,
     inductor_option_names,
     uncapturable_op,
 )
+from cgcompile.compat.direct import Direct, inductor_graph
 from cgcompile.compat.dynamo import (
     ENTER_INFERENCE_MODE,
     LEAVES,

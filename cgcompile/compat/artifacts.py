@@ -18,12 +18,20 @@ import torch
 from torch import fx
 
 from cgcompile.compat.compilers import compile_standalone, known_patches
+from cgcompile.compat.direct import Direct
 from cgcompile.compat.modes import autocast_state
 from cgcompile.compat.operators import op_overloads
 
 log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------- compile, save and load
+
+
+def compile_direct(
+    gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> Direct:
+    """Compile one piece with Inductor."""
+    return Direct(compile_standalone(gm, fake_inputs, patches))
 
 
 def compile_saveable(
@@ -40,11 +48,11 @@ def compile_saveable(
         # torch gave up saving it, after compiling it; its own caches shorten the second time.
         if "serialize" not in str(error):
             raise
-        return compile_standalone(gm, fake_inputs, patches), None, str(error)
+        return compile_direct(gm, fake_inputs, patches), None, str(error)
     try:
-        return made, made.serialize(), ""
+        return Direct(made), made.serialize(), ""
     except Exception as error:  # whatever pickle says of what the graph holds
-        return made, None, f"torch cannot save it ({type(error).__name__}: {error})"
+        return Direct(made), None, f"torch cannot save it ({type(error).__name__}: {error})"
 
 
 def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]:
@@ -62,7 +70,7 @@ def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]
         config.patch(known_patches(patches)),
         functorch_config.patch("bundled_autograd_cache", True),
     ):
-        return AOTCompiledArtifact.deserialize(data)
+        return Direct(AOTCompiledArtifact.deserialize(data))
 
 
 _FILES_LOCK = threading.RLock()
