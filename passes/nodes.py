@@ -18,6 +18,7 @@ from torch import fx
 
 from cgcompile import compat
 from cgcompile.boundaries import target_name
+from cgcompile.passes.lines import is_users_file
 
 COMPUTING = ("call_function", "call_method", "call_module")
 
@@ -323,9 +324,15 @@ def frames(node: fx.Node) -> Iterator[tuple[str, int, str, str]]:
 
 
 def user_line(node: fx.Node) -> tuple[str, str] | None:
-    """(where, code) of the innermost frame, such as ``("model.py:41 in forward", "q = ...")``."""
-    innermost = None
+    """(where, code) of the innermost frame, such as ``("model.py:41 in forward", "q = ...")``.
+
+    Frames of torch, which ``torch.vmap`` brings, count only where there are no others.
+    """
+    innermost, users = None, False
     for file, line, function, code in frames(node):
+        if users and not is_users_file(file):
+            continue
+        users = is_users_file(file)
         text = code.encode("ascii", "backslashreplace").decode()
         innermost = (f"{os.path.basename(file)}:{line} in {function}", text)
     return innermost

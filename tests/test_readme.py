@@ -1,5 +1,6 @@
 """What the README says is so: its tables name what exists, its Python runs."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 import cgcompile
+from cgcompile import errors
+from cgcompile.observe.advice import KINDS
+from cgcompile.observe.traces import STAGES
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 
@@ -202,6 +206,28 @@ def test_seeing_of_the_readme_works(tmp_path, monkeypatch, capsys) -> None:
     assert "2 pieces: 1 captured, 1 eager" in capsys.readouterr().out
     assert [line.where.split(":")[0] for line in namespace["eager"]] == ["test_readme.py"]
     assert json.loads((tmp_path / "split.json").read_text())["totals"]["eager"] == 1
+
+
+def rows_of_faults() -> list[list[str]]:
+    table = section("Seeing").split("| fault | who tells | what it says |\n|---|---|---|\n")[1]
+    return [row.split("|")[1:4] for row in table.split("\n\n")[0].splitlines()]
+
+
+def test_each_fault_is_in_the_table() -> None:
+    assert len(rows_of_faults()) == 14
+
+
+@pytest.mark.parametrize("row", rows_of_faults(), ids=lambda row: row[0].strip())
+def test_the_table_of_faults_names_what_exists(row: list[str]) -> None:
+    tools, said = (re.findall(r"`([^`]+)`", column) for column in row[1:])
+    for name in tools:
+        assert name in cgcompile.__all__ or importlib.util.find_spec(f"cgcompile.{name}")
+    stages = {"padding", "tracing", *STAGES.values()}
+    known = {*KINDS, *stages, *(reason.value for reason in cgcompile.Reason)}
+    assert tools
+    assert said
+    for name in said:
+        assert name in known or issubclass(getattr(errors, name), cgcompile.CGCompileError)
 
 
 def test_the_report_of_the_readme_works(tmp_path, monkeypatch) -> None:

@@ -232,4 +232,4 @@ def _what_changed(change: Change) -> tuple[str, str]:
     if before.shape != after.shape:
         shapes = f"{tuple(before.shape)} before a call and {tuple(after.shape)} after it"
         return "growing_state", f"it was {shapes}: each call has other shapes"
-    return "replaced_attribute", "each call puts another tensor there, at another address"
+    return "replaced_attribute", "each call puts it at another address"

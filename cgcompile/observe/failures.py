@@ -22,6 +22,7 @@ from cgcompile.reasons import EXPECTED, Counters, Reason
 
 # What CUDA and torch say where a captured stream would have to be waited for.
 _REFUSALS = ("stream is capturing", "streamcapture", "capturing stream")
+_UNJOINED = "unjoined work"  # what CUDA says at the end of a capture
 _LINE = re.compile(
     r"\((?P<file>[^()\s]+\.py):(?P<line>\d+) in (?P<function>\w+|<\w+>)(?:: (?P<code>.*))?\)"
 )
@@ -96,6 +97,8 @@ def _kind(error: BaseException, op: str) -> str:
         return "changing_argument"
     if isinstance(error, CaptureError) and op != "-" and "not permitted" in str(error):
         return _kind_of_op(op)
+    if _UNJOINED in str(error):
+        return "side_stream"
     if any(text in str(error).lower() for text in _REFUSALS):
         return "host_sync"
     return "capture_failed"

@@ -256,7 +256,7 @@ def record_now(run: Callable[[], Any]) -> tuple[list[OpRun], Any]:
 def _node_of(
     step: Step, piece: Piece | None, run: OpRun, tolerance: Tolerance
 ) -> tuple[Piece, fx.Node] | None:
-    """The node of the user's graph that makes what an op makes."""
+    """The node of the user's graph that makes, or writes, what an op makes."""
     results = [v for name, v in run.left.items() if name.startswith("result")]
     wanted = next((each for each in results if isinstance(each, torch.Tensor)), None)
     if wanted is None:

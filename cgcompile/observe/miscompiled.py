@@ -11,7 +11,7 @@ from cgcompile.config import CompilationConfig
 from cgcompile.graphs.verify import copies
 from cgcompile.observe.comparing import Tolerance
 from cgcompile.observe.traces import Nodes, Step
-from cgcompile.passes.nodes import COMPUTING, toggles_state, value
+from cgcompile.passes.nodes import COMPUTING, is_allocation, toggles_state, value
 from cgcompile.passes.pieces import Piece
 from cgcompile.piecewise.compilers import compiler_for
 from cgcompile.piecewise.ways import Way
@@ -44,7 +44,8 @@ def miscompiled_op(step: Step, piece: Piece, tolerance: Tolerance) -> tuple[fx.N
         (the op, or None; in words).
     """
     graph = piece.module.graph
-    nodes = [n for n in graph.nodes if n.op in COMPUTING and isinstance(value(n), torch.Tensor)]
+    computing = [n for n in graph.nodes if n.op in COMPUTING and not is_allocation(n)]
+    nodes = [n for n in computing if isinstance(value(n), torch.Tensor)]
     if not nodes or any(map(toggles_state, graph.nodes)):
         return None, "the piece cannot be cut"
     given = given_to(step, piece)
@@ -56,7 +57,7 @@ def miscompiled_op(step: Step, piece: Piece, tolerance: Tolerance) -> tuple[fx.N
         nonlocal count
         count += 1
         result = run_compiled(cut_after(piece.module, node), _copied(given), config)
-        return tolerance.first(node.name, plain.made[node], {"": result}) is not None
+        return tolerance.first(node.name, {"": plain.made[node][""]}, {"": result}) is not None
 
     try:
         bad = [n for n in tensors_returned(graph) if n in nodes and wrong(n)]

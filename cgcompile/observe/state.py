@@ -84,6 +84,14 @@ class State:
         """Every tensor that is reachable."""
         return [each.tensor for each in self._tensors.values()]
 
+    def moved(self, after: "State", tensor: torch.Tensor) -> tuple[Any, Any] | None:
+        """What a tensor object was here and is after, if its memory is elsewhere now."""
+        pair = [each._tensors.get(id(tensor)) for each in (self, after)]
+        was, now = (each.alias if each is not None else None for each in pair)
+        if was is None or now is None or was.data_ptr() == now.data_ptr():
+            return None
+        return was, now
+
     def put_back(self) -> None:
         """Every container, attribute and tensor object is as it was; not the bytes of tensors."""
         for holder, before in self._holders.values():
@@ -175,10 +183,16 @@ class Change(NamedTuple):
 
 
 def changes(before: State, after: State) -> list[Change]:
-    """The places that hold another tensor object, another plain value, or that are new."""
+    """The places that hold another tensor object or memory, another plain value, or that are new.
+
+    Of a tensor object that was moved (``weight.data = ...``) both are given as they were.
+    """
     found = []
     for path, (place, now) in after.values.items():
         was = before.values[path][1] if path in before.values else None
+        if now is was and isinstance(now, torch.Tensor):
+            moved = before.moved(after, now)
+            found += [Change(place, *moved)] if moved is not None else []
         if now is was or not isinstance(now, (torch.Tensor, bool, int, float, str)):
             continue
         if isinstance(now, torch.Tensor) or type(now) is not type(was) or now != was:

@@ -25,10 +25,10 @@ def store_line(place: Place, ran: Iterable[CodeType]) -> Line | None:
     known = list(ran)
     own = [code for code in _methods(type(place.owner)) if code in known or not known]
     others = sorted((c for c in known if is_users_file(c.co_filename)), key=_position)
-    for names in (_WRITES, _READS):  # an item is put into a container that is read
+    for lines in (_writes, _moves, _reads):  # an item is put into a container that is read
         for code in (*own, *others):
-            for instruction_line in _lines(code, place.attribute, names):
-                return line_at(code, instruction_line)
+            for number in lines(code, place.attribute):
+                return line_at(code, number)
     return None
 
 
@@ -57,6 +57,20 @@ def _methods(kind: type) -> Iterator[CodeType]:
                 and is_users_file(code.co_filename)
             ):
                 yield code
+
+
+def _writes(code: CodeType, attribute: str) -> Iterator[int]:
+    yield from _lines(code, attribute, _WRITES)
+
+
+def _reads(code: CodeType, attribute: str) -> Iterator[int]:
+    yield from _lines(code, attribute, _READS)
+
+
+def _moves(code: CodeType, attribute: str) -> Iterator[int]:
+    """The lines that give other memory to the tensor that an attribute holds."""
+    movers = {*_lines(code, "data", _WRITES), *_lines(code, "set_", _READS)}
+    yield from (number for number in _reads(code, attribute) if number in movers)
 
 
 def _lines(code: CodeType, attribute: str, names: tuple[str, ...]) -> Iterator[int]:

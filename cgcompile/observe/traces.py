@@ -11,6 +11,7 @@ from torch import fx
 from cgcompile import compat
 from cgcompile.graphs.verify import Difference, copies, put_back
 from cgcompile.observe.comparing import Tolerance, named, without_gradients
+from cgcompile.passes.nodes import is_allocation, written
 from cgcompile.passes.pieces import Piece
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.recording import Program, Recording
@@ -159,21 +160,27 @@ class Watcher:
 
 
 class Nodes(fx.Interpreter):
-    """Runs an uncompiled piece and keeps a copy of what each node makes.
+    """Runs an uncompiled piece and keeps a copy of what each node leaves.
 
     Attributes:
-        made: the leaves of each node's value, as copies.
+        made: the leaves of each node's value, by path, and of the arguments that it writes, as
+            copies. Nodes that only allocate are left out: what is in new memory is nobody's.
     """
 
     def __init__(self, piece: Piece) -> None:
         super().__init__(piece.module)
+        self._piece = piece.module
         self.made: dict[fx.Node, dict[str, Any]] = {}
 
     def run_node(self, node: fx.Node) -> Any:
         """See :class:`torch.fx.Interpreter`."""
         value = super().run_node(node)
-        if node.op not in ("placeholder", "output"):
-            self.made[node] = copies(dict(compat.tree_paths(value)))
+        if node.op not in ("placeholder", "output") and not is_allocation(node):
+            left = dict(compat.tree_paths(value))
+            for number, target in enumerate(written(self._piece, node)):
+                paths = compat.tree_paths(self.env[target])
+                left |= {f"written {number}{path}": leaf for path, leaf in paths}
+            self.made[node] = copies(left)
         return value
 
 

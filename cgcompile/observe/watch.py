@@ -98,7 +98,7 @@ class Watch:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._calls = PythonCalls(case.notes)
+        self._calls = PythonCalls(case.notes, streams=case.device.type != "cuda")
         self._stack = ExitStack()
 
     @property
@@ -296,13 +296,15 @@ class PythonCalls:
 
     Args:
         notes: where findings go.
+        streams: whether to tell of CUDA streams that are entered; on a GPU the ops on them show.
 
     Attributes:
         ran: the code that ran.
     """
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Notes, *, streams: bool = False) -> None:
         self.notes = notes
+        self._enters_stream = _code(torch.cuda.StreamContext.__enter__) if streams else None
         self.ran: set[CodeType] = set()
         self._on = False
         self._regions: list[Any] = []
@@ -350,6 +352,9 @@ class PythonCalls:
         if code in self._waits:
             name = self._waits[code]
             notes.here("synchronize", name, f"{name}() makes the host wait for the device")
+        elif code is self._enters_stream:
+            text = "what is inside would run on another stream of a GPU"
+            notes.here("side_stream", "torch.cuda.stream", text, severity="note")
         elif code in self._asks:
             self._guard(frame.f_back)
         elif code in self._reads:

@@ -91,7 +91,7 @@ piece_0  captured  39 ops
   out  q_1 f32[s0, 1, 16, 16] 1024*s0 of 3072*s0 B, k_1 f32[s0, 1, 16, 16] 1024*s0 of 3072*s0 B, v_1 f32[s0, 1, 16, 16] 1024*s0 of 3072*s0 B, child i32[1, 1, 1] 4 B, child_1 i32[1, 1, 1, 1] 4 B, q_num_blocks i32[1, 1, 1] 4 B, q_indices i32[1, 1, 1, 1] 4 B
 piece_1  eager     2 ops, compiled on its own
   why  splitting_op: higher_order::flex_attention [ALWAYS]
-  at   out, lse, max_scores = flex_attention_hop(
+  at   return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s * 2)[:, 0]
   in   s0, q_1 f32[s0, 1, 16, 16] 1024*s0 of 3072*s0 B, k_1 f32[s0, 1, 16, 16] 1024*s0 of 3072*s0 B, v_1 f32[s0, 1, 16, 16] 1024*s0 of 3072*s0 B, child i32[1, 1, 1] 4 B, child_1 i32[1, 1, 1, 1] 4 B, q_num_blocks i32[1, 1, 1] 4 B, q_indices i32[1, 1, 1, 1] 4 B
   out  out_1 f32[s0, 1, 16, 16] 1024*s0 B
 piece_2  captured  3 ops
@@ -112,7 +112,7 @@ piece_0  captured  111 ops
   out  q_1 f32[s0, 1, 16, 16] 1024*s0 of 3072*s0 B, k_1 f32[s0, 1, 16, 16] 1024*s0 of 3072*s0 B, v_1 f32[s0, 1, 16, 16] 1024*s0 of 3072*s0 B, child_3 i32[1, 1, 1] 4 B, child_4 i32[1, 1, 1, 1] 4 B, child_7 i32[1, 1, 1] 4 B, child_8 i32[1, 1, 1, 1] 4 B, q_num_blocks i32[1, 1, 1] 4 B, q_indices i32[1, 1, 1, 1] 4 B, full_q_num_blocks i32[1, 1, 1] 4 B, full_q_indices i32[1, 1, 1, 1] 4 B
 piece_1  eager     2 ops, compiled on its own
   why  splitting_op: higher_order::flex_attention [ALWAYS]
-  at   out, lse, max_scores = flex_attention_hop(
+  at   return flex_attention(q, k, v, block_mask=mask)[:, 0]
   in   s0, q_1 f32[s0, 1, 16, 16] 1024*s0 of 3072*s0 B, k_1 f32[s0, 1, 16, 16] 1024*s0 of 3072*s0 B, v_1 f32[s0, 1, 16, 16] 1024*s0 of 3072*s0 B, child_3 i32[1, 1, 1] 4 B, child_4 i32[1, 1, 1, 1] 4 B, child_7 i32[1, 1, 1] 4 B, child_8 i32[1, 1, 1, 1] 4 B, q_num_blocks i32[1, 1, 1] 4 B, q_indices i32[1, 1, 1, 1] 4 B, full_q_num_blocks i32[1, 1, 1] 4 B, full_q_indices i32[1, 1, 1, 1] 4 B
   out  out_2 f32[s0, 1, 16, 16] 1024*s0 B
 piece_2  captured  3 ops
@@ -261,7 +261,7 @@ piece_0  captured  5 ops
 piece_1  eager     8 ops
   why  splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
   why  state_region: in one torch.vmap region with torch.nn.functional.scaled_dot_product_attention [ALWAYS]
-  at   batched_outputs = func(*batched_inputs, **kwargs)
+  at   return torch.vmap(F.scaled_dot_product_attention)(q, k, v)
   in   s0, q f32[s0, 4, 16] 256*s0 of 768*s0 B, k f32[s0, 4, 16] 256*s0 of 768*s0 B, v f32[s0, 4, 16] 256*s0 of 768*s0 B
   out  remove_batch_dim f32[s0, 4, 16] 256*s0 B
 piece_2  captured  2 ops
@@ -1052,10 +1052,10 @@ sizes: s0 = x.size()[0]
 piece_0  eager     34 ops
   why  gradients: in one torch.func.grad region with torch.nn.functional.scaled_dot_product_attention [ALWAYS]
   why  splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
-  at   return _wrap_for_grad(maybe_tensor, level)
-  at   return _set_tensor_requires_grad(x)
   at   g = torch.func.grad(lambda t: (t.sin() ** 2).sum())(x)
-  at   6 more lines
+  at   g = torch.func.grad(lambda t: (t.sin() ** 2).sum())(x)
+  at   y = F.scaled_dot_product_attention(g, g, g)
+  at   2 more lines
   in   s0, x f32[s0, 4, 16] 256*s0 B
   out  w f32[s0, 4, 16] 256*s0 B
 piece_1  captured  2 ops
