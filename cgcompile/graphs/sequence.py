@@ -115,6 +115,7 @@ class GraphSequence:
 
     Attributes:
         segments: in order.
+        positions: of the inputs of a call that it reads.
         steps: what runs for each of them.
         slots: the values of the present step; empty between steps.
     """
@@ -134,6 +135,7 @@ class GraphSequence:
         self.slots: list[Any] = [None] * slots
         self._empty = [None] * slots
         self._inputs = tuple((slot.at, position) for slot, position in inputs)
+        self.positions = {position for _, position in inputs}
         self._real = [0]  # how many rows are real in the present step
         replays = [each.graph.replay for each in self.segments if isinstance(each, GraphSegment)]
         if len(replays) == len(self.segments):  # as that of every piece
