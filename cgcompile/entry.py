@@ -112,7 +112,7 @@ class CompiledGraph:
             return
         self._is_capturing = self.pool.device.is_capturing
         self._program = Program(
-            split, step, runnables, boundaries, self.pool, config, self.timeline
+            split, step, runnables, boundaries, self.pool, config, self.timeline, frozen
         )
         static = self._roles[FULL].static
         self._bindings = Bindings(self._program, self._run, static, watched=not frozen)

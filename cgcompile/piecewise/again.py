@@ -17,6 +17,7 @@ import torch
 from cgcompile import compat
 from cgcompile.errors import CaptureError
 from cgcompile.forward_context import ForwardContext
+from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.piecewise.bindings import Binding
 from cgcompile.piecewise.recording import Recording
@@ -128,8 +129,8 @@ class Again:
         if self._capturing():
             return ANOTHER
         # The same graphs for the same weights.
-        binding, pool = self._binding(), self._pool
-        if binding is None or binding.gone or pool.generation != self._generation:
+        binding = self._binding()
+        if binding is None or binding.gone or self._pool.generation != self._generation:
             return ANOTHER
         if self._weights is not None and (not self._weights(inputs) or binding.moved(inputs)):
             return ANOTHER
@@ -139,15 +140,14 @@ class Again:
         with self._lock:
             if turn.again is not self:
                 return ANOTHER
-            # The same inputs, where they were. What is not equal at first sight is looked at again.
-            if self._frozen:
-                inputs += self._frozen
+            # The same inputs where they were; what differs at first sight is looked at closely.
+            inputs += self._frozen
             for place, address in self._addresses:
                 if inputs[place].data_ptr() != address:
                     self._check(inputs)
             for place, number in self._numbers:
                 now = inputs[place]
-                if now is not number and not (type(now) is int is type(number) and now == number):
+                if now is not number and not same_value(now, number):
                     self._check(inputs)
             turn.owner = thread
             try:

@@ -18,7 +18,6 @@ import torch
 from cgcompile import compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.graphs.capture import captured_elsewhere
-from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.piecewise.recording import Program, Recording
 from cgcompile.reasons import Why

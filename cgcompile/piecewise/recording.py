@@ -48,6 +48,7 @@ class Program:
         pool: memory and capture stream.
         config: the settings.
         timeline: what was captured, and when.
+        frozen: static inputs are the same objects in all calls, which somebody else keeps.
     """
 
     split: SplitGraph
@@ -57,6 +58,7 @@ class Program:
     pool: GraphPool
     config: CompilationConfig
     timeline: Timeline
+    frozen: bool = False
 
     @cached_property
     def calls(self) -> dict[int, Call]:
@@ -186,8 +188,10 @@ class Recording:
             given[position] = buffer.tensor
         return given
 
-    def is_copied(self, position: int) -> bool:
-        """Whether an input is copied into a buffer of ours."""
+    def is_fixed(self, position: int) -> bool:
+        """Whether an input is the same object at every replay: a buffer of ours, or frozen."""
+        if self._program.frozen and position in self.roles.static:
+            return True
         return any(position == each for each, _ in self._copied)
 
     # -------------------------------------------------------------- guards

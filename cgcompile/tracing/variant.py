@@ -102,6 +102,7 @@ class Variant:
             held = tuple(_held(tensor) for tensor in tensors)
             if isinstance(compiled, CompiledGraph):
                 compiled.freeze(tensors, held)
+                run = compiled.__call__  # a method costs less to call than an object
             else:
                 run = _completed(compiled, tensors, held)
         self.run = trace.function(run)
