@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0; 1 after a finding, a difference or an error, which was printed; 2 after
         words that cannot be.
     """
-    given = _parser().parse_args(arguments)
+    given = command_line().parse_args(arguments)
     try:
         answer = given.run(given)
         for line in answer.lines:
@@ -54,7 +54,8 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{where}\n  --traceback shows all of it."
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """All words of the program."""
     parser = argparse.ArgumentParser(
         prog="cgcompile",
         description="See what cgcompile does to a model. Also: python -m cgcompile.",

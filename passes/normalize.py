@@ -52,7 +52,7 @@ class BindSymbols:
     name = "bind_symbols"
 
     def uuid(self) -> str:
-        return "bind_symbols/1"
+        return "bind_symbols/2"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         binder, known = _Binder(gm), set(gm.graph.nodes)
@@ -96,6 +96,13 @@ def _lift_numbers(gm: fx.GraphModule) -> None:
             anchor = node
 
 
+def _is_tuple_of_sizes(found: Any) -> bool:
+    """Whether it is a shape, or the strides of a tensor, which are a plain tuple."""
+    return isinstance(found, tuple) and all(
+        isinstance(each, (int, torch.SymInt)) and not isinstance(each, bool) for each in found
+    )
+
+
 class _Binder:
     def __init__(self, gm: fx.GraphModule) -> None:
         self._graph = gm.graph
@@ -120,7 +127,7 @@ class _Binder:
         reads_tensor = any(tensors(value(argument)) for argument in node.all_input_nodes)
         if not reads_tensor or not symbols_of(found) <= self._bound.keys():
             return
-        if isinstance(found, torch.Size):
+        if _is_tuple_of_sizes(found):
             self._replace_size(node, tuple(self._number(size) for size in found))
         elif isinstance(found, (int, torch.SymInt)) and not isinstance(found, bool):
             self._replace(node, self._number(found))

@@ -525,6 +525,17 @@ class DerivedSizes(nn.Module):
         return y[:, : h.shape[1] - 1] * (x.numel() // 2), y.flatten()[: x.numel() // 4].sin()
 
 
+@case("derived_strides")
+class DerivedStrides(nn.Module):
+    """Windows that overlap, with strides that depend on the size: those of Longformer."""
+
+    def forward(self, x):
+        y = F.scaled_dot_product_attention(x, x, x).transpose(0, 1).contiguous().transpose(0, 1)
+        strides = list(y.stride())
+        strides[1] = strides[1] * 2
+        return y.as_strided((y.shape[0], y.shape[1] // 2, y.shape[2]), strides).sin()
+
+
 @case("sdpa_kernel")
 class SdpaKernel(Attention):
     """The switch is host code around the attention; it must run at every step."""

@@ -15,6 +15,7 @@ from cgcompile.errors import (
     CaptureBusyError,
     CaptureError,
     CGCompileError,
+    CommandError,
     ConfigError,
     DescriptorError,
     DispatchError,
@@ -75,6 +76,13 @@ EXAMPLES: dict[str, CGCompileError] = {
     "BatchError.axes": BatchError.axes((3,), ["max_seqlen", "kernel"]),
     "BatchError.not_planned": BatchError.not_planned("FULL", "num_tokens=7"),
     "BatchError.lengths_differ": BatchError.lengths_differ(3, 2),
+    "CommandError.target_form": CommandError.target_form("model.py"),
+    "CommandError.no_module": CommandError.no_module("mine", "No module named 'mine'"),
+    "CommandError.no_function": CommandError.no_function("model.py", "mak", ("make", "run")),
+    "CommandError.bad_result": CommandError.bad_result("model.py:make", "a tuple of 4"),
+    "CommandError.no_inputs": CommandError.no_inputs("model.py:make", "verify"),
+    "CommandError.bad_setting": CommandError.bad_setting("compiler"),
+    "CommandError.settings_are_fixed": CommandError.settings_are_fixed("model.py:make"),
     "CacheError.unknown_entry": CacheError.unknown_entry("77", "/home/me/.cache/cgcompile"),
     "CacheError.ambiguous_entry": CacheError.ambiguous_entry("7", ["7a00", "7b00"]),
     "CacheError.caching_is_off": CacheError.caching_is_off(),
@@ -562,6 +570,25 @@ SizesError.too_few_bytes: fit_sizes(nbytes=4096): the graph of size 512, which a
   Raise nbytes, lower maximum, or give cost_without_graph=, so that large batches may run without a graph.
 SizesError.not_covered: fit_sizes(): the largest candidate is 496, and batches of 500 were observed.
   Add a candidate, or give maximum=496: larger batches then run without a graph.""",
+        )
+
+    def test_command(self) -> None:
+        self.check(
+            "CommandError",
+            """\
+CommandError.target_form: 'model.py' is no target; expected module:function or path/to/file.py:function.
+  The function takes nothing and returns a model and its inputs: (model, args).
+CommandError.no_module: cannot import 'mine': No module named 'mine'.
+  Give a module that Python finds from here, or the path of a file: path/to/file.py:function.
+CommandError.no_function: model.py has no function 'mak'. Did you mean 'make'?
+  Functions: make, run.
+CommandError.bad_result: model.py:make returned a tuple of 4; expected a model and its inputs.
+  Return (model, args), (model, args, kwargs) or a dict with 'model', 'args' and 'kwargs'; args is a tuple, or one tensor.
+CommandError.no_inputs: model.py:make returned a model without inputs, and verify calls it.
+  Return (model, args) or (model, args, kwargs).
+CommandError.bad_setting: --set compiler: expected key=value, such as --set compiler=eager.
+CommandError.settings_are_fixed: --set for a model that model.py:make has compiled already: its settings are fixed.
+  Give them where it is compiled, or return the model before that.""",
         )
 
     def test_encoder_budget(self) -> None:

@@ -127,7 +127,7 @@ def test_wheel_and_editable_install_import(tree: Path, tmp_path: Path) -> None:
         page = (
             "from cgcompile.observe.page import render; print(render('diagnosis', {'model': 'm', "
         )
-        page += "'device': 'cpu', 'ok': True, 'findings': []})[-8:])"
+        page += "'device': 'cpu', 'ok': True, 'findings': []})[-7:])"
         done = subprocess.run(
             [str(environment / "bin" / "python"), "-c", page],
             cwd=tmp_path,

@@ -202,3 +202,27 @@ def test_seeing_of_the_readme_works(tmp_path, monkeypatch, capsys) -> None:
     assert "2 pieces: 1 captured, 1 eager" in capsys.readouterr().out
     assert [line.where.split(":")[0] for line in namespace["eager"]] == ["test_readme.py"]
     assert json.loads((tmp_path / "split.json").read_text())["totals"]["eager"] == 1
+
+
+def test_the_report_of_the_readme_works(tmp_path, monkeypatch) -> None:
+    (code,) = re.findall(r"```python\n(page = .*?)```", section("Seeing"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(4, 4)
+    manager = cgcompile.compile(model, compiler="eager", capture_device="host")
+    with torch.inference_mode():
+        for _ in range(3):
+            manager(torch.ones(2, 4))
+    names = {"cgcompile": cgcompile, "manager": manager}
+    exec(code, names)
+    assert names["page"].counters.replays == 1
+    assert "</html>" in (tmp_path / "report.html").read_text()
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    from cgcompile.__main__ import command_line
+
+    lines = re.findall(r"^cgcompile ([a-z][^#\n]*)", section("Seeing"), re.MULTILINE)
+    assert len(lines) >= 5
+    for line in lines:
+        given = command_line().parse_args(line.split())
+        assert callable(given.run)

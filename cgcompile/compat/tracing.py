@@ -293,11 +293,18 @@ def trace_call(
 @contextmanager
 def _as_cannot_trace() -> Iterator[None]:
     from torch._dynamo.exc import TorchDynamoException
-    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+    from torch.fx.experimental.symbolic_shapes import (
+        ConstraintViolationError,
+        GuardOnDataDependentSymNode,  # not wrapped where a fake of the op itself asks
+    )
 
     try:
         yield
-    except (TorchDynamoException, ConstraintViolationError) as error:
+    except (
+        TorchDynamoException,
+        ConstraintViolationError,
+        GuardOnDataDependentSymNode,
+    ) as error:
         raise _in_short(error) from error
 
 

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from cgcompile.observe import charts
+from cgcompile.observe.charts import distinct, strip, times
 from cgcompile.observe.text import human
 
 
@@ -35,9 +35,9 @@ def render(template: str, found: dict[str, Any]) -> str:
         "duration": duration,
         "count": "{:,}".format,
         "share": "{:.1%}".format,
-        "strip": charts.strip,
-        "times": charts.times,
-        "distinct": charts.distinct,
+        "strip": strip,
+        "times": times,
+        "distinct": distinct,
         "percent": "{:.3f}%".format,
     }
     return environment.get_template(f"{template}.html").render(found=found)

@@ -105,8 +105,8 @@ def test_where_settings_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_name["num_warmups"][1:] == (2, "options")
     given = CompilationConfig(strict=True, splitting_ops=(F.softmax,))
     by_name = {each.name: each for each in explain(Decoder(1), inputs(), config=given).settings}
-    assert by_name["strict"][1:] == (True, "config")
-    assert by_name["splitting_ops"][1:] == (("softmax",), "config")
+    assert by_name["strict"][1:] == (True, "argument")
+    assert by_name["splitting_ops"][1:] == (("softmax",), "argument")
     assert by_name["num_warmups"].origin == "environment"
     assert sorted(by_name) == sorted(CompilationConfig.names())
 

@@ -292,6 +292,7 @@ def run_model(request: pytest.FixtureRequest) -> tuple[Any, str]:
         for _ in range(4):
             result = found(x)
         assert torch.equal(result, model(x))
+    request.node.model = found  # a backend does not keep it
     return (backend if request.param == "backend" else found), request.param
 
 

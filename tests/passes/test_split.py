@@ -983,6 +983,23 @@ piece_2  captured  5 ops
   out  mul f32[s0, 2*s1 - 1, s2] 4*s0*s2*(2*s1 - 1) of 8*s0*s1*s2 - 4*s0*s2 B, sin f32[((s0*s1*s2)//4)] 4*(((s0*s1*s2)//4)) B""",
         )
 
+    def test_derived_strides(self) -> None:
+        self.check(
+            "derived_strides",
+            """\
+2 pieces: 1 captured, 1 eager; 2 distinct; 384*s0 B cross
+sizes: s0 = x.size()[0]
+piece_0  eager     1 op
+  why  splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
+  at   y = F.scaled_dot_product_attention(x, x, x).transpose(0, 1).contiguous().transpose(0, 1)
+  in   s0, x f32[s0, 4, 16] 256*s0 B
+  out  scaled_dot_product_attention f32[s0, 4, 16] 256*s0 B
+piece_1  captured  5 ops
+  at   y = F.scaled_dot_product_attention(x, x, x).transpose(0, 1).contiguous().transpose(0, 1)
+  in   s0, scaled_dot_product_attention f32[s0, 4, 16] 256*s0 B
+  out  sin f32[s0, 2, 16] 128*s0 B""",
+        )
+
     def test_sdpa_kernel(self) -> None:
         self.check(
             "sdpa_kernel",

@@ -59,6 +59,16 @@ def test_code_that_branches_on_an_unbacked_size_is_refused() -> None:
     assert one.traces == ()
 
 
+def test_a_size_within_an_op_that_only_data_tells_is_a_trace_error() -> None:
+    def ragged(x, counts):
+        lengths = torch.repeat_interleave(counts, counts)
+        return [each.sin() for each in x.split(lengths.tolist())]
+
+    compiled = cgcompile.compile(ragged, compiler="eager", dynamic_dims={"x": 0})
+    with pytest.raises(TraceError, match=r"(?s)does not become one graph.*test_dims\.py"):
+        compiled(torch.randn(8, 2), torch.tensor([2, 2]))
+
+
 @pytest.mark.parametrize("guards", GUARDS)
 def test_sizes_that_are_equal_by_accident(guards: str) -> None:
     def f(x, y):

@@ -1,0 +1,16 @@
+"""All architectures of the zoo, by name."""
+
+from model_zoo.entries import Entry
+from model_zoo.language import DECODERS, ENCODERS, TRANSLATORS
+from model_zoo.perception import FORECASTING, HEARING, SEEING, TOGETHER
+
+ENTRIES: tuple[Entry, ...] = (
+    *DECODERS,
+    *ENCODERS,
+    *TRANSLATORS,
+    *SEEING,
+    *HEARING,
+    *TOGETHER,
+    *FORECASTING,
+)
+CATALOGUE = {entry.name: entry for entry in ENTRIES}

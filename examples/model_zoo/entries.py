@@ -1,0 +1,109 @@
+"""What the model zoo knows of one architecture: how to make it, and what to call it with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+VOCABULARY = 96
+TOKENS = 12  # of each row of text
+Inputs = Callable[[int], dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One architecture with random weights.
+
+    Attributes:
+        name: of the row.
+        kind: the group of rows that it stands in.
+        structure: what is special about it, in a few words.
+        library: where it comes from, ``transformers`` or ``timm``.
+        make: makes it, on the CPU, in evaluation mode; its weights are drawn by the caller.
+        inputs: ``inputs(size)`` draws a batch on the CPU: tensors by name, batch dimension first.
+        settings: further arguments of each call, the same each time.
+        decodes: it decodes with a static cache as well.
+    """
+
+    name: str
+    kind: str
+    structure: str
+    library: str
+    make: Callable[[], torch.nn.Module]
+    inputs: Inputs
+    settings: dict[str, Any]
+    decodes: bool = False
+
+
+def from_config(model: str, config: str, **values: Any) -> Callable[[], torch.nn.Module]:
+    """A class of transformers on a config of its own kind; nested configs may be given as dicts."""
+
+    def make() -> torch.nn.Module:
+        import transformers
+
+        made: torch.nn.Module = getattr(transformers, model)(
+            transformers.AutoConfig.for_model(config, **values)
+        )
+        return made.eval()
+
+    return make
+
+
+def from_timm(model: str, **values: Any) -> Callable[[], torch.nn.Module]:
+    """A model of timm by its name, without weights."""
+
+    def make() -> torch.nn.Module:
+        import timm
+
+        made: torch.nn.Module = timm.create_model(model, pretrained=False, **values)
+        return made.eval()
+
+    return make
+
+
+# ---------------------------------------------------------------- inputs
+
+
+def text(size: int) -> dict[str, torch.Tensor]:
+    """Tokens, (size, TOKENS)."""
+    return {"input_ids": tokens(size)}
+
+
+def masked_text(size: int) -> dict[str, torch.Tensor]:
+    """Tokens whose rows end at a length of their own."""
+    lengths = torch.randint(TOKENS // 2, TOKENS + 1, (size, 1))
+    mask = (torch.arange(TOKENS) < lengths).long()
+    return {"input_ids": tokens(size), "attention_mask": mask}
+
+
+def translated(size: int) -> dict[str, torch.Tensor]:
+    """Tokens of an encoder and of a decoder."""
+    return masked_text(size) | {"decoder_input_ids": tokens(size, TOKENS // 2)}
+
+
+def tokens(size: int, length: int = TOKENS) -> torch.Tensor:
+    """Tokens that are no special ones, (size, length)."""
+    return torch.randint(4, VOCABULARY, (size, length))
+
+
+def images(side: int, name: str = "pixel_values") -> Inputs:
+    """Colour images, (size, 3, side, side)."""
+    return lambda size: {name: torch.randn(size, 3, side, side)}
+
+
+def normal(name: str, *shape: int) -> Inputs:
+    """One tensor of normal numbers, (size, *shape)."""
+    return lambda size: {name: torch.randn(size, *shape)}
+
+
+def both(*parts: Inputs) -> Inputs:
+    """The tensors of several."""
+
+    def draw(size: int) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for part in parts:
+            found |= part(size)
+        return found
+
+    return draw

@@ -1,0 +1,236 @@
+"""One architecture in one way of compiling: right or wrong, and how much of it is replayed.
+
+Each call gets new random inputs and is compared with the eager model, and so are the inputs after
+it and the result of the call before. It is an error of the zoo if results hardly move from call to
+call: what is stale would not be seen.
+"""
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+import cgcompile
+from model_zoo.compare import Mismatch, compare, moved
+from model_zoo.entries import Entry
+from model_zoo.ways import Call, Step, decode_steps, forward_steps, through_torch, traced_once
+
+WAYS = ("compile", "traced", "decode")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        device: ``cpu`` records on the host.
+        compiler: of the pieces.
+        sizes: batch sizes; each once in a round, in random order.
+        rounds: how many.
+        warm: of these, rounds before calls are counted: Dynamo makes up to three graphs for sizes
+            that vary, and each size runs plain once and is captured once in its graph.
+        tolerance: largest difference from eager, over the largest absolute value of the result.
+        seed: of weights, inputs and order.
+    """
+
+    device: str = "cpu"
+    compiler: str = "eager"
+    sizes: tuple[int, ...] = (1, 2, 3, 5, 8)
+    rounds: int = 6
+    warm: int = 4
+    tolerance: float = 2e-3
+    seed: int = 0
+
+    def backend(self, **settings: Any) -> cgcompile.Backend:
+        """A backend of these settings, with nothing kept on disk."""
+        if self.device == "cpu":
+            settings["capture_device"] = "host"
+        if settings.get("mode") != "NONE":  # there are pieces to compile
+            settings |= {"compiler": self.compiler, "cache_dir": "off"}
+        return cgcompile.Backend(**settings)
+
+
+@dataclass
+class Row:
+    """What became of one architecture in one way.
+
+    Attributes:
+        name: of the architecture.
+        way: ``compile``: ``torch.compile``; ``traced``: ``cgcompile.compile`` without guards;
+            ``decode``: steps with a static cache through ``torch.compile``.
+        outcome: ``right``: all calls agree with eager, and some were replayed; ``wrong``;
+            ``refused``: all agree, none was replayed, or cgcompile raised; ``error``: anything
+            else raised; ``time-out``; ``crash``.
+        detail: why it is not right, or why not all was replayed.
+        replayed: share of the calls after the warm rounds in which all graphs were replayed.
+        calls: after the warm rounds.
+        graphs: that Dynamo made.
+        breaks: of Dynamo's graphs.
+        captures: of batches.
+        reasons: why graphs did not replay after the warm rounds, with how often.
+        difference: the largest, as the tolerance is given.
+        moves: how much results differ between calls, at least, likewise.
+        seconds: all of it.
+        splitting: ``fx``, or what it fell back to.
+    """
+
+    name: str
+    way: str
+    outcome: str = "right"
+    detail: str = ""
+    replayed: float = 0.0
+    calls: int = 0
+    graphs: int = 0
+    breaks: int = 0
+    captures: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    difference: float = 0.0
+    moves: float = float("inf")
+    seconds: float = 0.0
+    splitting: str = "fx"
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, numbers rounded; 0 where no result could move."""
+        found = dataclasses.asdict(self)
+        found["moves"] = 0.0 if self.moves == float("inf") else self.moves
+        for name in ("difference", "moves", "seconds", "replayed"):
+            found[name] = float(f"{found[name]:.3g}")
+        return found
+
+
+Compile = Callable[[torch.nn.Module, Entry, cgcompile.Backend], Call]
+
+
+def measure(entry: Entry, way: str, settings: Settings, compiled: Compile = through_torch) -> Row:
+    """Make an architecture, call it in one way, and compare.
+
+    Args:
+        entry: the architecture.
+        way: one of :data:`WAYS`.
+        settings: how.
+        compiled: compiles it where the way is ``compile`` or ``decode``.
+
+    Returns:
+        Its row; nothing is raised but what ends a process.
+    """
+    torch._dynamo.reset()
+    begun, row = time.perf_counter(), Row(entry.name, way)
+    try:
+        with torch.inference_mode():
+            _measure(drawn(entry, settings), entry, row, settings, compiled)
+    except Mismatch as error:
+        row.outcome, row.detail = "wrong", str(error)
+    except Exception as error:
+        found = cause(error)
+        refused = isinstance(found, cgcompile.CGCompileError)
+        row.outcome, row.detail = "refused" if refused else "error", named(found)
+    row.seconds = time.perf_counter() - begun
+    return row
+
+
+def drawn(entry: Entry, settings: Settings) -> torch.nn.Module:
+    """The model on its device, with weights under which results depend on inputs."""
+    torch.manual_seed(settings.seed)
+    model = entry.make()
+    norms = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point() or name.endswith("A_log"):
+            continue
+        if weight.ndim < 2:
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+        else:
+            weight.normal_().mul_(weight[0].numel() ** -0.5)
+    if norms:  # with the statistics of a batch, or the signal would fade from layer to layer
+        for norm in norms:
+            norm.momentum = 1.0
+        model.train()(**entry.inputs(8), **entry.settings)
+    return model.eval().to(settings.device)
+
+
+def _measure(
+    model: torch.nn.Module, entry: Entry, row: Row, settings: Settings, compiled: Compile
+) -> None:
+    if row.way == "traced":
+        _traced(model, entry, row, settings)
+    else:
+        backend = settings.backend()
+        steps = decode_steps if row.way == "decode" else forward_steps
+        call = compiled(model, entry, backend)
+        _run(row, settings, backend, steps(model, entry, call, settings))
+    if row.outcome == "right" and row.moves < 5 * settings.tolerance:
+        row.outcome, row.detail = "error", f"results move by {row.moves:.1g} only"
+
+
+def _traced(model: torch.nn.Module, entry: Entry, row: Row, settings: Settings) -> None:
+    """Traced once; where that is refused, without a trace."""
+    refusals = []
+    for splitting in ("fx", "breakable", "full"):
+        row.splitting = splitting
+        backend, call = traced_once(model, entry, settings, splitting)
+        try:
+            _run(row, settings, backend, forward_steps(model, entry, call, settings))
+        except cgcompile.CGCompileError as error:
+            refusals.append(f"{splitting}: {named(error)}")
+            continue
+        row.detail = "; ".join([*refusals, row.detail]).removesuffix("; ")
+        return
+    row.outcome, row.detail = "refused", "; ".join(refusals)
+
+
+def _run(row: Row, settings: Settings, backend: cgcompile.Backend, steps: Iterable[Step]) -> None:
+    torch._dynamo.utils.counters.clear()
+    row.replayed, row.moves, row.calls = 0.0, float("inf"), 0
+    reasons: Counter[str] = Counter()
+    last: dict[Any, Any] = {}
+    replays, before, earlier = 0, backend.counters, ((), ())
+    for step in steps:
+        expected = step.eager()
+        if step.inputs and not last and moved(expected, step.eager()):
+            raise ValueError("eager gives another result for the same inputs")
+        found = step.compiled()
+        row.difference = max(row.difference, compare(expected, found, settings.tolerance, step))
+        if step.inputs:
+            given, copy = step.inputs
+            compare(given, copy, 0.0, f"inputs of {step}")
+        if row.splitting == "fx":  # else results are views that the next call overwrites
+            compare(earlier[1], earlier[0], 0.0, f"the result of the call before {step}")
+            earlier = found, pytree.tree_map_only(torch.Tensor, torch.clone, found)
+        if step.key in last:
+            row.moves = min(row.moves, moved(last[step.key], expected))
+        last[step.key] = expected
+        now = backend.counters
+        if step.counts:
+            row.calls += 1
+            plain = now.plain - before.plain
+            reasons += Counter({reason.value: number for reason, number in plain.items()})
+            recorded = now.captures > before.captures
+            reasons["captured"] += now.captures - before.captures
+            replays += now.replays > before.replays and not plain and not recorded
+        before = now
+    row.replayed = replays / max(row.calls, 1)
+    row.reasons = dict(+reasons)
+    row.captures, row.graphs = before.captures, len(backend.graphs)
+    row.breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    details = {reason.value: detail for reason, detail in before.details.items()}
+    whys = [f"{reason}: {details[reason]}" for reason in row.reasons if reason in details]
+    if not before.calls:
+        whys = ["no graph was called"]
+    row.detail = "; ".join(whys)
+    row.outcome = "right" if replays else "refused"
+
+
+def cause(error: BaseException) -> BaseException:
+    """What a backend raised, where Dynamo wraps it."""
+    return getattr(error, "inner_exception", None) or error
+
+
+def named(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"[:300]

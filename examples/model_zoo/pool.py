@@ -1,0 +1,133 @@
+"""Measurements in worker processes: what crashes or takes too long is a row, not the end."""
+
+import json
+import os
+import queue
+import select
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from model_zoo.measure import Row
+
+Task = tuple[str, str]  # name and way
+
+
+class Worker:
+    """One process, started again where it died or was ended.
+
+    Args:
+        command: starts it. It reads a JSON list, name and way, from each line of its standard input
+            and answers with one line, a row as JSON.
+        limit: seconds for a row; the start of the process counts.
+    """
+
+    def __init__(self, command: list[str], limit: float) -> None:
+        self._command, self._limit = command, limit
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+
+    def row(self, task: Task) -> dict[str, Any]:
+        """Measure; a crash and a time-out are rows as well."""
+        begun = time.perf_counter()
+        process = self._process or self._start()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(task).encode() + b"\n")
+            process.stdin.flush()
+            line = self._line(process, begun + self._limit)
+        except BrokenPipeError:
+            line = b""
+        if line:
+            found: dict[str, Any] = json.loads(line)
+            if found["outcome"] == "error":
+                self.end()  # a device that failed once fails again in the same process
+            return found
+        outcome = "time-out" if line is None else "crash"
+        self.end()
+        code = process.returncode
+        detail = f"after {self._limit:.0f} s" if line is None else f"exit {code}: {self._last()}"
+        seconds = time.perf_counter() - begun
+        return Row(*task, outcome=outcome, detail=detail, seconds=seconds).to_json()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._said.seek(0)
+        self._said.truncate()
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            self._command, stdin=pipe, stdout=pipe, stderr=self._said, bufsize=0
+        )
+        return self._process
+
+    def _line(self, process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
+        """One line; nothing at the end of the process; None at the deadline."""
+        assert process.stdout is not None
+        found = b""
+        while not found.endswith(b"\n"):
+            left = deadline - time.perf_counter()
+            if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+                return None
+            read = os.read(process.stdout.fileno(), 1 << 16)
+            if not read:
+                return b""
+            found += read
+        return found
+
+    def _last(self) -> str:
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:200] if lines else ""
+
+    def end(self) -> None:
+        """End the process; the next row starts another."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout):
+                assert stream is not None
+                stream.close()
+            self._process = None
+
+
+def measured(
+    tasks: Iterable[Task], workers: int, command: list[str], limit: float
+) -> Iterator[dict[str, Any]]:
+    """Rows of all tasks as they come, from several workers at once."""
+    waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    count = 0
+    for task in tasks:
+        waiting.put(task)
+        count += 1
+    done: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def work() -> None:
+        worker = Worker(command, limit)
+        try:
+            while True:
+                done.put(worker.row(waiting.get_nowait()))
+        except queue.Empty:
+            pass
+        finally:
+            worker.end()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(workers, count))]
+    for thread in threads:
+        thread.start()
+    for _ in range(count):
+        yield done.get()
+    for thread in threads:
+        thread.join()
+
+
+def serve(row: Callable[[Task], dict[str, Any]]) -> None:
+    """What a worker does: answer tasks until its input ends. Prints of models go to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with open(0, closefd=False) as asked:
+        for line in asked:
+            name, way = json.loads(line)
+            answers.write(json.dumps(row((name, way))) + "\n")
+            answers.flush()

@@ -1,0 +1,144 @@
+"""How the zoo compiles a model, and the calls that it makes of it."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import cgcompile
+from model_zoo.entries import VOCABULARY, Entry
+
+Call = Callable[..., Any]
+PROMPT, NEW_TOKENS = 5, 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of the model.
+
+    Attributes:
+        key: calls of one key have the same shapes.
+        round: which one it is in.
+        counts: it is behind the warm rounds.
+        eager: what is expected.
+        compiled: what is found.
+        inputs: those of eager and of the compiled model, if the call may be repeated; equal
+            before, and equal after.
+    """
+
+    key: tuple[int, ...]
+    round: int
+    counts: bool
+    eager: Callable[[], Any]
+    compiled: Callable[[], Any]
+    inputs: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        size = f"batch {self.key[0]}" + "".join(f", token {token}" for token in self.key[1:])
+        return f"{size}, round {self.round}"
+
+
+# ---------------------------------------------------------------- compiled
+
+
+def through_torch(model: torch.nn.Module, entry: Entry, backend: cgcompile.Backend) -> Call:
+    """``torch.compile``, as everybody calls it."""
+    return torch.compile(model, backend=backend)
+
+
+def traced_once(
+    model: torch.nn.Module, entry: Entry, settings: Any, splitting: str
+) -> tuple[cgcompile.Backend, Call]:
+    """``cgcompile.compile`` without guards, or, not traced, as ``breakable`` or ``full`` graphs."""
+    if splitting == "fx":
+        dims = dict.fromkeys(entry.inputs(2), 0)
+        backend = settings.backend()
+        return backend, cgcompile.compile(model, backend, dynamic_dims=dims, guards="none")
+    full = {"mode": "NONE", "cudagraph_mode": "FULL"}
+    backend = settings.backend(**(full if splitting == "full" else {"splitting": "breakable"}))
+    compiled = cgcompile.compile(model, backend)
+    mode = cgcompile.CUDAGraphMode["FULL" if splitting == "full" else "PIECEWISE"]
+    static: dict[Any, dict[str, torch.Tensor]] = {}
+
+    def call(**given: Any) -> Any:
+        """What an engine does: inputs are copied to where the graphs of this size read."""
+        batch = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        size = len(next(iter(batch.values())))
+        buffers = static.setdefault(size, batch)
+        for name, value in batch.items():
+            buffers[name].copy_(value)
+        descriptor = cgcompile.BatchDescriptor(size)
+        with cgcompile.set_forward_context(
+            None, cudagraph_runtime_mode=mode, batch_descriptor=descriptor
+        ):
+            return compiled(**given | buffers)
+
+    return backend, call
+
+
+# ---------------------------------------------------------------- called
+
+
+def forward_steps(
+    model: torch.nn.Module, entry: Entry, compiled: Call, settings: Any
+) -> Iterator[Step]:
+    """Whole batches, all sizes once in each round."""
+    for turn, size in _sizes(settings):
+        batch = _on(settings.device, entry.inputs(size))
+        given, copy = ({k: v.clone() for k, v in batch.items()} for _ in range(2))
+        yield Step(
+            (size,),
+            turn,
+            turn >= settings.warm,
+            lambda given=given: model(**given, **entry.settings),  # type: ignore[misc]
+            lambda copy=copy: compiled(**copy, **entry.settings),  # type: ignore[misc]
+            (given, copy),
+        )
+
+
+def decode_steps(
+    model: torch.nn.Module, entry: Entry, compiled: Call, settings: Any
+) -> Iterator[Step]:
+    """A plain prefill of a static cache, then tokens one by one; each size has its own caches."""
+    from transformers import StaticCache
+
+    config: Any = model.config
+    caches: dict[int, tuple[Any, Any]] = {}
+    for turn, size in _sizes(settings):
+        if size not in caches:
+            caches[size] = tuple(  # type: ignore[assignment]
+                StaticCache(config=config, max_cache_len=PROMPT + NEW_TOKENS) for _ in range(2)
+            )
+        tokens = torch.randint(4, VOCABULARY, (size, PROMPT + NEW_TOKENS)).to(settings.device)
+        for cache in caches[size]:
+            cache.reset()
+            _decode(model, tokens[:, :PROMPT], cache)
+        for place in range(PROMPT, PROMPT + NEW_TOKENS):
+            eager, replayed = caches[size]
+            token = tokens[:, place : place + 1].clone()
+            yield Step(
+                (size, place),
+                turn,
+                turn >= settings.warm,
+                lambda t=token, c=eager: _decode(model, t, c),  # type: ignore[misc]
+                lambda t=token, c=replayed: _decode(compiled, t, c),  # type: ignore[misc]
+            )
+
+
+def _decode(call: Callable[..., Any], tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+    logits: torch.Tensor = call(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+    return logits
+
+
+def _sizes(settings: Any) -> Iterator[tuple[int, int]]:
+    order = random.Random(settings.seed)
+    torch.manual_seed(settings.seed + 1)
+    for turn in range(settings.rounds):
+        for size in order.sample(settings.sizes, len(settings.sizes)):
+            yield turn, size
+
+
+def _on(device: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.to(device) for name, value in batch.items()}

@@ -1,0 +1,246 @@
+"""The model zoo sees what is right, wrong, refused or dead, and the README has its latest rows."""
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from example_support import EXAMPLES, load
+from expecttest import assert_expected_inline
+from model_zoo import table
+from model_zoo.catalogue import CATALOGUE, ENTRIES
+from model_zoo.compare import Mismatch, compare
+from model_zoo.measure import Settings, measure
+from model_zoo.pool import measured
+
+import cgcompile
+
+QUICK = Settings(sizes=(1, 3, 4), rounds=5)
+RESULTS = EXAMPLES / "benchmarks" / "results" / "zoo.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("llama", "decode"), ("convnext", "compile"), ("vit", "traced")]
+)
+def test_a_model_is_right_and_replayed(name: str, way: str) -> None:
+    row = measure(CATALOGUE[name], way, QUICK)
+    assert (row.outcome, row.detail, row.replayed) == ("right", "", 1.0), row
+    assert row.calls == len(QUICK.sizes) * (3 if way == "decode" else 1)
+    assert (row.breaks, row.splitting) == (0, "fx")
+    assert 1 <= row.graphs <= len(QUICK.sizes)
+    assert row.captures >= len(QUICK.sizes)
+    assert row.moves > 5 * QUICK.tolerance > row.difference
+
+
+# ---------------------------------------------------------------- faults
+
+
+class Faulty(Settings):
+    """One op of each graph is another one."""
+
+    def backend(self, **settings: Any) -> cgcompile.Backend:
+        return super().backend(graph_passes=(scaled,), **settings)
+
+
+def scale(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    node = next(node for node in gm.graph.nodes if "linear" in str(node.target))
+    with gm.graph.inserting_after(node):
+        made = gm.graph.call_function(torch.mul, (node, 1.05))
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+    return gm
+
+
+scaled = cgcompile.passes.FunctionPass("scale", scale)
+
+
+@pytest.mark.parametrize("way", ["compile", "traced"])
+def test_a_pass_that_changes_what_is_computed_is_wrong(way: str) -> None:
+    row = measure(CATALOGUE["distilbert"], way, Faulty(**dataclasses.asdict(QUICK)))
+    assert row.outcome == "wrong", row
+    assert "round 0, result 0: differs by" in row.detail
+
+
+def stale(model: Any, entry: Any, backend: Any) -> Any:
+    """From the third call of a size on, the result of the second one."""
+    seen: dict[int, list[Any]] = {}
+
+    def call(**given: Any) -> Any:
+        results = seen.setdefault(len(given["input_ids"]), [])
+        results.append(model(**given))
+        return results[min(len(results), 2) - 1]
+
+    return call
+
+
+def overwriting(model: Any, entry: Any, backend: Any) -> Any:
+    """Results of a size share their memory."""
+    memory: dict[int, torch.Tensor] = {}
+
+    def call(**given: Any) -> Any:
+        logits = model(**given).logits
+        return {"logits": memory.setdefault(len(logits), logits).copy_(logits)}
+
+    return call
+
+
+def writing(model: Any, entry: Any, backend: Any) -> Any:
+    """An input is changed."""
+
+    def call(**given: Any) -> Any:
+        result = model(**given)
+        given["input_ids"].add_(1)
+        return result
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("compiled", "sizes", "says"),
+    [
+        (stale, (1, 3), "round 2, result 0: differs by"),
+        (overwriting, (3,), "the result of the call before batch 3, round 1"),
+        (writing, (3,), "inputs of batch 3, round 0"),
+    ],
+)
+def test_what_replays_may_break_is_wrong(compiled: Any, sizes: tuple[int, ...], says: str) -> None:
+    settings = dataclasses.replace(QUICK, sizes=sizes)
+    row = measure(CATALOGUE["distilbert"], "compile", settings, compiled)
+    assert row.outcome == "wrong", row
+    assert says in row.detail
+
+
+class Unused(Settings):
+    def backend(self, **settings: Any) -> cgcompile.Backend:
+        return super().backend(cudagraph_mode="NONE", **settings)
+
+
+def test_what_is_never_replayed_is_refused_with_its_reason() -> None:
+    row = measure(CATALOGUE["distilbert"], "compile", Unused(**dataclasses.asdict(QUICK)))
+    assert (row.outcome, row.replayed, row.calls) == ("refused", 0.0, 3)
+    assert row.reasons == {"mode_none": 3}
+    assert row.detail.startswith("mode_none: ")
+
+
+def test_an_error_is_a_row() -> None:
+    def broken(model: Any, entry: Any, backend: Any) -> Any:
+        return lambda **given: model(given["no such input"])
+
+    row = measure(CATALOGUE["distilbert"], "compile", QUICK, broken)
+    assert row.outcome == "error"
+    assert row.detail.startswith("KeyError: ")
+
+
+def test_infinities_must_be_at_the_same_places() -> None:
+    one = torch.tensor([1.0, float("inf"), float("nan")])
+    assert compare(one, one.clone(), 0.0, "call") == 0.0
+    with pytest.raises(Mismatch, match="differs by inf"):
+        compare(one, torch.tensor([1.0, float("-inf"), float("nan")]), 1.0, "call")
+    with pytest.raises(Mismatch, match="differs by inf"):
+        compare(torch.ones(3), torch.tensor([1.0, 1.0, float("nan")]), 1.0, "call")
+
+
+# ---------------------------------------------------------------- workers
+
+WORKER = """
+import json, os, sys, time
+for line in sys.stdin:
+    name, way = json.loads(line)
+    if name == "dies":
+        sys.stderr.write("bus error\\n")
+        os._exit(3)
+    if name == "hangs":
+        time.sleep(60)
+    print(json.dumps({"name": name, "way": way, "outcome": "right", "pid": os.getpid()}), flush=True)
+"""
+
+
+def test_a_crash_and_a_time_out_are_rows() -> None:
+    names = ["a", "dies", "b", "hangs", "c"]
+    command = [sys.executable, "-c", WORKER]
+    rows = list(measured([(name, "compile") for name in names], 1, command, limit=2.0))
+    assert [row["name"] for row in rows] == names
+    assert [row["outcome"] for row in rows] == ["right", "crash", "right", "time-out", "right"]
+    assert rows[1]["detail"] == "exit 3: bus error"
+    assert rows[3]["detail"] == "after 2 s"
+    assert len({rows[place]["pid"] for place in (0, 2, 4)}) == 3
+
+
+# ---------------------------------------------------------------- tables
+
+
+def test_at_least_forty_architectures_of_both_libraries() -> None:
+    assert len(CATALOGUE) == len(ENTRIES) >= 40
+    assert {entry.library for entry in ENTRIES} == {"transformers", "timm"}
+
+
+def test_the_readme_has_the_rows_that_were_measured() -> None:
+    found = json.loads(RESULTS.read_text())
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    assert table.into(readme, found) == readme
+    assert {entry["name"] for entry in found["entries"]} == CATALOGUE.keys()
+    assert len(found["entries"]) >= 40
+    assert RESULTS.read_text() == table.dumped(found)
+
+
+def test_tables() -> None:
+    zoo = load("benchmarks/zoo.py")
+    args = zoo.arguments(["--device", "cpu", "--models", "llama", "vit"])
+    assert sorted(zoo.tasks_of(args)) == [
+        (name, way)
+        for name, ways in (("llama", "compile decode traced"), ("vit", "compile traced"))
+        for way in ways.split()
+    ]
+    rows = [
+        {"replayed": 1.0, "outcome": "right", "splitting": "full", "reasons": {}, "detail": ""},
+        {"replayed": 0.5, "outcome": "right", "reasons": {"warming": 5, "captured": 1}},
+        {"replayed": 0.0, "outcome": "wrong", "calls": 0, "detail": "batch 3, round 0: ..."},
+    ]
+    numbers = {"calls": 10, "graphs": 2, "captures": 5, "breaks": 0, "difference": 1e-6}
+    numbers |= {"seconds": 2.0, "splitting": "fx", "reasons": {}, "detail": "why"}
+    tasks = [("llama", "compile"), ("llama", "traced"), ("vit", "compile")]
+    machine = {"device": "a GPU", "torch": "2", "transformers": "5", "timm": "1"}
+    found = {
+        "machine": {**machine, "compiler": "inductor", "seconds": 9, "workers": 2},
+        "entries": [
+            {"name": name, "kind": entry.kind, "structure": entry.structure}
+            for name, entry in CATALOGUE.items()
+            if name in ("llama", "vit")
+        ],
+        "rows": [
+            {"name": name, "way": way, **numbers, **row}
+            for (name, way), row in zip(tasks, rows, strict=True)
+        ],
+    }
+    assert_expected_inline(
+        table.text(found),
+        """\
+compile  llama                            right    100% of 10, 2 graphs, 5 captures, off 1.0e-06, 2.0 s (full)
+traced   llama                            right     50% of 10, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  why
+compile  vit                              wrong      0% of 0, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  batch 3, round 0: ...
+compile: 1 right, 1 wrong; 100% of calls replayed
+traced: 1 right; 50% of calls replayed
+2 architectures in 9 s""",
+    )
+    assert_expected_inline(
+        table.markdown(found),
+        """\
+| kind | architectures | `torch.compile` | traced once |
+|---|---|---|---|
+| decoder | 1 | 1 right; 100% replayed | 1 right; 50% replayed |
+| vision | 1 | 1 wrong; 0% replayed |  |
+| all | 2 | 1 right, 1 wrong; 100% replayed | 1 right; 50% replayed |
+
+a GPU, torch 2, transformers 5, timm 1, pieces by inductor; 9 s with 2 workers.
+
+<details><summary>Each architecture</summary>
+
+| architecture | structure | `torch.compile` | traced once |
+|---|---|---|---|
+| llama | GQA, rotary | right 100% (full) | right 50% `warming` |
+| vit | class token | wrong batch 3, round 0 |  |
+
+</details>
+""",
+    )

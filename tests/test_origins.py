@@ -1,0 +1,58 @@
+"""Where each setting comes from: kept beside the settings, no part of what makes two equal."""
+
+import copy
+import pickle
+
+import pytest
+
+import cgcompile
+from cgcompile.config import CompilationConfig, CUDAGraphMode
+
+
+def chosen(config: CompilationConfig) -> dict[str, str]:
+    return {name: origin for name, origin in config.origins.items() if origin != "default"}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CGCOMPILE_CACHE_DIR")
+    monkeypatch.setenv("CGCOMPILE_STRICT", "1")
+
+
+def test_the_first_that_speaks_is_named() -> None:
+    assert chosen(CompilationConfig()) == {"strict": "environment"}
+    given = CompilationConfig(compiler="aot", poison=False)  # a default, said aloud
+    assert chosen(given) == {
+        "compiler": "argument",
+        "poison": "argument",
+        "strict": "environment",
+    }
+    found = CompilationConfig.resolve(
+        given, options={"poison": "1", "num_warmups": 2}, arguments={"strict": False}
+    )
+    assert chosen(found) == {
+        "compiler": "argument",
+        "poison": "options",
+        "num_warmups": "options",
+        "strict": "argument",
+    }
+    assert (found.poison, found.strict, found.num_warmups) == (True, False, 2)
+    mode = CompilationConfig.resolve(torch_mode="max-autotune-no-cudagraphs")
+    assert mode.cudagraph_mode is CUDAGraphMode.NONE
+    assert mode.origins["cudagraph_mode"] == "mode"
+
+
+def test_origins_do_not_tell_settings_apart() -> None:
+    said, unsaid = CompilationConfig(strict=True), CompilationConfig()
+    assert said.origins != unsaid.origins
+    assert said == unsaid
+    assert "origins" not in repr(said)
+    assert sorted(said.origins) == sorted(CompilationConfig.names())
+    said.origins.clear()
+    assert said.origins["strict"] == "argument"
+    for other in (copy.copy(said), copy.deepcopy(said), pickle.loads(pickle.dumps(said))):
+        assert (other, other.origins) == (said, said.origins)
+    assert chosen(cgcompile.Backend(said, poison=True).config) == {
+        "strict": "argument",
+        "poison": "argument",
+    }
