@@ -142,7 +142,7 @@ class CompiledModel(Transparent):
         self._call = _untraced(runnable, backend.config)
         if self._call is None:
             self._traces = Traces(runnable, self._compile, dynamic_dims, rules, backend.kept_traces)
-            self._call = self._traces
+            self._call = self._traces.__call__  # a method costs less to call than an object
             backend.remember(self._traces)
         elif dynamic_dims or rules != Rules():
             raise ConfigError.impossible(

@@ -7,21 +7,17 @@ batch, for its own weights, and replays it; or it runs plain and says why.
 """
 
 import logging
-import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import torch
 
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.errors import CaptureError, DispatchError, GradientError, GuardError
-from cgcompile.forward_context import (
-    ForwardContext,
-    callers_context,
-    override_forward_context,
-)
+from cgcompile.errors import DispatchError, GradientError, GuardError
+from cgcompile.forward_context import ForwardContext, entered, override_forward_context
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
@@ -29,8 +25,9 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.admission import Admission
+from cgcompile.piecewise.again import ANOTHER, Again, Turn
 from cgcompile.piecewise.auto import AutoDispatch
-from cgcompile.piecewise.bindings import Again, Binding, Bindings
+from cgcompile.piecewise.bindings import Binding, Bindings
 from cgcompile.piecewise.cache import Compilation
 from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.ranges import artifacts_text
@@ -80,7 +77,6 @@ class CompiledGraph:
         self.compilation = compilation
         self.timeline = Timeline()
         self._ledger = Ledger(self.timeline.refused)
-        self._replayed_again = 0  # guarded by _lock
         self._config = config
         step = Step(split)
         self.source = step.source
@@ -94,10 +90,10 @@ class CompiledGraph:
             for position, each in enumerate(split.inputs)
             if split.differentiable and isinstance(each.meta, torch.Tensor)
         )
-        self._lock = threading.Lock()  # of buffers, bindings and graphs
-        self._owner = 0
+        self._turn = Turn()
         self._observer: Observer | None = None
-        self._again: Again | None = None  # what the last call under a context replayed
+        self._frozen: tuple[torch.Tensor, ...] = ()
+        self._differentiable_frozen: tuple[torch.Tensor, ...] = ()
         self._prepare(step, runnables, boundaries, frozen)
 
     def _prepare(
@@ -116,7 +112,7 @@ class CompiledGraph:
             return
         self._is_capturing = self.pool.device.is_capturing
         self._program = Program(
-            split, step, runnables, boundaries, self.pool, config, self.timeline
+            split, step, runnables, boundaries, self.pool, config, self.timeline, frozen
         )
         static = self._roles[FULL].static
         self._bindings = Bindings(self._program, self._run, static, watched=not frozen)
@@ -149,44 +145,42 @@ class CompiledGraph:
             CaptureError: called from inside one of its own captured steps.
             BaseException: what the step raised, unchanged.
         """
-        return self.step(inputs)
-
-    def step(self, inputs: tuple[Any, ...]) -> Any:
-        """As a call, with the inputs as one tuple: hundreds of them are not copied again."""
         try:
-            context = callers_context()
-            if context is not None and context.inputs_ready is not None:
-                wait_for_inputs(context.inputs_ready, self.split.device)
-            again = self._again
-            if again is not None and context is not None and again.serves(context, inputs):
-                if self._owner == threading.get_ident():
-                    raise CaptureError.reentered()
-                with self._lock:
-                    if self._again is again:
-                        return self._replay_again(again, context, inputs)
-            why, result = self._with_graphs(context, inputs)
+            entry = entered()
+            context = None if entry is None else entry[1]
+            if entry is not None and context is not None:
+                if context.inputs_ready is not None:
+                    wait_for_inputs(context.inputs_ready, self.split.device)
+                again = self._turn.again
+                if again is not None:
+                    result = again.step(context, entry[2], inputs)
+                    if result is not ANOTHER:
+                        return result
+            why, result = self._with_graphs(context, inputs + self._frozen)
             if why is not None:
-                result = self._plain(why, context, inputs)
+                grad = torch.is_grad_enabled()
+                frozen = self._differentiable_frozen if grad else self._frozen
+                result = self._plain(why, context, inputs + frozen)
         except BaseException:
             self._ledger.failed()
             raise
         return result
 
-    def _replay_again(self, again: Again, context: ForwardContext, inputs: tuple[Any, ...]) -> Any:
-        """The shortest way: the batch that a caller's context asked for last time."""
-        again.recording.check(inputs)
-        self._owner = threading.get_ident()
-        try:
-            result = again.recording.replay(inputs, context.num_unpadded_tokens)
-        finally:
-            self._owner = 0
-        self._replayed_again += 1
-        return result
+    def freeze(self, tensors: tuple[torch.Tensor, ...], held: tuple[torch.Tensor, ...]) -> None:
+        """From now on, calls leave out the last inputs: they are always these tensors.
+
+        Args:
+            tensors: as the model has them; gradients need them.
+            held: the same memory, for all else.
+        """
+        self._differentiable_frozen, self._frozen = tensors, held
+        if self.split.differentiable:
+            self._constants += tensors
 
     @property
     def counters(self) -> Counters:
         """What the calls did so far; ``print(graph.counters)`` shows it."""
-        again = self._replayed_again
+        again = self._turn.replays
         return self._ledger.counters + Counters(calls=again, replays=again)
 
     def _with_graphs(
@@ -199,17 +193,17 @@ class CompiledGraph:
             return self._never, None
         if self._is_capturing():
             return Why(Reason.INSIDE_CAPTURE, "called inside of a capture"), None
-        if self._owner == threading.get_ident():
-            raise CaptureError.reentered()
+        turn = self._turn
+        turn.refuse_inside()
         mode = self._auto.mode if context is None else self._admission.mode_for(context)
         if isinstance(mode, Why):
             return mode, None
-        with self._lock:
-            self._owner = threading.get_ident()
+        with turn.lock:
+            turn.owner = get_ident()
             try:
                 return self._replay_or_capture(mode, context, inputs)
             finally:
-                self._owner = 0
+                turn.owner = 0
 
     def _replay_or_capture(
         self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
@@ -218,8 +212,9 @@ class CompiledGraph:
             key, written = self._auto.key(inputs), self._auto.written
         else:
             key, written = self._admission.key(mode, context, inputs), ()
-        if self._again is not None and self._again.gone:
-            self._again = None
+        again = self._turn.again
+        if again is not None and again.gone:
+            self._turn.again = None
         name, binding = self._bindings.find(inputs, written)
         found = None if binding is None else binding.recordings.get(key)
         if binding is not None and isinstance(found, Recording) and not found.void:
@@ -268,7 +263,8 @@ class CompiledGraph:
         again = self._config.on_input_change == "raise"
         if again and context is not None and found.batch.mode is context.cudagraph_runtime_mode:
             same = self._bindings.same(inputs)
-            self._again = Again(found, binding, same, self._program.pool)
+            pool = self._program.pool
+            self._turn.again = Again(self._turn, found, binding, same, self._frozen, pool)
         self._ledger.replayed()
         return None, result
 
@@ -351,9 +347,9 @@ class CompiledGraph:
 
     def observe(self, observer: Observer | None) -> None:
         """Let ``observer`` run each recorded step, in place of its replay; None: no more."""
-        self._refuse_inside()
-        with self._lock:
-            self._again = None
+        self._turn.refuse_inside()
+        with self._turn.lock:
+            self._turn.again = None
             self._observer = observer
 
     def invalidate(self, reason: str) -> None:
@@ -372,18 +368,14 @@ class CompiledGraph:
             self._admission.closed = False
 
     def _release(self) -> None:
-        self._refuse_inside()
-        with releasing(), self._lock:
-            self._again = None
+        self._turn.refuse_inside()
+        with releasing(), self._turn.lock:
+            self._turn.again = None
             if self.pool is not None:
                 self.pool.device.synchronize()  # a replay may still run, on whatever stream
                 self._bindings.clear()
                 self._auto.reset()
                 self.pool.release()
-
-    def _refuse_inside(self) -> None:
-        if self._owner == threading.get_ident():
-            raise CaptureError.reentered()
 
 
 _GRADIENTS = Why(Reason.GRADIENTS, "grad mode is on, and an input or a constant requires grad")

@@ -8,9 +8,9 @@ model, in the same thread and asyncio task.
 The context variable below and the permission to capture are the only ambient state of cgcompile.
 """
 
-import asyncio
-import threading
+from asyncio import Task, _get_running_loop, current_task
 from contextvars import ContextVar, Token
+from threading import get_ident
 from types import TracebackType
 from typing import Any
 
@@ -79,26 +79,31 @@ class ForwardContext:
         return context
 
 
-# (context, who set it). The owner matters: a task or thread that copied this context on creation
-# would otherwise see the step of its parent, long after that step has ended.
-_Owner = tuple[int, "asyncio.Task[Any] | None"]
-_current: ContextVar[tuple[ForwardContext | None, _Owner] | None] = ContextVar(
-    "cgcompile_forward_context", default=None
-)
+# (context, the same if a caller has set it, the thread and the task that set it). Who did matters:
+# a task or thread that copied this context on creation would otherwise see the step of its parent,
+# long after that step has ended.
+_Entry = tuple[ForwardContext | None, ForwardContext | None, int, "Task[Any] | None"]
+_current: ContextVar[_Entry | None] = ContextVar("cgcompile_forward_context", default=None)
 
 
-def _owner() -> _Owner:
-    # Asking for the loop first costs no exception in the usual case, a plain thread.
-    loop = asyncio._get_running_loop()
-    return threading.get_ident(), asyncio.current_task(loop) if loop is not None else None
+def entered() -> _Entry | None:
+    """What this thread or task has entered last, in one call, as every step asks for it.
+
+    Returns:
+        (its context, the same or None if it is one of our own, the id of this thread, this task);
+        None outside of any context.
+    """
+    entry = _current.get()
+    if entry is None or entry[2] != get_ident():
+        return None
+    loop = _get_running_loop()  # asked first, it costs no exception in a plain thread
+    return entry if entry[3] is (None if loop is None else current_task(loop)) else None
 
 
 def current_forward_context() -> ForwardContext | None:
     """The forward context of this thread or task, or None; not for traced code."""
-    entry = _current.get()
-    if entry is None or entry[1] != _owner():
-        return None
-    return entry[0]
+    entry = entered()
+    return None if entry is None else entry[0]
 
 
 def in_full_mode() -> bool:
@@ -109,11 +114,8 @@ def in_full_mode() -> bool:
 
 def callers_context() -> ForwardContext | None:
     """The forward context that a caller has set; None if there is none, or one of our own."""
-    entry = _current.get()
-    if entry is None or entry[1] != _owner():
-        return None
-    context = entry[0]
-    return None if context is None or context.is_synthetic else context
+    entry = entered()
+    return None if entry is None else entry[1]
 
 
 class override_forward_context:
@@ -128,8 +130,12 @@ class override_forward_context:
         self._tokens: list[Token[Any]] = []
 
     def __enter__(self) -> ForwardContext | None:
-        self._tokens.append(_current.set((self._context, _owner())))
-        return self._context
+        context, loop = self._context, _get_running_loop()
+        own = context is None or context.is_synthetic
+        task = None if loop is None else current_task(loop)
+        entry = context, None if own else context, get_ident(), task
+        self._tokens.append(_current.set(entry))
+        return context
 
     def __exit__(
         self,

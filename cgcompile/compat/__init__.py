@@ -146,7 +146,7 @@ from cgcompile.compat.saved import (
     traced_expression,
 )
 from cgcompile.compat.shapes import OwnShapes, Span, python_predicate, why_not_copied
-from cgcompile.compat.traced import TracedPython, compiling, source_scope
+from cgcompile.compat.traced import TracedPython, alike, compiling, source_scope
 from cgcompile.compat.traces import (
     current_compile_id,
     is_profiling,

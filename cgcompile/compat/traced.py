@@ -8,7 +8,7 @@ import dis
 import importlib
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,30 +32,29 @@ class _Globals(dict[str, Any]):
         return self._live[name]
 
 
-class _Helpers(types.ModuleType):
-    """What Dynamo's code calls of ``torch._dynamo.utils``.
+def _helpers(name: str) -> types.ModuleType:
+    """What Dynamo's code calls of ``torch._dynamo.utils``, in a module of its own.
 
     There most of them turn Dynamo off around themselves, which costs more than all else in a call.
     The tensors are plain ones: a subclass has its own trace and no such helpers of its own.
     """
-
-    call_size = staticmethod(torch.Tensor.size)
-    call_stride = staticmethod(torch.Tensor.stride)
-    call_storage_offset = staticmethod(torch.Tensor.storage_offset)
-
-    @staticmethod
-    def record_pregraph_bytecode_enter() -> None:
-        """A range of the profiler around a few instructions: left out."""
-
-    @staticmethod
-    def record_pregraph_bytecode_exit(_: None) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
+    found = types.ModuleType(name)  # no subclass: Python finds what is in a plain one at once
+    own = {
+        "call_size": torch.Tensor.size,
+        "call_stride": torch.Tensor.stride,
+        "call_storage_offset": torch.Tensor.storage_offset,
+        # A range of the profiler around a few instructions is left out: ``bool`` takes what these
+        # take, does nothing, and costs half of a function that does nothing.
+        "record_pregraph_bytecode_enter": bool,
+        "record_pregraph_bytecode_exit": bool,
+        "__getattr__": lambda other: getattr(importlib.import_module(name), other),
+    }
+    vars(found).update(own)
+    return found
 
 
 def _module(name: str) -> types.ModuleType:
-    return _Helpers(name) if name == "torch._dynamo.utils" else importlib.import_module(name)
+    return _helpers(name) if name == "torch._dynamo.utils" else importlib.import_module(name)
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,8 @@ class TracedPython:
         names = self.names(original)
         if self.graph is not None:
             names[self.graph] = compiled
+        if _globals_read(self.code) <= names.keys():
+            names = dict(names)  # nothing of the user's: Python remembers where it found a name
         closure = original.__closure__ if self.code.co_freevars else None
         made = types.FunctionType(
             self.code, names, original.__name__, original.__defaults__, closure
@@ -131,6 +132,26 @@ def source_scope(names: Mapping[str, Any], globals_: Mapping[str, Any]) -> dict[
 
     helpers = guards._get_closure_vars() if hasattr(guards, "_get_closure_vars") else {}
     return {**helpers, "L": names, "G": globals_}
+
+
+def alike(
+    tensors: Sequence[torch.Tensor], layouts: Sequence[tuple[list[int | None], list[int]]]
+) -> Callable[..., bool]:
+    """What tells whether other tensors are like these, in one call: 0.15 us for two of them.
+
+    Yes means: equal in type, dtype, device, whether they require grad, rank, strides, and in sizes.
+    No may also mean another dispatch key, as of a tensor that was made in inference mode.
+
+    Args:
+        tensors: what is compared with; not kept.
+        layouts: (sizes, strides) of each; None for a size that may be any.
+    """
+    sizes, strides = zip(*layouts, strict=True)
+    guards = torch._C._dynamo.guards.TensorGuards(
+        *tensors, dynamic_dims_sizes=list(sizes), dynamic_dims_strides=list(strides)
+    )
+    found: Callable[..., bool] = guards.check
+    return found
 
 
 @contextmanager

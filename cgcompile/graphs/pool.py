@@ -41,6 +41,7 @@ class GraphPool:
         arena: memory of our own for the steps that these graphs are part of.
         lock: for owners that several threads call: held from the writing of inputs to the copying
             of results.
+        stream_key: of the stream that it was replayed on last; None before that.
     """
 
     def __init__(self, device: CaptureDevice) -> None:
@@ -50,7 +51,7 @@ class GraphPool:
         self.arena = Arena()
         self.lock = threading.RLock()
         self._memory: Any = None
-        self._stream_key: int | None = None
+        self.stream_key: int | None = None
         self._last_stream: Any = None
         self._parked: list[DeviceGraph] = []
         self._retired: list[Any] = []  # memory of graphs from before a failure
@@ -107,11 +108,11 @@ class GraphPool:
     def follow_stream(self) -> None:
         """Call before a replay: work of the pool that another stream was given comes first."""
         key = self.device.stream_key()
-        if key != self._stream_key:
+        if key != self.stream_key:
             if self._last_stream is not None:
                 self.device.wait_for(self._last_stream)
             self._last_stream = self.device.current_stream()
-            self._stream_key = key
+            self.stream_key = key
 
     def lends(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether a tensor is, or is a view of, what a replay of one of the graphs returns.

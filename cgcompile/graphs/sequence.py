@@ -7,8 +7,8 @@ everything bound that it was called with. Where each value of a step comes from:
 =============================== ============================ ============================ =========
 value                           read by a graph segment      read by an eager segment     released
 =============================== ============================ ============================ =========
-parameter, buffer               bound; guarded by identity   this call's                  never
-                                and address
+parameter, buffer               bound; guarded by identity   this call's; bound, where    never
+                                and address                  the trace holds it
 input that is only read         forward context: bound,      this call's                  step ends
                                 guarded by address; without:
                                 copied into the arena
@@ -31,7 +31,7 @@ forward context of the present step.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +115,7 @@ class GraphSequence:
 
     Attributes:
         segments: in order.
+        positions: of the inputs of a call that it reads.
         steps: what runs for each of them.
         slots: the values of the present step; empty between steps.
     """
@@ -134,6 +135,7 @@ class GraphSequence:
         self.slots: list[Any] = [None] * slots
         self._empty = [None] * slots
         self._inputs = tuple((slot.at, position) for slot, position in inputs)
+        self.positions = {position for _, position in inputs}
         self._real = [0]  # how many rows are real in the present step
         replays = [each.graph.replay for each in self.segments if isinstance(each, GraphSegment)]
         if len(replays) == len(self.segments):  # as that of every piece
@@ -288,12 +290,23 @@ class GraphSequence:
         live = [(k, each.at) for k, each in enumerate(segment.args) if isinstance(each, Slot)]
         if not live:
             return partial(function, *segment.args, **segment.kwargs)
-        template = tuple(segment.args)
+        kinds = tuple([isinstance(each, Slot) for each in segment.args])
+        given = [each.at if isinstance(each, Slot) else each for each in segment.args]
+        if segment.kwargs:
+            function = partial(function, **segment.kwargs)
+        return _caller(kinds)(function, slots, *given)
 
-        def call() -> Any:
-            given = list(template)
-            for place, slot in live:
-                given[place] = slots[slot]
-            return function(*given, **segment.kwargs)
 
-        return call
+@cache
+def _caller(live: tuple[bool, ...]) -> Callable[..., Callable[[], Any]]:
+    """What makes a call without arguments: ``(function, slots, *given) -> call``.
+
+    Args:
+        live: which of the given are slots, whose values are read at each call; as text, so that
+            nothing is built, filled in and unpacked again: ``function(a0, slots[a1], a2)``.
+    """
+    names = [f"a{place}" for place in range(len(live))]
+    read = [f"slots[{a}]" if each else a for a, each in zip(names, live, strict=True)]
+    text = f"lambda {', '.join(['function', 'slots', *names])}: lambda: function({', '.join(read)})"
+    made: Callable[..., Callable[[], Any]] = eval(text)
+    return made

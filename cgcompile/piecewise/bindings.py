@@ -17,9 +17,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.config import CUDAGraphMode
-from cgcompile.forward_context import ForwardContext
 from cgcompile.graphs.capture import captured_elsewhere
-from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.piecewise.recording import Program, Recording
 from cgcompile.reasons import Why
@@ -181,9 +179,9 @@ class Bindings:
             binding = None
         return key, binding
 
-    def same(self, inputs: tuple[Any, ...]) -> compat.SameObjects:
-        """What tells of a later call whether its weights are those of this one."""
-        return compat.SameObjects(inputs, self._stretches)
+    def same(self, inputs: tuple[Any, ...]) -> compat.SameObjects | None:
+        """What tells of a later call whether its weights are those of this one; None: always."""
+        return compat.SameObjects(inputs, self._stretches) if self._watched else None
 
     def add(self, key: Hashable, inputs: tuple[Any, ...]) -> Binding:
         """A new binding for a key that is not known; the oldest one without graphs may go."""
@@ -248,58 +246,6 @@ class Bindings:
         elif binding is not None:
             self._lost += 1
         self._watches.pop(key, None)
-
-
-class Again:
-    """A recorded step of a caller's context, to be recognised when it comes again.
-
-    Attributes:
-        recording: the step.
-    """
-
-    __slots__ = (
-        "_binding",
-        "_capturing",
-        "_descriptor",
-        "_generation",
-        "_mode",
-        "_pool",
-        "_same",
-        "recording",
-    )
-
-    def __init__(
-        self,
-        recording: Recording,
-        binding: Binding,
-        same: compat.SameObjects,
-        pool: GraphPool,
-    ) -> None:
-        self.recording = recording
-        self._binding = weakref.ref(binding)
-        self._mode = recording.batch.mode
-        self._descriptor = recording.batch.descriptor
-        self._same = same.hold
-        self._pool = pool
-        self._generation = pool.generation
-        self._capturing = pool.device.is_capturing
-
-    @property
-    def gone(self) -> bool:
-        """Whether it will never be recognised again."""
-        binding = self._binding()
-        return binding is None or binding.gone
-
-    def serves(self, context: ForwardContext, inputs: tuple[Any, ...]) -> bool:
-        """Whether this call is that step again, for the same weights, and nothing is in the way."""
-        if context.cudagraph_runtime_mode is not self._mode or torch.is_grad_enabled():
-            return False
-        if context.batch_descriptor != self._descriptor or self._capturing():
-            return False
-        binding = self._binding()
-        if binding is None or binding.gone or self._pool.generation != self._generation:
-            return False
-        return self._same(inputs) and not binding.moved(inputs)
 
 
 def _stretches(positions: Sequence[int]) -> list[tuple[int, int]]:

@@ -223,7 +223,7 @@ class _Recorder:
         """What later steps find in place of a value: an object, or the slot that it is put in."""
         if name not in self._sources:
             position = self._positions[name]
-            if self._recording.is_copied(position):
+            if self._recording.is_fixed(position):
                 self._sources[name] = self._recording.given[position]
             else:
                 self._sources[name] = self._slot(self._recording.given[position])

@@ -48,6 +48,7 @@ class Program:
         pool: memory and capture stream.
         config: the settings.
         timeline: what was captured, and when.
+        frozen: static inputs are the same objects in all calls, which somebody else keeps.
     """
 
     split: SplitGraph
@@ -57,6 +58,7 @@ class Program:
     pool: GraphPool
     config: CompilationConfig
     timeline: Timeline
+    frozen: bool = False
 
     @cached_property
     def calls(self) -> dict[int, Call]:
@@ -144,6 +146,8 @@ class Recording:
         reserved: bytes of the pool before buffers for it were made; see ``GraphPool.reserved``.
         sequence: once it is finished, what a replay runs.
         sources: where a replay leaves the values that pieces make, by name, as far as it is known.
+        addresses: (position, address) of the inputs that graphs read where they were.
+        numbers: (position, number) of those whose value graphs hold.
         replays: how often it was replayed.
         padding: rows of all replays that were padding, as far as callers said.
     """
@@ -157,20 +161,21 @@ class Recording:
         self.sources: Mapping[str, Any] = {}
         self.replays = self.padding = 0
         self._program = program
-        self._poison = program.config.poison
+        self._pool, self._stream_key = program.pool, program.pool.device.stream_key
         own = ForwardContext.synthetic(batch.mode, batch.descriptor)
         self._context = override_forward_context(own) if batch.own_context else None
         self._copied: list[tuple[int, OwnedCopy]] = []
-        self._addresses: list[tuple[int, int]] = []
-        self._values: list[tuple[int, Any]] = []
+        self.addresses: list[tuple[int, int]] = []
+        self.numbers: list[tuple[int, Any]] = []
         self._written_memory = {*_starts([inputs[p] for p in program.written_positions])} - {0}
         if batch.copies:
             self._copied = [(p, OwnedCopy(inputs[p], self.frame)) for p in roles.read]
         if not batch.own_context:  # else these are part of the key
             addressed = roles.written if batch.copies else (*roles.read, *roles.written)
-            self._addresses = [(p, inputs[p].data_ptr()) for p in addressed]
+            self.addresses = [(p, inputs[p].data_ptr()) for p in addressed]
             self._held = [inputs[p].untyped_storage() for p in addressed]
-            self._values = [(p, number(inputs[p])) for p in (*roles.numbers, *roles.scalars)]
+            self.numbers = [(p, number(inputs[p])) for p in (*roles.numbers, *roles.scalars)]
+        self._fills = program.config.poison or bool(self._copied)
         self.given = self._filled(inputs)
         self.starts = _starts(self.given)
         self._returns: Returns
@@ -183,8 +188,10 @@ class Recording:
             given[position] = buffer.tensor
         return given
 
-    def is_copied(self, position: int) -> bool:
-        """Whether an input is copied into a buffer of ours."""
+    def is_fixed(self, position: int) -> bool:
+        """Whether an input is the same object at every replay: a buffer of ours, or frozen."""
+        if self._program.frozen and position in self.roles.static:
+            return True
         return any(position == each for each, _ in self._copied)
 
     # -------------------------------------------------------------- guards
@@ -196,12 +203,12 @@ class Recording:
             AddressChangedError: a tensor that the graphs read lies elsewhere.
             HostValueChangedError: a number that the graphs hold is another one.
         """
-        for position, before in self._addresses:
+        for position, before in self.addresses:
             if inputs[position].data_ptr() != before:
                 raise AddressChangedError.moved(
                     *self._where(position), inputs[position].data_ptr(), before
                 )
-        for position, value in self._values:
+        for position, value in self.numbers:
             if not same_value(number(inputs[position]), value):
                 raise HostValueChangedError.changed(
                     *self._where(position), number(inputs[position]), value
@@ -225,7 +232,7 @@ class Recording:
     def own_memory(self, inputs: Sequence[Any]) -> Why | None:
         """Why these inputs cannot be captured: one is a result that nobody holds the memory of."""
         pool = self._program.pool
-        for position, _ in self._addresses:
+        for position, _ in self.addresses:
             if pool.owns(inputs[position]) or pool.arena.owns(address(inputs[position])):
                 path = self._where(position)[2]
                 detail = f"{path} is a result of this graph, which the next step overwrites"
@@ -236,6 +243,13 @@ class Recording:
     def void(self) -> bool:
         """Whether graphs that it replays have been cleared."""
         return self._generation != self._program.pool.generation
+
+    def reads_last(self, count: int) -> bool:
+        """Whether a replay looks at one of the last ``count`` inputs of a call."""
+        first = len(self._program.split.inputs) - count
+        found = {position for position, _ in (*self.addresses, *self.numbers)}
+        found |= self.sequence.positions | self._returns.positions
+        return self._fills or any(position >= first for position in found)
 
     # -------------------------------------------------------------- running
 
@@ -249,7 +263,10 @@ class Recording:
         Returns:
             What the graph returns: the caller's own, or without copies views of pool memory.
         """
-        self._prepare(inputs)
+        if self._stream_key() != self._pool.stream_key:
+            self._pool.follow_stream()
+        if self._fills:
+            self._fill(inputs)
         padding = 0 if real is None else self.batch.descriptor.num_tokens - real
         if padding <= 0:
             real = None  # nothing is padded
@@ -258,7 +275,8 @@ class Recording:
         if padding > 0:
             self.padding += padding
         if not slots:
-            return self._returns.make(slots, inputs)
+            always = self._returns.always
+            return self._returns.make(slots, inputs) if always is None else always
         try:
             return self._returns.make(slots, inputs)
         finally:
@@ -271,7 +289,8 @@ class Recording:
         run: Callable[[int, Callable[[], Any]], Any],
     ) -> Any:
         """As :meth:`replay`, with ``run(place, step)`` in place of the step of each segment."""
-        self._prepare(inputs)
+        self._pool.follow_stream()
+        self._fill(inputs)
         watch = self.in_context(self.sequence.watch)
         try:
             result = self._returns.make(watch(inputs, real, run), inputs)
@@ -297,11 +316,10 @@ class Recording:
         source = self.sources.get(name)
         return self.sequence.slots[source.at] if isinstance(source, Slot) else source
 
-    def _prepare(self, inputs: Sequence[Any]) -> None:
-        pool = self._program.pool
-        pool.follow_stream()
-        if self._poison:
-            pool.poison(inputs)
+    def _fill(self, inputs: Sequence[Any]) -> None:
+        """What lies in memory of ours before a replay: inputs, and what shows as wrong."""
+        if self._program.config.poison:
+            self._pool.poison(inputs)
         for position, buffer in self._copied:
             buffer.fill(inputs[position])
 

@@ -58,6 +58,8 @@ class Returns:
 
     Attributes:
         slots: what it reads after a replay.
+        positions: of the inputs that the result is memory of.
+        always: the result, where it is the same object after each replay; else None.
     """
 
     def __init__(
@@ -87,10 +89,11 @@ class Returns:
                 self._leaves[item] = compat.weak_tensor(leaf)
                 lying.append((item, self._leaves[item]))
         self.slots = [Slot(index) for _, index in self._live]
+        self.positions = {view.position for view in self._views}
         self._copied = [item for item, _ in lying]
         self._copies = FreshCopies([tensor for _, tensor in lying]) if copied and lying else None
         as_it_is = not (self._views or self._live or self._copies is not None)
-        self._same_each_time = self._tree(self._leaves) if as_it_is else None
+        self.always = self._tree(self._leaves) if as_it_is else None
 
     def make(self, slots: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """The result of one replay; the caller owns it if this copies.
@@ -99,8 +102,8 @@ class Returns:
             slots: of the sequence, after its replay.
             inputs: what this call was given.
         """
-        if self._same_each_time is not None:
-            return self._same_each_time
+        if self.always is not None:
+            return self.always
         leaves = list(self._leaves)
         if self._copies is not None:
             for item, copy in zip(self._copied, self._copies.make(), strict=True):

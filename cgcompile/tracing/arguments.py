@@ -9,22 +9,29 @@ containers of them; other objects by identity; and autocast. It reads like this:
         if len(args) != 2 or kwargs:
             return False
         v0, v1 = args
-        if type(v0) is not t0 or v0.dtype is not d0 or v0.device != e0 or v0.requires_grad:
-            return False
-        s0 = v0.shape
-        if len(s0) != 2 or s0[1] != 16:
+        if not alike(v0, v1):
+            if type(v0) is not t0 or v0.dtype is not d0 or v0.device != e0 or v0.requires_grad:
+                return False
+            s0 = v0.shape
+            if len(s0) != 2 or s0[1] != 16:
+                return False
+            ...
+        if v0.shape[0] != v1.shape[0]:
             return False
         ...
         if autocast():
             return False
         return True
+
+``alike`` is one function of torch's for all tensors of usual layouts. It says no to some that fit,
+such as those of another inference mode, so that a no is only a reason to look more closely.
 """
 
 import math
 import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -56,6 +63,8 @@ class _Lines:
         self._derived: list[tuple[str, tuple[str, ...]]] = []  # strides that follow from sizes
         self._read: set[str] = set()  # of these, those that have a variable
         self._tensors: dict[int, str] = {}  # by identity: the variable that is it
+        self._usual: list[tuple[str, torch.Tensor, tuple[int | str, ...]]] = []
+        self._closer: list[str] = []  # lines for these, where they are not alike at first sight
 
     def fresh(self, letter: str) -> str:
         self._count += 1
@@ -110,6 +119,7 @@ class _Lines:
             self.unless(f"{name} is not {self._tensors[id(value)]}")
             return
         self._tensors[id(value)] = name
+        start = len(self.lines)
         dtype, device = self.bound("d", value.dtype), self.bound("e", value.device)
         grad = f"{'not ' if value.requires_grad else ''}{name}.requires_grad"
         unlike = f"{name}.dtype is not {dtype} or {name}.device != {device} or {grad}"
@@ -120,9 +130,23 @@ class _Lines:
         fixed = [f"{shape}[{d}] != {n}" for d, n in enumerate(sizes) if isinstance(n, int)]
         self.unless(" or ".join([f"len({shape}) != {len(sizes)}", *fixed]))
         self._layout(name, shape, value, path)
+        if _is_usual(value, sizes):
+            self._usual.append((name, value, sizes))
+            self._closer += self.lines[start:]
+            del self.lines[start:]
+            shape = f"{name}.shape"
         for dim, size in enumerate(sizes):
             if isinstance(size, str):
                 self._sizes.setdefault(size, []).append(f"{shape}[{dim}]")
+
+    def usual(self) -> None:
+        """All tensors of usual layouts at once; where torch says no, one after the other."""
+        if not self._usual:
+            return
+        names, tensors, sizes = zip(*self._usual, strict=True)
+        alike = self.bound("w", compat.alike(tensors, [_with_strides(each) for each in sizes]))
+        self.lines.append(f"    if not {alike}({', '.join(names)}):")
+        self.lines += [f"    {line}" for line in self._closer]
 
     def _layout(self, name: str, shape: str, value: torch.Tensor, path: str) -> None:
         """Compilers rely on the strides that they saw, and models ask for them."""
@@ -196,6 +220,20 @@ class _Lines:
         self.unless(f"not {on}() or {now}() != {self.bound('c', was)}")
 
 
+def _is_usual(value: torch.Tensor, sizes: tuple[int | str, ...]) -> bool:
+    """Whether it is a plain tensor of rows, one after the other, whose length is fixed."""
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    rows_are_fixed = all(isinstance(size, int) for size in sizes[1:])
+    return plain and value.dim() > 0 and rows_are_fixed and value.is_contiguous()
+
+
+def _with_strides(sizes: Sequence[int | str]) -> tuple[list[int | None], list[int]]:
+    """(sizes, strides) of such a tensor; None for a size that varies."""
+    fixed = [size if isinstance(size, int) else None for size in sizes]
+    lengths = [max(size, 1) for size in fixed[1:] if size is not None]
+    return fixed, [math.prod(lengths[dim:]) for dim in range(len(sizes))]
+
+
 def fits_function(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -241,6 +279,7 @@ def fits_function(
     if len(collected) > 1:
         order = made.bound("k", [name for name in kwargs if name in collected])
         made.unless(f"[name for name in kwargs if name in {order}] != {order}")
+    made.usual()
     made.relations()
     made.conditions(conditions)
     made.autocast()

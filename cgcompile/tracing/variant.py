@@ -68,6 +68,7 @@ class Variant:
         start: what its start took.
         fits: whether a call is like the traced one, by its arguments and autocast.
         proven: whether a call has run to its end: only then is it known what it replaces.
+        trusted: whether it is, and nothing but ``fits`` is looked at.
         frozen: the tensors that are bound, not looked up.
         is_free: whether nothing but ``fits`` is looked at.
     """
@@ -85,7 +86,7 @@ class Variant:
         self.fits = fits
         self.frozen = trace.frozen
         self.start = start
-        self.proven = False
+        self.proven = self.trusted = False
         self.keep: Callable[[], None] | None = None  # for another process, once it has served
         self.guards = self.dropped = None
         if isinstance(trace, compat.Trace):  # one from disk serves where guards are dropped
@@ -99,13 +100,11 @@ class Variant:
             # Other views of the same memory, so that ``weight.data = ...`` makes them stale, and
             # never wrong in type or freed. Gradients need the parameters themselves.
             held = tuple(_held(tensor) for tensor in tensors)
-            grad_is_on = torch.is_grad_enabled
-            # Hundreds of weights are not unpacked and packed again where that can be avoided.
-            step = compiled.step if isinstance(compiled, CompiledGraph) else _spread(compiled)
-
-            def run(*inputs: Any) -> Any:
-                return step(inputs + (tensors if grad_is_on() else held))
-
+            if isinstance(compiled, CompiledGraph):
+                compiled.freeze(tensors, held)
+                run = compiled.__call__  # a method costs less to call than an object
+            else:
+                run = _completed(compiled, tensors, held)
         self.run = trace.function(run)
         self._references: Sequence[weakref.ref[Any]] = getattr(fits, "references", ())
         self.is_free = self.guards is None and self.dropped is None
@@ -127,8 +126,13 @@ class Variant:
         return None
 
 
-def _spread(compiled: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any]:
-    return lambda inputs: compiled(*inputs)
+def _completed(
+    compiled: Callable[..., Any],
+    tensors: tuple[torch.Tensor, ...],
+    held: tuple[torch.Tensor, ...],
+) -> Callable[..., Any]:
+    """The compiled graph as a function of its other inputs alone."""
+    return lambda *inputs: compiled(*inputs, *(tensors if torch.is_grad_enabled() else held))
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
