@@ -7,6 +7,7 @@ call: what is stale would not be seen.
 
 import dataclasses
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -23,7 +24,6 @@ from model_zoo.entries import Entry, NotThere
 from model_zoo.ways import Call, Step, decode_steps, forward_steps, through_torch, traced_once
 
 WAYS = ("compile", "traced", "decode")
-IN_CAPTURE = "in a breakable capture"  # the note on what a model raised while it was captured
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def cause(error: BaseException) -> BaseException:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether cgcompile raised, or the model in a capture, as its note tells (Python 3.11 on)."""
+    """Whether cgcompile raised, or the model did while it was captured."""
     return isinstance(cause(error), cgcompile.CGCompileError) or _in_capture(error)
 
 
@@ -257,14 +257,21 @@ def named(error: BaseException) -> str:
     """The kind of an error and the first line of what it says; of a capture: op and line first."""
     found = cause(error)
     lines = [line for line in str(found).splitlines() if line.strip()]
-    text = f"{type(found).__name__}: {lines[0].strip() if lines else ''}"
+    kind, text = type(found).__name__, lines[0].strip() if lines else ""
+    where = ""
     if isinstance(found, CaptureError) or _in_capture(error):
         (finding,) = cgcompile.Diagnosis.of_error(found).findings
         places = [finding.op] if finding.op not in ("-", "") else []
         places += [finding.source.where] if finding.source is not None else []
-        text = f"{' at '.join(places)}: {text}" if places else text
-    return text[:300]
+        where = f"{' at '.join(places)}: " if places else ""
+        text = text.removeprefix(f"{finding.op}: ")
+    return f"{where}{kind}: {text}"[:300]
 
 
 def _in_capture(error: BaseException) -> bool:
-    return any(IN_CAPTURE in note for note in getattr(error, "__notes__", ()))
+    """Whether torch, and no slip in Python, raised below a capture, which changes no error."""
+    if not isinstance(error, RuntimeError):
+        return False
+    capturing = cgcompile.BreakableCUDAGraphWrapper.record.__code__
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code is capturing for frame, _ in frames)

@@ -97,7 +97,7 @@ def _totals(found: dict[str, Any], rows: list[Row], ways: list[str]) -> list[str
     missing = len(found["not_run"])
     return [
         f"{len(names)} architectures in {len(rows)} rows: {counts(sum(by_way.values(), Counter()))}"
-        + (f"; {missing} rows were not run." if missing else "."),
+        + (f"; {missing} not run." if missing else "."),
         "",
         *(
             f"* {TITLES[way]}: {counts(by_way[way])}; {share(rows, way)} of calls of right rows "
@@ -141,7 +141,7 @@ def _reasons(rows: list[Row]) -> list[str]:
 
 
 def _why(row: Row) -> str:
-    """In a few words; of several refusals that of the capture, which is the last resort's first."""
+    """In a few words; of several refusals that of the breakable capture: it names op and line."""
     parts = row["detail"].split("; ")
     captures = [part for part in parts if part.startswith("breakable: ")]
     return textwrap.shorten((captures or parts)[0].removeprefix("breakable: "), 140)

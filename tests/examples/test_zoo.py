@@ -139,7 +139,8 @@ class Delicate(torch.nn.Module):
     """It cannot be traced, and raises what CUDA would where it is captured.
 
     Args:
-        after: what becomes of calls after that: ``well``, ``raises`` or ``drifts``.
+        after: what becomes of calls after that: ``well``, ``raises`` or ``drifts``; ``slip``: a
+            mistake of Python is raised instead.
     """
 
     def __init__(self, after: str) -> None:
@@ -150,6 +151,8 @@ class Delicate(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if cgcompile.BreakableCUDAGraphCapture.is_active():
             self.refused = 1
+            if self.after == "slip":
+                raise KeyError("x")
             raise RuntimeError("Cannot copy between CPU and CUDA tensors")
         if self.refused and self.after != "well":
             self.refused += 1
@@ -158,12 +161,12 @@ class Delicate(torch.nn.Module):
         return self.linear(x * (1.0 if x.sum().item() > 0 else 2.0)) * max(1, self.refused)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
 @pytest.mark.parametrize(
     ("after", "outcome", "says"),
     [
         ("well", "refused", r"breakable: test_zoo.py:\d+ in forward: RuntimeError: Cannot copy"),
         ("raises", "error", "RuntimeError: the device is gone"),
+        ("slip", "error", "KeyError: 'x'"),
         ("drifts", "wrong", "a plain call after a refusal, batch"),
     ],
 )
@@ -344,7 +347,7 @@ traced: 1 right, 1 refused; 50% of calls replayed
     assert_expected_inline(
         table.markdown(found),
         """\
-5 architectures in 7 rows: 3 right, 1 wrong, 3 refused; 1 rows were not run.
+5 architectures in 7 rows: 3 right, 1 wrong, 3 refused; 1 not run.
 
 * `torch.compile`: 2 right, 1 wrong, 2 refused; 100% of calls of right rows replayed
 * traced once: 1 right, 1 refused; 50% of calls of right rows replayed
