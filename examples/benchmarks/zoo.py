@@ -12,7 +12,13 @@ Three ways: ``compile`` is ``torch.compile(model, backend="cgcompile")``; ``trac
 without a trace (``breakable``: cut at attention; ``full``: as one graph); ``decode`` steps through
 ``torch.compile`` with a static cache. Outcomes: see ``model_zoo.measure.Row``.
 
-Exits with 1 if a row is wrong, an error, a crash or a time-out.
+TF32 is off, for convolutions too, where torch has it on: it rounds to 10 bits, and which of several
+algorithms a call takes would then show above the tolerance.
+
+``--output FILE`` is written anew with each row, and beside it the table, as ``.md``. After
+``--seconds`` the run ends: rows that did not come are in ``not_run``, and not in the table.
+
+Exits with 1 if a row is wrong, an error, a crash or a time-out; else with 3 if rows were not run.
 """
 
 import argparse
@@ -22,6 +28,7 @@ import os
 import sys
 import time
 import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +54,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) * 3 // 4))
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a row")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for the whole run")
+    parser.add_argument("--slow", action="store_true", help="those that take minutes to compile")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="the rows as JSON")
     parser.add_argument("--readme", action="store_true", help="write the table and measure nothing")
@@ -72,10 +81,11 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
         (entry.name, way)
         for entry in catalogue.ENTRIES
         for way in args.ways
-        if (not args.models or entry.name in args.models) and (way != "decode" or entry.decodes)
+        if (entry.name in args.models if args.models else args.slow or not entry.slow)
+        and (way != "decode" or entry.decodes)
     ]
-    known = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-    seconds = {(row["name"], row["way"]): row["seconds"] for row in known}
+    known = kept() or {"rows": []}
+    seconds = {(row["name"], row["way"]): row["seconds"] for row in known["rows"]}
     return sorted(found, key=lambda task: -seconds.get(task, 1e9))
 
 
@@ -85,6 +95,8 @@ def work(args: argparse.Namespace) -> None:
     for name in ("torch._dynamo", "torch._inductor", "transformers", "timm"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
     settings = settings_of(args)
 
     def row(task: Task) -> dict[str, Any]:
@@ -93,38 +105,75 @@ def work(args: argparse.Namespace) -> None:
     serve(row)
 
 
-def run(args: argparse.Namespace, given: list[str]) -> dict[str, Any]:
-    """Measure in workers, print rows as they come."""
+def run(args: argparse.Namespace, command: list[str]) -> dict[str, Any]:
+    """Measure in workers that ``command`` starts; print and keep rows as they come."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    begun, tasks = time.perf_counter(), tasks_of(args)
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", *given]
-    rows = []
-    for number, row in enumerate(measured(tasks, args.workers, command, args.limit), 1):
+    begun, tasks, machine = time.perf_counter(), tasks_of(args), machine_of(args)
+    rows: list[dict[str, Any]] = []
+    found = report(tasks, rows, machine)
+    for row in measured(tasks, args.workers, command, args.limit, args.seconds):
         rows.append(row)
-        print(f"{number}/{len(tasks)}  {table.line(row)}", flush=True)
+        print(f"{len(rows)}/{len(tasks)}  {table.line(row)}", flush=True)
+        found = report(tasks, rows, machine | {"seconds": round(time.perf_counter() - begun)})
+        if args.output is not None:
+            save(args.output, found)
+    return found
+
+
+def report(
+    tasks: list[Task], rows: list[dict[str, Any]], machine: dict[str, Any]
+) -> dict[str, Any]:
+    """What is known so far, in the order of the catalogue."""
     order = {entry.name: place for place, entry in enumerate(catalogue.ENTRIES)}
-    rows.sort(key=lambda row: (order[row["name"]], WAYS.index(row["way"])))
+
+    def place(task: Task) -> tuple[int, int]:
+        return order[task[0]], WAYS.index(task[1])
+
+    came = {(row["name"], row["way"]) for row in rows}
     return {
-        "machine": machine(args, time.perf_counter() - begun),
+        "machine": machine,
         "entries": [
             {"name": e.name, "kind": e.kind, "structure": e.structure, "library": e.library}
             for e in catalogue.ENTRIES
-            if any(row["name"] == e.name for row in rows)
+            if any(name == e.name for name, _ in came)
         ],
-        "rows": rows,
+        "rows": sorted(rows, key=lambda row: place((row["name"], row["way"]))),
+        "not_run": [list(task) for task in sorted(tasks, key=place) if task not in came],
     }
 
 
-def machine(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Where it was measured, and how."""
-    import timm
-    import transformers
+def save(output: Path, found: dict[str, Any]) -> None:
+    """The rows and, beside them, the table; each file is whole at any time."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for file, text in (
+        (output, table.dumped(found)),
+        (output.with_suffix(".md"), table.markdown(found)),
+    ):
+        part = file.with_name(file.name + ".part")
+        part.write_text(text)
+        part.replace(file)
 
+
+def kept() -> dict[str, Any] | None:
+    """The committed rows; None if there are none yet."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else None
+
+
+def version(package: str) -> str:
+    """Of what is installed, without an import of it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def machine_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Where it is measured, and how."""
     settings = settings_of(args)
     on_gpu = settings.device != "cpu"
     return {
@@ -134,10 +183,10 @@ def machine(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
         "rounds": settings.rounds,
         "tolerance": settings.tolerance,
         "workers": args.workers,
-        "seconds": round(seconds),
+        "seconds": 0,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "timm": timm.__version__,
+        "transformers": version("transformers"),
+        "timm": version("timm"),
     }
 
 
@@ -149,15 +198,19 @@ def main(given: list[str] | None = None) -> int:
         work(args)
         return 0
     if args.readme:
-        README.write_text(table.into(README.read_text(), json.loads(RESULTS.read_text())))
+        README.write_text(table.into(README.read_text(), kept()))
         return 0
-    found = run(args, given)
+    found = run(args, [sys.executable, str(Path(__file__).resolve()), "--worker", *given])
     print(table.text(found))
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(table.dumped(found))
-    bad = [row for row in found["rows"] if row["outcome"] not in ("right", "refused")]
-    return 1 if bad else 0
+    return status(found)
+
+
+def status(found: dict[str, Any]) -> int:
+    """Of the process."""
+    bad = [row for row in table.there(found["rows"]) if row["outcome"] not in ("right", "refused")]
+    if bad:
+        return 1
+    return 3 if found["not_run"] else 0
 
 
 if __name__ == "__main__":

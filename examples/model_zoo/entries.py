@@ -11,6 +11,10 @@ TOKENS = 12  # of each row of text
 Inputs = Callable[[int], dict[str, torch.Tensor]]
 
 
+class NotThere(Exception):
+    """The library that is installed, if any, does not have this architecture."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One architecture with random weights.
@@ -24,6 +28,7 @@ class Entry:
         inputs: ``inputs(size)`` draws a batch on the CPU: tensors by name, batch dimension first.
         settings: further arguments of each call, the same each time.
         decodes: it decodes with a static cache as well.
+        slow: it takes minutes to compile, and is left out unless asked for.
     """
 
     name: str
@@ -34,6 +39,7 @@ class Entry:
     inputs: Inputs
     settings: dict[str, Any]
     decodes: bool = False
+    slow: bool = False
 
 
 def from_config(model: str, config: str, **values: Any) -> Callable[[], torch.nn.Module]:
@@ -42,6 +48,8 @@ def from_config(model: str, config: str, **values: Any) -> Callable[[], torch.nn
     def make() -> torch.nn.Module:
         import transformers
 
+        if not hasattr(transformers, model):
+            raise NotThere(f"transformers {transformers.__version__} has no {model}")
         made: torch.nn.Module = getattr(transformers, model)(
             transformers.AutoConfig.for_model(config, **values)
         )
@@ -54,8 +62,12 @@ def from_timm(model: str, **values: Any) -> Callable[[], torch.nn.Module]:
     """A model of timm by its name, without weights."""
 
     def make() -> torch.nn.Module:
-        import timm
-
+        try:
+            import timm
+        except ImportError as error:
+            raise NotThere(str(error)) from error
+        if not timm.is_model(model):
+            raise NotThere(f"timm {timm.__version__} has no {model}")
         made: torch.nn.Module = timm.create_model(model, pretrained=False, **values)
         return made.eval()
 

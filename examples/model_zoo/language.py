@@ -35,6 +35,7 @@ def decoder(
     *,
     decodes: bool = True,
     plain: bool = False,
+    slow: bool = False,
     **values: Any,
 ) -> Entry:
     """A causal language model. Plain: with the names of its config alone."""
@@ -42,7 +43,15 @@ def decoder(
     make = from_config(model, name, **given)
     settings = {"use_cache": False}
     return Entry(
-        name, "decoder", structure, "transformers", make, masked_text, settings, decodes=decodes
+        name,
+        "decoder",
+        structure,
+        "transformers",
+        make,
+        masked_text,
+        settings,
+        decodes=decodes,
+        slow=slow,
     )
 
 
@@ -79,7 +88,8 @@ DECODERS = (
     decoder("gpt_neox", "GPTNeoXForCausalLM", "partial rotary, parallel blocks"),
     decoder("gptj", "GPTJForCausalLM", "interleaved rotary", n_embd=32, n_layer=2, n_head=4,
             rotary_dim=4),
-    decoder("bloom", "BloomForCausalLM", "ALiBi", n_layer=2, n_head=4),
+    # In some versions its ALiBi is as long as the tokens so far, not as a static cache.
+    decoder("bloom", "BloomForCausalLM", "ALiBi", n_layer=2, n_head=4, decodes=False),
     decoder("mpt", "MptForCausalLM", "ALiBi, no biases", d_model=32, n_layers=2, n_heads=4,
             max_seq_len=64),
     decoder("falcon", "FalconForCausalLM", "multi-query", alibi=False),
@@ -118,8 +128,9 @@ DECODERS = (
             num_experts=4, num_experts_per_tok=2, use_mamba_kernels=False, mamba_d_state=8,
             mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
             expert_layer_offset=1),
+    # Slow: its graph holds 64 steps of the delta rule one by one, a number that no config changes.
     decoder("qwen3_next", "Qwen3NextForCausalLM", "gated delta rule, attention, experts",
-            decodes=False, head_dim=8, num_experts=4, linear_key_head_dim=8,
+            slow=True, decodes=False, head_dim=8, num_experts=4, linear_key_head_dim=8,
             linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
             layer_types=["linear_attention", "full_attention"],
             shared_expert_intermediate_size=32, **EXPERTS),

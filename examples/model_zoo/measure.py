@@ -7,6 +7,7 @@ call: what is stale would not be seen.
 
 import dataclasses
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 import cgcompile
+from cgcompile.errors import CaptureError
 from model_zoo.compare import Mismatch, compare, moved
-from model_zoo.entries import Entry
+from model_zoo.entries import Entry, NotThere
 from model_zoo.ways import Call, Step, decode_steps, forward_steps, through_torch, traced_once
 
 WAYS = ("compile", "traced", "decode")
@@ -65,8 +67,9 @@ class Row:
         way: ``compile``: ``torch.compile``; ``traced``: ``cgcompile.compile`` without guards;
             ``decode``: steps with a static cache through ``torch.compile``.
         outcome: ``right``: all calls agree with eager, and some were replayed; ``wrong``;
-            ``refused``: all agree, none was replayed, or cgcompile raised; ``error``: anything
-            else raised; ``time-out``; ``crash``.
+            ``refused``: all agree, none was replayed, or cgcompile raised, or the model did in a
+            capture alone, and a plain call after it agrees; ``error``: anything else raised;
+            ``time-out``; ``crash``; ``not there``: the library that is installed lacks it.
         detail: why it is not right, or why not all was replayed.
         replayed: share of the calls after the warm rounds in which all graphs were replayed.
         calls: after the warm rounds.
@@ -126,10 +129,10 @@ def measure(entry: Entry, way: str, settings: Settings, compiled: Compile = thro
             _measure(drawn(entry, settings), entry, row, settings, compiled)
     except Mismatch as error:
         row.outcome, row.detail = "wrong", str(error)
+    except NotThere as error:
+        row.outcome, row.detail = "not there", str(error)
     except Exception as error:
-        found = cause(error)
-        refused = isinstance(found, cgcompile.CGCompileError)
-        row.outcome, row.detail = "refused" if refused else "error", named(found)
+        row.outcome, row.detail = "refused" if is_refusal(error) else "error", named(error)
     row.seconds = time.perf_counter() - begun
     return row
 
@@ -172,15 +175,30 @@ def _traced(model: torch.nn.Module, entry: Entry, row: Row, settings: Settings) 
     refusals = []
     for splitting in ("fx", "breakable", "full"):
         row.splitting = splitting
-        backend, call = traced_once(model, entry, settings, splitting)
+        backend, call, plain = traced_once(model, entry, settings, splitting)
         try:
             _run(row, settings, backend, forward_steps(model, entry, call, settings))
-        except cgcompile.CGCompileError as error:
+        except Exception as error:
+            if not is_refusal(error):
+                raise
             refusals.append(f"{splitting}: {named(error)}")
+            if splitting != "fx":
+                _still_right(model, entry, plain, settings)
             continue
         row.detail = "; ".join([*refusals, row.detail]).removesuffix("; ")
         return
     row.outcome, row.detail = "refused", "; ".join(refusals)
+
+
+def _still_right(model: torch.nn.Module, entry: Entry, plain: Call, settings: Settings) -> None:
+    """What a refused capture must leave behind: a model that can be called."""
+    for step in forward_steps(model, entry, plain, dataclasses.replace(settings, rounds=1)):
+        expected = step.eager()
+        try:
+            found = step.compiled()
+        except Exception as error:
+            raise RuntimeError(f"a plain call after a refusal raised {named(error)}") from error
+        compare(expected, found, settings.tolerance, f"a plain call after a refusal, {step}")
 
 
 def _run(row: Row, settings: Settings, backend: cgcompile.Backend, steps: Iterable[Step]) -> None:
@@ -230,7 +248,30 @@ def cause(error: BaseException) -> BaseException:
     return getattr(error, "inner_exception", None) or error
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether cgcompile raised, or the model did while it was captured."""
+    return isinstance(cause(error), cgcompile.CGCompileError) or _in_capture(error)
+
+
 def named(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"[:300]
+    """The kind of an error and the first line of what it says; of a capture: op and line first."""
+    found = cause(error)
+    lines = [line for line in str(found).splitlines() if line.strip()]
+    kind, text = type(found).__name__, lines[0].strip() if lines else ""
+    where = ""
+    if isinstance(found, CaptureError) or _in_capture(error):
+        (finding,) = cgcompile.Diagnosis.of_error(found).findings
+        places = [finding.op] if finding.op not in ("-", "") else []
+        places += [finding.source.where] if finding.source is not None else []
+        where = f"{' at '.join(places)}: " if places else ""
+        text = text.removeprefix(f"{finding.op}: ")
+    return f"{where}{kind}: {text}"[:300]
+
+
+def _in_capture(error: BaseException) -> bool:
+    """Whether torch, and no slip in Python, raised below a capture, which changes no error."""
+    if not isinstance(error, RuntimeError):
+        return False
+    capturing = cgcompile.BreakableCUDAGraphWrapper.record.__code__
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code is capturing for frame, _ in frames)

@@ -16,6 +16,10 @@ from model_zoo.measure import Row
 Task = tuple[str, str]  # name and way
 
 
+class OutOfTime(Exception):
+    """The run is over."""
+
+
 class Worker:
     """One process, started again where it died or was ended.
 
@@ -23,22 +27,29 @@ class Worker:
         command: starts it. It reads a JSON list, name and way, from each line of its standard input
             and answers with one line, a row as JSON.
         limit: seconds for a row; the start of the process counts.
+        until: a time of ``time.perf_counter`` at which the row that is measured is given up.
     """
 
-    def __init__(self, command: list[str], limit: float) -> None:
-        self._command, self._limit = command, limit
+    def __init__(self, command: list[str], limit: float, until: float = float("inf")) -> None:
+        self._command, self._limit, self._until = command, limit, until
         self._process: subprocess.Popen[bytes] | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
 
     def row(self, task: Task) -> dict[str, Any]:
-        """Measure; a crash and a time-out are rows as well."""
+        """Measure; a crash and a time-out are rows as well.
+
+        Raises:
+            OutOfTime: it is not measured.
+        """
         begun = time.perf_counter()
+        if begun >= self._until:
+            raise OutOfTime
         process = self._process or self._start()
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(task).encode() + b"\n")
             process.stdin.flush()
-            line = self._line(process, begun + self._limit)
+            line = self._line(process, min(begun + self._limit, self._until))
         except BrokenPipeError:
             line = b""
         if line:
@@ -46,8 +57,10 @@ class Worker:
             if found["outcome"] == "error":
                 self.end()  # a device that failed once fails again in the same process
             return found
-        outcome = "time-out" if line is None else "crash"
         self.end()
+        if line is None and time.perf_counter() >= self._until:
+            raise OutOfTime
+        outcome = "time-out" if line is None else "crash"
         code = process.returncode
         detail = f"after {self._limit:.0f} s" if line is None else f"exit {code}: {self._last()}"
         seconds = time.perf_counter() - begun
@@ -93,31 +106,50 @@ class Worker:
 
 
 def measured(
-    tasks: Iterable[Task], workers: int, command: list[str], limit: float
+    tasks: Iterable[Task],
+    workers: int,
+    command: list[str],
+    limit: float,
+    seconds: float = float("inf"),
 ) -> Iterator[dict[str, Any]]:
-    """Rows of all tasks as they come, from several workers at once."""
+    """Rows of all tasks as they come, from several workers at once.
+
+    Args:
+        tasks: what to measure, the first ones first.
+        workers: how many processes.
+        command: of a :class:`Worker`.
+        limit: seconds for a row.
+        seconds: after which the run ends, and rows that are not there yet do not come.
+    """
+    until = time.perf_counter() + seconds
     waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
     count = 0
     for task in tasks:
         waiting.put(task)
         count += 1
-    done: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
     def work() -> None:
-        worker = Worker(command, limit)
+        worker = Worker(command, limit, until)
         try:
             while True:
                 done.put(worker.row(waiting.get_nowait()))
-        except queue.Empty:
+        except (queue.Empty, OutOfTime):
             pass
         finally:
             worker.end()
+            done.put(None)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(workers, count))]
     for thread in threads:
         thread.start()
-    for _ in range(count):
-        yield done.get()
+    at_work = len(threads)
+    while at_work:
+        row = done.get()
+        if row is None:
+            at_work -= 1
+        else:
+            yield row
     for thread in threads:
         thread.join()
 

@@ -1,10 +1,14 @@
-"""The rows of the zoo as text, as JSON, and as the tables of the README."""
+"""The rows of the zoo as text, as JSON, and as the table of the README."""
 
 import json
+import re
+import textwrap
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 OPENS, CLOSES = "<!-- zoo -->\n", "<!-- end of zoo -->"
+NOTHING = "No rows are kept yet: `python examples/benchmarks/zoo.py` measures them.\n"
 OUTCOMES = ("right", "wrong", "refused", "error", "crash", "time-out")
 TITLES = {"compile": "`torch.compile`", "traced": "traced once", "decode": "static cache"}
 Row = dict[str, Any]
@@ -25,19 +29,29 @@ def line(row: Row) -> str:
 def text(found: dict[str, Any]) -> str:
     """All rows and the sums of their outcomes."""
     rows = [line(row) for row in found["rows"]]
+    rows += [f"{way:8} {name:32} not run" for name, way in found["not_run"]]
     for way, outcomes in sums(found["rows"]).items():
-        counts = ", ".join(f"{outcomes[name]} {name}" for name in OUTCOMES if outcomes[name])
-        rows.append(f"{way}: {counts}; {share(found['rows'], way)} of calls replayed")
+        rows.append(f"{way}: {counts(outcomes)}; {share(found['rows'], way)} of calls replayed")
     rows.append(f"{len(found['entries'])} architectures in {found['machine']['seconds']} s")
     return "\n".join(rows)
 
 
 def sums(rows: list[Row]) -> dict[str, Counter[str]]:
-    """How many rows of each way have which outcome."""
+    """How many rows of each way have which outcome; what is not there does not count."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in rows:
+    for row in there(rows):
         found[row["way"]][row["outcome"]] += 1
     return dict(found)
+
+
+def there(rows: Iterable[Row]) -> list[Row]:
+    """Rows of architectures that the installed libraries have."""
+    return [row for row in rows if row["outcome"] != "not there"]
+
+
+def counts(outcomes: Counter[str]) -> str:
+    """Such as ``3 right, 1 refused``."""
+    return ", ".join(f"{outcomes[name]} {name}" for name in OUTCOMES if outcomes[name])
 
 
 def share(rows: list[Row], way: str) -> str:
@@ -50,76 +64,101 @@ def share(rows: list[Row], way: str) -> str:
 def dumped(found: dict[str, Any]) -> str:
     """As JSON, a line for each row, so that differences can be read."""
     parts = [f'"machine": {json.dumps(found["machine"])}']
-    for name in ("entries", "rows"):
-        lines = ",\n".join(json.dumps(row) for row in found[name])
-        parts.append(f'"{name}": [\n{lines}\n]')
+    for name in ("entries", "rows", "not_run"):
+        lines = "".join(f"\n{json.dumps(row)}," for row in found[name]).removesuffix(",")
+        parts.append(f'"{name}": [{lines}\n]')
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 # ---------------------------------------------------------------- README
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """What stands between the marks of the README."""
-    machine, rows, entries = found["machine"], found["rows"], found["entries"]
+def markdown(found: dict[str, Any] | None) -> str:
+    """What stands between the marks of the README; None where nothing was measured."""
+    if found is None:
+        return NOTHING
+    rows = there(found["rows"])
     ways = [way for way in TITLES if any(row["way"] == way for row in rows)]
-    by_task = {(row["name"], row["way"]): row for row in rows}
-    kinds = list(dict.fromkeys(entry["kind"] for entry in entries))
-    head = ["kind", "architectures", *(TITLES[way] for way in ways)]
-    made = [*_header(head)]
-    for kind in kinds:
-        names = {entry["name"] for entry in entries if entry["kind"] == kind}
-        some = [row for row in rows if row["name"] in names]
-        made.append(_cells([kind, len(names), *(_sum(some, way) for way in ways)]))
-    made.append(_cells(["all", len(entries), *(_sum(rows, way) for way in ways)]))
-    made += [
-        "",
-        f"{machine['device']}, torch {machine['torch']}, transformers {machine['transformers']}, "
-        f"timm {machine['timm']}, pieces by {machine['compiler']}; {machine['seconds']} s with "
-        f"{machine['workers']} workers.",
-        "",
-        "<details><summary>Each architecture</summary>",
-        "",
-        *_header(["architecture", "structure", *(TITLES[way] for way in ways)]),
-    ]
-    for entry in entries:
-        cells = [_cell(by_task.get((entry["name"], way))) for way in ways]
-        made.append(_cells([entry["name"], entry["structure"], *cells]))
-    return "\n".join([*made, "", "</details>", ""])
+    made = [*_totals(found, rows, ways), *_table(found["entries"], rows, ways)]
+    bad = [row for row in rows if row["outcome"] != "right"]
+    return "\n".join([*made, "", *_reasons(bad)]).rstrip("\n") + "\n"
 
 
-def into(readme: str, found: dict[str, Any]) -> str:
-    """The README with these tables between its marks."""
+def into(readme: str, found: dict[str, Any] | None) -> str:
+    """The README with this between its marks."""
     before, rest = readme.split(OPENS)
     _, after = rest.split(CLOSES)
     return before + OPENS + markdown(found) + CLOSES + after
 
 
-def _header(titles: list[str]) -> list[str]:
-    return [_cells(titles), "|" + "---|" * len(titles)]
+def _totals(found: dict[str, Any], rows: list[Row], ways: list[str]) -> list[str]:
+    machine, by_way = found["machine"], sums(rows)
+    names = {row["name"] for row in rows}
+    missing = len(found["not_run"])
+    return [
+        f"{len(names)} architectures in {len(rows)} rows: {counts(sum(by_way.values(), Counter()))}"
+        + (f"; {missing} not run." if missing else "."),
+        "",
+        *(
+            f"* {TITLES[way]}: {counts(by_way[way])}; {share(rows, way)} of calls of right rows "
+            "replayed"
+            for way in ways
+        ),
+        "",
+        f"{machine['device']}, torch {machine['torch']}, transformers {machine['transformers']}, "
+        f"timm {machine['timm']}, pieces by {machine['compiler']}; {machine['seconds']} s with "
+        f"{machine['workers']} workers.",
+        "",
+    ]
 
 
-def _cells(cells: list[Any]) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+def _table(entries: list[Row], rows: list[Row], ways: list[str]) -> list[str]:
+    """Architectures of one kind share a row where all their cells are equal."""
+    by_task = {(row["name"], row["way"]): row for row in rows}
+    same: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for entry in entries:
+        cells = [_cell(by_task.get((entry["name"], way))) for way in ways]
+        if any(cells):
+            same[(entry["kind"], *cells)].append(entry["name"])
+    found = [[kind, ", ".join(names), *cells] for (kind, *cells), names in same.items()]
+    head = ["kind", "architectures", *(TITLES[way] for way in ways)]
+    return [_cells(head), "|" + "---|" * len(head), *map(_cells, found)]
 
 
-def _sum(rows: list[Row], way: str) -> str:
-    outcomes = sums(rows).get(way)
-    if outcomes is None:
-        return ""
-    counts = ", ".join(f"{outcomes[name]} {name}" for name in OUTCOMES if outcomes[name])
-    return f"{counts}; {share(rows, way)} replayed"
+def _reasons(rows: list[Row]) -> list[str]:
+    """Why rows are not right; a reason that differs in numbers alone is named once."""
+    same: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        same[row["outcome"], re.sub(r"\d+", "0", _why(row))].append(row)
+    found = []
+    for (outcome, _), some in same.items():
+        names: dict[str, list[str]] = defaultdict(list)
+        for row in some:
+            names[TITLES[row["way"]]].append(row["name"])
+        whom = "; ".join(f"{', '.join(each)} ({title})" for title, each in names.items())
+        found.append(f"* {outcome}: {whom}: {_why(some[0])}")
+    return found
+
+
+def _why(row: Row) -> str:
+    """In a few words; of several refusals that of the breakable capture: it names op and line."""
+    parts = row["detail"].split("; ")
+    captures = [part for part in parts if part.startswith("breakable: ")]
+    return textwrap.shorten((captures or parts)[0].removeprefix("breakable: "), 140)
+
+
+def _cells(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    words = [row["outcome"]]
-    if row["outcome"] == "right":
-        words.append(f"{row['replayed']:.0%}")
+    if row["outcome"] != "right":
+        return str(row["outcome"])
+    words = [f"right {row['replayed']:.0%}"]
     if row["splitting"] != "fx":
         words.append(f"({row['splitting']})")
-    if row["outcome"] != "right" or row["replayed"] < 1:
-        reasons = [name for name in row["reasons"] if name != "captured"]
-        words.append(", ".join(f"`{name}`" for name in reasons) or row["detail"].split(":")[0])
+    if row["replayed"] < 1:
+        words.append(", ".join(f"`{name}`" for name in row["reasons"] if name != "captured"))
     return " ".join(words).strip()

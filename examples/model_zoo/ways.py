@@ -50,12 +50,17 @@ def through_torch(model: torch.nn.Module, entry: Entry, backend: cgcompile.Backe
 
 def traced_once(
     model: torch.nn.Module, entry: Entry, settings: Any, splitting: str
-) -> tuple[cgcompile.Backend, Call]:
-    """``cgcompile.compile`` without guards, or, not traced, as ``breakable`` or ``full`` graphs."""
+) -> tuple[cgcompile.Backend, Call, Call]:
+    """``cgcompile.compile`` without guards, or, not traced, as ``breakable`` or ``full`` graphs.
+
+    Returns:
+        The backend, what an engine calls, and what runs plain where that is not traced.
+    """
     if splitting == "fx":
         dims = dict.fromkeys(entry.inputs(2), 0)
         backend = settings.backend()
-        return backend, cgcompile.compile(model, backend, dynamic_dims=dims, guards="none")
+        compiled = cgcompile.compile(model, backend, dynamic_dims=dims, guards="none")
+        return backend, compiled, compiled
     full = {"mode": "NONE", "cudagraph_mode": "FULL"}
     backend = settings.backend(**(full if splitting == "full" else {"splitting": "breakable"}))
     compiled = cgcompile.compile(model, backend)
@@ -75,7 +80,7 @@ def traced_once(
         ):
             return compiled(**given | buffers)
 
-    return backend, call
+    return backend, call, compiled
 
 
 # ---------------------------------------------------------------- called

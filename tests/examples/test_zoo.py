@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from expecttest import assert_expected_inline
 from model_zoo import table
 from model_zoo.catalogue import CATALOGUE, ENTRIES
 from model_zoo.compare import Mismatch, compare
+from model_zoo.entries import Entry, from_config, from_timm, normal
 from model_zoo.measure import Settings, measure
 from model_zoo.pool import measured
 
@@ -132,6 +135,70 @@ def test_an_error_is_a_row() -> None:
     assert row.detail.startswith("KeyError: ")
 
 
+class Delicate(torch.nn.Module):
+    """It cannot be traced, and raises what CUDA would where it is captured.
+
+    Args:
+        after: what becomes of calls after that: ``well``, ``raises`` or ``drifts``; ``slip``: a
+            mistake of Python is raised instead.
+    """
+
+    def __init__(self, after: str) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.after, self.refused = after, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if cgcompile.BreakableCUDAGraphCapture.is_active():
+            self.refused = 1
+            if self.after == "slip":
+                raise KeyError("x")
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors")
+        if self.refused and self.after != "well":
+            self.refused += 1
+            if self.after == "raises":
+                raise RuntimeError("the device is gone")
+        return self.linear(x * (1.0 if x.sum().item() > 0 else 2.0)) * max(1, self.refused)
+
+
+@pytest.mark.parametrize(
+    ("after", "outcome", "says"),
+    [
+        ("well", "refused", r"breakable: test_zoo.py:\d+ in forward: RuntimeError: Cannot copy"),
+        ("raises", "error", "RuntimeError: the device is gone"),
+        ("slip", "error", "KeyError: 'x'"),
+        ("drifts", "wrong", "a plain call after a refusal, batch"),
+    ],
+)
+def test_what_raises_in_a_capture_alone_is_refused(after: str, outcome: str, says: str) -> None:
+    entry = Entry("delicate", "", "", "", lambda: Delicate(after), normal("x", 4), {})
+    row = measure(entry, "traced", dataclasses.replace(QUICK, rounds=3))
+    assert (row.outcome, row.replayed) == (outcome, 0.0), row
+    assert re.search(says, row.detail), row.detail
+
+
+def test_what_raises_without_a_capture_is_an_error() -> None:
+    def broken() -> Any:
+        raise RuntimeError("Cannot copy between CPU and CUDA tensors")
+
+    row = measure(Entry("none", "", "", "", broken, normal("x", 4), {}), "traced", QUICK)
+    assert (row.outcome, row.detail.split(":")[0]) == ("error", "RuntimeError")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (from_config("NoSuchModel", "llama"), "transformers .* has no NoSuchModel"),
+        (from_timm("no_such_model"), "timm"),
+    ],
+)
+def test_what_the_libraries_do_not_have_does_not_count(make: Any, says: str) -> None:
+    row = measure(Entry("new", "", "", "", make, normal("x", 4), {}), "compile", QUICK)
+    assert row.outcome == "not there"
+    assert re.search(says, row.detail)
+    assert table.sums([row.to_json()]) == {}
+
+
 def test_infinities_must_be_at_the_same_places() -> None:
     one = torch.tensor([1.0, float("inf"), float("nan")])
     assert compare(one, one.clone(), 0.0, "call") == 0.0
@@ -152,7 +219,9 @@ for line in sys.stdin:
         os._exit(3)
     if name == "hangs":
         time.sleep(60)
-    print(json.dumps({"name": name, "way": way, "outcome": "right", "pid": os.getpid()}), flush=True)
+    row = {"name": name, "way": way, "outcome": "right", "pid": os.getpid(), "replayed": 1.0}
+    row |= {"splitting": "fx", "calls": 10, "graphs": 1, "captures": 5, "breaks": 0, "detail": ""}
+    print(json.dumps(row | {"difference": 0.0, "seconds": 1.0}), flush=True)
 """
 
 
@@ -167,6 +236,40 @@ def test_a_crash_and_a_time_out_are_rows() -> None:
     assert len({rows[place]["pid"] for place in (0, 2, 4)}) == 3
 
 
+def test_a_run_that_is_out_of_time_keeps_what_it_has(tmp_path: Path, capsys: Any) -> None:
+    zoo, output = load("benchmarks/zoo.py"), tmp_path / "new" / "zoo.json"
+    given = ["--device", "cpu", "--models", "llama", "vit", "--ways", "compile", "traced"]
+    given += ["--workers", "1", "--seconds", "4", "--output", str(output)]
+    hanging = WORKER.replace('name == "hangs"', '(name, way) == ("vit", "compile")')
+    found = zoo.run(zoo.arguments(given), [sys.executable, "-c", hanging])
+    assert [(row["name"], row["way"]) for row in found["rows"]] == [
+        ("llama", "compile"),
+        ("llama", "traced"),
+    ]
+    assert found["not_run"] == [["vit", "compile"], ["vit", "traced"]]
+    assert zoo.status(found) == 3
+    assert zoo.status(found | {"not_run": []}) == 0
+    assert zoo.status(found | {"rows": [{"outcome": "wrong"}]}) == 1
+    assert json.loads(output.read_text()) == found
+    assert "vit" not in output.with_suffix(".md").read_text()
+    assert "vit                              not run" in table.text(found)
+    assert capsys.readouterr().out.startswith("1/4  compile  llama")
+    assert [file.name for file in output.parent.iterdir() if file.suffix == ".part"] == []
+
+
+def test_slow_ones_are_left_out_unless_asked_for() -> None:
+    zoo = load("benchmarks/zoo.py")
+    slow = {entry.name for entry in ENTRIES if entry.slow}
+
+    def names(*given: str) -> set[str]:
+        return {name for name, _ in zoo.tasks_of(zoo.arguments([*given, "--device", "cpu"]))}
+
+    assert slow
+    assert names() == CATALOGUE.keys() - slow
+    assert names("--slow") == CATALOGUE.keys()
+    assert names("--models", *slow) == slow
+
+
 # ---------------------------------------------------------------- tables
 
 
@@ -176,11 +279,16 @@ def test_at_least_forty_architectures_of_both_libraries() -> None:
 
 
 def test_the_readme_has_the_rows_that_were_measured() -> None:
-    found = json.loads(RESULTS.read_text())
+    found = load("benchmarks/zoo.py").kept()
     readme = (EXAMPLES.parent / "README.md").read_text()
     assert table.into(readme, found) == readme
-    assert {entry["name"] for entry in found["entries"]} == CATALOGUE.keys()
+    if found is None:
+        assert table.NOTHING in readme
+        return
+    names = {entry["name"] for entry in found["entries"]} | {name for name, _ in found["not_run"]}
+    assert names | {entry.name for entry in ENTRIES if entry.slow} == CATALOGUE.keys()
     assert len(found["entries"]) >= 40
+    assert len(table.markdown(found).splitlines()) <= 100
     assert RESULTS.read_text() == table.dumped(found)
 
 
@@ -196,18 +304,25 @@ def test_tables() -> None:
         {"replayed": 1.0, "outcome": "right", "splitting": "full", "reasons": {}, "detail": ""},
         {"replayed": 0.5, "outcome": "right", "reasons": {"warming": 5, "captured": 1}},
         {"replayed": 0.0, "outcome": "wrong", "calls": 0, "detail": "batch 3, round 0: ..."},
+        {"outcome": "refused", "calls": 0, "detail": "piece_4: For 2*s16, expected [s16]"},
+        {"outcome": "refused", "calls": 0, "detail": "piece_6: For 4*s43, expected [s43]"},
+        {"outcome": "refused", "detail": "fx: no; breakable: aten.item at a.py:3; full: no"},
+        {"outcome": "not there", "detail": "none"},
+        {"outcome": "right"},
     ]
     numbers = {"calls": 10, "graphs": 2, "captures": 5, "breaks": 0, "difference": 1e-6}
-    numbers |= {"seconds": 2.0, "splitting": "fx", "reasons": {}, "detail": "why"}
-    tasks = [("llama", "compile"), ("llama", "traced"), ("vit", "compile")]
+    numbers |= {"replayed": 1.0, "seconds": 2.0, "splitting": "fx", "reasons": {}, "detail": "why"}
+    tasks = [("llama", "compile"), ("llama", "traced"), ("vit", "compile"), ("beit", "compile")]
+    tasks += [("swin", "compile"), ("swin", "traced"), ("detr", "compile"), ("dinov2", "compile")]
     machine = {"device": "a GPU", "torch": "2", "transformers": "5", "timm": "1"}
     found = {
         "machine": {**machine, "compiler": "inductor", "seconds": 9, "workers": 2},
         "entries": [
             {"name": name, "kind": entry.kind, "structure": entry.structure}
             for name, entry in CATALOGUE.items()
-            if name in ("llama", "vit")
+            if name in dict(tasks)
         ],
+        "not_run": [["mpt", "traced"]],
         "rows": [
             {"name": name, "way": way, **numbers, **row}
             for (name, way), row in zip(tasks, rows, strict=True)
@@ -219,28 +334,36 @@ def test_tables() -> None:
 compile  llama                            right    100% of 10, 2 graphs, 5 captures, off 1.0e-06, 2.0 s (full)
 traced   llama                            right     50% of 10, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  why
 compile  vit                              wrong      0% of 0, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  batch 3, round 0: ...
-compile: 1 right, 1 wrong; 100% of calls replayed
-traced: 1 right; 50% of calls replayed
-2 architectures in 9 s""",
+compile  beit                             refused  100% of 0, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  piece_4: For 2*s16, expected [s16]
+compile  swin                             refused  100% of 0, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  piece_6: For 4*s43, expected [s43]
+traced   swin                             refused  100% of 10, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  fx: no; breakable: aten.item at a.py:3; full: no
+compile  detr                             not there 100% of 10, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  none
+compile  dinov2                           right    100% of 10, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  why
+traced   mpt                              not run
+compile: 2 right, 1 wrong, 2 refused; 100% of calls replayed
+traced: 1 right, 1 refused; 50% of calls replayed
+6 architectures in 9 s""",
     )
     assert_expected_inline(
         table.markdown(found),
         """\
-| kind | architectures | `torch.compile` | traced once |
-|---|---|---|---|
-| decoder | 1 | 1 right; 100% replayed | 1 right; 50% replayed |
-| vision | 1 | 1 wrong; 0% replayed |  |
-| all | 2 | 1 right, 1 wrong; 100% replayed | 1 right; 50% replayed |
+5 architectures in 7 rows: 3 right, 1 wrong, 3 refused; 1 not run.
+
+* `torch.compile`: 2 right, 1 wrong, 2 refused; 100% of calls of right rows replayed
+* traced once: 1 right, 1 refused; 50% of calls of right rows replayed
 
 a GPU, torch 2, transformers 5, timm 1, pieces by inductor; 9 s with 2 workers.
 
-<details><summary>Each architecture</summary>
-
-| architecture | structure | `torch.compile` | traced once |
+| kind | architectures | `torch.compile` | traced once |
 |---|---|---|---|
-| llama | GQA, rotary | right 100% (full) | right 50% `warming` |
-| vit | class token | wrong batch 3, round 0 |  |
+| decoder | llama | right 100% (full) | right 50% `warming` |
+| vision | vit | wrong |  |
+| vision | dinov2 | right 100% |  |
+| vision | beit | refused |  |
+| vision | swin | refused | refused |
 
-</details>
+* wrong: vit (`torch.compile`): batch 3, round 0: ...
+* refused: beit, swin (`torch.compile`): piece_4: For 2*s16, expected [s16]
+* refused: swin (traced once): aten.item at a.py:3
 """,
     )
