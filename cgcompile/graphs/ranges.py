@@ -9,6 +9,8 @@ Names are equal in all processes and runs of a model: ``cgcompile/piece_0 [num_t
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -36,23 +38,35 @@ class Observer(Protocol):
         """What is around one segment of a replay, or around all of them where ``place`` is None."""
 
 
-# Those of this thread or task. A replay in another one does not see them.
-OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("cgcompile_observers", default=())
+@dataclass
+class _Look:
+    """One context of an observer. A task that begins inside of it keeps this when it has ended."""
+
+    observer: Observer
+    thread: int
+    ended: bool = False
+
+
+# Those of this thread, and of tasks that began inside of them.
+OBSERVERS: ContextVar[tuple[_Look, ...]] = ContextVar("cgcompile_observers", default=())
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Inside, an observer sees the replays of this thread or task; others around it do too."""
-    token = OBSERVERS.set((*OBSERVERS.get(), observer))
+    look = _Look(observer, get_ident())
+    token = OBSERVERS.set((*OBSERVERS.get(), look))
     try:
         yield
     finally:
+        look.ended = True
         OBSERVERS.reset(token)
 
 
 def run_observed(sequence: Observed, steps: Sequence[Callable[[], Any]]) -> None:
     """Run the steps of a sequence while somebody looks."""
-    observers = OBSERVERS.get()
+    looks, thread = OBSERVERS.get(), get_ident()
+    observers = tuple([each.observer for each in looks if each.thread == thread and not each.ended])
     if compat.is_profiling():
         observers = (_RecordedFunctions(), *observers)
     with _entered(observers, sequence, None):
@@ -110,8 +124,9 @@ def tracing_ranges(
     """Inside, replays push a range around each piece and each break; NVTX, for Nsight Systems.
 
     Torch's own profiler needs none of this: while it runs, the ranges are there. No library can
-    ask whether Nsight listens, hence the context. It holds in this thread or task; replays outside
-    of it cost what they always do. Nothing synchronises.
+    ask whether Nsight listens, hence the context. It holds in this thread or task, and in tasks that
+    begin inside of it until it is left; replays outside of it cost what they always do. Nothing
+    synchronises.
 
     Args:
         push: opens a range of a name; for other profilers, such as

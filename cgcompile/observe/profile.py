@@ -113,7 +113,8 @@ class Profile:
         return found
 
     def finish(self) -> None:
-        """Read the events; synchronises if there are any."""
+        """Read the events; synchronises if there are any. What is kept of a profile is numbers."""
+        self._target = None
         for times in self._times:
             for marks in times.marks:
                 marks[-1].synchronize()
@@ -197,6 +198,8 @@ def _mark() -> torch.cuda.Event:
 
 def profile(target: Any = None, *, device_times: bool = False) -> AbstractContextManager[Profile]:
     """Measure the segments of replayed steps, in this thread or task, while the context is entered.
+
+    Tasks that begin inside of it count as well, until it is left.
 
     ::
 

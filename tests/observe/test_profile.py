@@ -1,5 +1,7 @@
 """Where the time of a replayed step goes, and that measuring changes no step."""
 
+import asyncio
+import contextvars
 import gc
 import json
 import re
@@ -263,3 +265,50 @@ def test_times_of_the_device() -> None:
             assert_same(compiled(x), model(x))
     assert found.steps == 3
     assert all(each.device_us is not None and each.device_us > 0 for each in found.segments)
+
+
+def test_a_task_that_goes_on_after_the_profile_is_not_measured_any_more() -> None:
+    _, compiled, backend, x = ready("cpu")
+
+    async def measured() -> tuple[int, int]:
+        left = asyncio.Event()
+
+        async def served() -> None:
+            compiled(x)
+            await left.wait()
+            compiled(x)
+
+        with cgcompile.profile(backend) as found:
+            task = asyncio.create_task(served())
+            await asyncio.sleep(0)
+        inside = found.steps
+        left.set()
+        await task
+        return inside, found.steps
+
+    before = backend.counters.replays
+    assert asyncio.run(measured()) == (1, 1)
+    assert backend.counters.replays - before == 2
+
+
+def test_a_thread_in_a_copy_of_the_context_is_not_measured() -> None:
+    _, compiled, backend, x = ready("cpu")
+    before = backend.counters.replays
+    with cgcompile.profile(backend) as found:
+        context = contextvars.copy_context()
+        in_thread(lambda: context.run(torch.no_grad()(compiled), x))
+        compiled(x)
+    assert backend.counters.replays - before == 2
+    assert found.steps == 1
+
+
+def test_a_profile_that_is_kept_keeps_no_model() -> None:
+    model, compiled, backend, x = ready("cpu")
+    with cgcompile.profile(compiled) as found:
+        compiled(x)
+    alive = weakref.ref(backend)
+    del model, compiled, backend
+    torch.compiler.reset()
+    gc.collect()
+    assert alive() is None
+    assert found.steps == 1
