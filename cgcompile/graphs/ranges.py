@@ -124,9 +124,9 @@ def tracing_ranges(
     """Inside, replays push a range around each piece and each break; NVTX, for Nsight Systems.
 
     Torch's own profiler needs none of this: while it runs, the ranges are there. No library can
-    ask whether Nsight listens, hence the context. It holds in this thread or task, and in tasks that
-    begin inside of it until it is left; replays outside of it cost what they always do. Nothing
-    synchronises.
+    ask whether Nsight listens, hence the context. It holds in this thread or task, and in tasks
+    that begin inside of it, until it is left; replays outside of it cost what they always do.
+    Nothing synchronises.
 
     Args:
         push: opens a range of a name; for other profilers, such as

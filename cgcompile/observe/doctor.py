@@ -7,7 +7,7 @@ recorder (``graphs/host_rules.py``) and of the registry of boundaries. Read on i
 """
 
 from collections.abc import Callable, Mapping
-from types import CodeType
+from types import CellType, CodeType
 from typing import Any
 
 import torch
@@ -216,10 +216,12 @@ def _one_stream() -> int:
 
 
 def _closure(function: Any) -> list[tuple[Any, str]]:
-    """The values that a function has from around it."""
+    """The values that a function has from around it, as far as they are there already."""
     cells = getattr(function, "__closure__", None) or ()
     names = function.__code__.co_freevars if cells else ()
-    return [(cell.cell_contents, name) for cell, name in zip(cells, names, strict=True)]
+    empty = CellType()  # as of a name that is bound later; equal to no cell that holds something
+    pairs = [pair for pair in zip(cells, names, strict=True) if pair[0] != empty]
+    return [(cell.cell_contents, name) for cell, name in pairs]
 
 
 def _what_changed(change: Change) -> tuple[str, str]:

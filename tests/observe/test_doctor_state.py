@@ -283,3 +283,11 @@ def test_parts_that_are_compiled_capture_nothing() -> None:
     assert model[1].forward is part
     function = torch.compile(lambda x: x * x.sum().item(), backend=backend)
     assert examine(function, torch.ones(2)).of_kind("host_sync")
+
+
+def test_a_function_that_has_a_name_from_around_it_which_is_bound_later() -> None:
+    def forward(x):
+        return x + 1 if x.dim() else later
+
+    assert examine(forward, torch.randn(3)).ok
+    later = 0
