@@ -336,8 +336,8 @@ class CompiledGraph:
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
-        """The recorded steps."""
-        found = (each for binding in self.bindings for each in binding.recordings.values())
+        """The recorded steps. Another thread may capture meanwhile."""
+        found = (each for binding in self.bindings for each in [*binding.recordings.values()])
         return tuple(each for each in found if isinstance(each, Recording))
 
     def close_capture(self) -> None:

@@ -327,15 +327,15 @@ class CUDAGraphWrapper(Transparent):
         """
         found: dict[BatchDescriptor, CUDAGraphEntry] = {}
         for mode in reversed(self._modes):
-            for (served, descriptor), entries in self._entries.items():
+            for (served, descriptor), entries in [*self._entries.items()]:
                 if served is mode and entries:
                     found[descriptor] = entries[0]
         return MappingProxyType(found)
 
     @property
     def entries(self) -> tuple[CUDAGraphEntry, ...]:
-        """All that is captured, of whatever mode and descriptor."""
-        return tuple([entry for entries in self._entries.values() for entry in entries])
+        """All that is captured, of whatever mode and descriptor; others may capture meanwhile."""
+        return tuple([entry for entries in [*self._entries.values()] for entry in entries])
 
     def entry_of(self, mode: CUDAGraphMode, batch: BatchDescriptor) -> CUDAGraphEntry | None:
         """What serves a batch in a runtime mode; None if nothing does."""
