@@ -1,8 +1,11 @@
 """What ops write and generators they draw from, put back after a call: :class:`Memory`."""
 
+from typing import Any
+
 import torch
 
 from cgcompile import compat
+from cgcompile.graphs.host_rules import written
 
 
 class Memory:
@@ -10,9 +13,11 @@ class Memory:
 
     Args:
         known: tensors that are there before the call; what a call makes itself is not kept.
+        alone: keep nothing but these: what a forward context leads to may be most of a GPU.
     """
 
-    def __init__(self, known: list[torch.Tensor]) -> None:
+    def __init__(self, known: list[torch.Tensor], *, alone: bool = False) -> None:
+        self._alone = alone
         self._known = {_address(tensor) for tensor in known}
         self._made: set[int] = set()  # no memory from before can begin where this call allocates
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -23,11 +28,19 @@ class Memory:
         theirs = {_address(tensor) for tensor in given} | self._known
         self._made |= {_address(tensor) for tensor in results} - theirs
 
+    def about_to_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the bytes of what an op will write."""
+        opaque = compat.compiled_region(func, args) is not None  # does not say what it writes
+        given = compat.tree_tensors((args, kwargs))
+        self.about_to_write(given if opaque else written(func, args, kwargs))
+
     def about_to_write(self, tensors: list[torch.Tensor]) -> None:
         """Keep the bytes of tensors, unless the call has made them itself."""
         for tensor in tensors:
             address = _address(tensor)
             if not address or address in self._made or address in self._before:
+                continue
+            if self._alone and address not in self._known:
                 continue
             storage = tensor.untyped_storage()
             with torch.inference_mode(False), torch.no_grad():
@@ -61,3 +74,21 @@ def _address(tensor: torch.Tensor) -> int:
     if tensor.device.type == "meta" or not tensor.untyped_storage().nbytes():
         return 0
     return tensor.untyped_storage().data_ptr()
+
+
+class Keeping(compat.DispatchMode):
+    """Inside, a memory is told of each op of this thread.
+
+    Args:
+        memory: what is told.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._memory.about_to_call(func, args, kwargs)
+        made = func(*args, **kwargs)
+        self._memory.made(compat.tree_tensors(made), compat.tree_tensors((args, kwargs)))
+        return made

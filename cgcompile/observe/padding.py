@@ -31,7 +31,7 @@ def padding_place(
             subject.outcome(subject.call, call)
         if not watcher.seen:
             return Place(detail="and no step of it was seen")
-        with put_back(subject.buffers), without_gradients():
+        with put_back(subject.kept), without_gradients():
             runs.append((watcher.seen, [nodes_of(step) for step in watcher.seen]))
     (steps, exact_nodes), (_, padded_nodes) = runs
     for step, small, large in zip(steps, exact_nodes, padded_nodes, strict=False):

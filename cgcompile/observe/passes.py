@@ -103,7 +103,7 @@ def _nodes(subject: Subject, call: Call) -> list[tuple[Step, dict[int, Nodes]]]:
     watcher = Watcher(tolerance=Tolerance())
     with subject.observed(watcher.of):
         subject.outcome(subject.call, call)
-    with put_back(subject.buffers), without_gradients():
+    with put_back(subject.kept), without_gradients():
         return [(step, nodes_of(step)) for step in watcher.seen]
 
 

@@ -16,6 +16,8 @@ from cgcompile.graphs.verify import copies, put_back
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe.comparing import Tolerance, named, without_gradients
 from cgcompile.observe.inputs import Call
+from cgcompile.observe.memory import Keeping, Memory
+from cgcompile.observe.state import State
 from cgcompile.piecewise.verify import Observer
 from cgcompile.reasons import Counters
 
@@ -56,6 +58,7 @@ class Subject:
         if isinstance(model, CompiledModel):
             self.wrapper = model.wrapper
         self.config = self._settings()
+        self._written: dict[str, torch.Tensor] | None = None
 
     def _settings(self) -> CompilationConfig:
         if self.handle is not None:
@@ -98,16 +101,45 @@ class Subject:
         module = getattr(self.original, "__self__", self.original)
         return list(module.buffers()) if isinstance(module, torch.nn.Module) else []
 
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """What is put back after each run beside the inputs: buffers, and what else it writes."""
+        return [*self.buffers, *(self._written or {}).values()]
+
     # -------------------------------------------------------------- running
+
+    def written(self, call: Call) -> dict[str, torch.Tensor]:
+        """The weights and other tensors of the model, no buffers, that a call writes, by path.
+
+        Such as a cache that is an attribute. Found once, by a run of the eager model.
+        """
+        if self._written is None:
+            module, buffers = getattr(self.original, "__self__", self.original), self.buffers
+            with compat.outside_inference_mode(), torch.no_grad():
+                state = State({"self": module})
+            memory = Memory([*state.tensors, *compat.tree_tensors(call)], alone=True)
+            try:
+                with put_back([]), without_gradients(), compat.uncompiled(), Keeping(memory):
+                    self.original(*call[0], **call[1])
+                found = {
+                    path: each
+                    for path, (_, each) in state.values.items()
+                    if isinstance(each, torch.Tensor) and memory.was_written(each)
+                }
+            finally:
+                memory.put_back()
+            known = {id(each) for each in buffers}
+            self._written = {path: each for path, each in found.items() if id(each) not in known}
+        return self._written
 
     def outcome(self, run: Callable[..., Any], call: Call) -> dict[str, Any]:
         """What a call returns and writes, as copies; everything is put back after it."""
         args, kwargs = call
-        state = [*compat.tree_tensors(call), *self.buffers]
-        with put_back(state), without_gradients():
+        own = self.written(call)
+        with put_back([*compat.tree_tensors(call), *self.kept]), without_gradients():
             result = named(run(*args, **kwargs))
             written = {f"input {path}": leaf for path, leaf in compat.tree_paths((args, kwargs))}
-            written |= {f"buffer {place}": each for place, each in enumerate(self.buffers)}
+            written |= {f"buffer {place}": each for place, each in enumerate(self.buffers)} | own
             tensors = {n: v for n, v in written.items() if isinstance(v, torch.Tensor)}
             return copies({**result, **tensors})
 

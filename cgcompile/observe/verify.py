@@ -45,9 +45,10 @@ def verify(
 ) -> Verification:
     """Run a model eager and replayed on several sets of inputs, and compare.
 
-    Results, written arguments and buffers of the model are compared, and put back after each run;
-    what ops write elsewhere, such as a cache that the forward context leads to, is written each
-    time. Runs without gradients. Warms up and captures what is not captured yet. Synchronises.
+    Results are compared, and what is written of arguments and of the tensors that the model holds,
+    which is put back after each run. What ops write elsewhere, such as a cache that the forward
+    context leads to, is written each time, and attributes that are no tensors change as by any
+    call. Runs without gradients. Warms up and captures what is not captured yet. Synchronises.
 
     Args:
         model: what ``torch.compile`` or ``cgcompile.compile`` returned for the backend; a

@@ -21,7 +21,7 @@ from cgcompile.boundaries import Boundaries, SplittingOp, eager_region
 from cgcompile.forward_context import get_forward_context, is_forward_context_available
 from cgcompile.graphs.breakable import eager_break_during_capture
 from cgcompile.graphs.foreign import foreign_breaks
-from cgcompile.graphs.host_rules import refusal, written
+from cgcompile.graphs.host_rules import refusal
 from cgcompile.observe.advice import Way
 from cgcompile.observe.attention import WrittenOut, is_attention_name, resembles
 from cgcompile.observe.memory import Memory
@@ -218,8 +218,7 @@ class _Ops(compat.DispatchMode):
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         case, given = self._case, compat.tree_tensors((args, kwargs))
-        opaque = compat.compiled_region(func, args) is not None  # does not say what it writes
-        case.memory.about_to_write(given if opaque else written(func, args, kwargs))
+        case.memory.about_to_call(func, args, kwargs)
         if isinstance(kwargs.get("generator"), torch.Generator):
             case.memory.about_to_draw(kwargs["generator"])
         boundary = case.match(func) is not None
