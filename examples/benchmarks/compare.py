@@ -44,7 +44,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -279,18 +280,33 @@ def run_all(args: argparse.Namespace, given: Sequence[str]) -> Result:
     return result
 
 
+@contextmanager
+def caches_in(folder: str) -> Iterator[None]:
+    """Processes that start within it find nothing that was compiled before."""
+    wanted = {
+        "CGCOMPILE_CACHE_DIR": f"{folder}/cgcompile",
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     args = arguments(given)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.worker:
         return run_worker(args)
-    with tempfile.TemporaryDirectory() as caches:  # nothing that was compiled before counts
-        os.environ.update(
-            CGCOMPILE_CACHE_DIR=f"{caches}/cgcompile",
-            TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor",
-            TRITON_CACHE_DIR=f"{caches}/triton",
-        )
+    with tempfile.TemporaryDirectory() as caches, caches_in(caches):
         result = run_all(args, given)
     text = whole_text(result.found)
     print(text)

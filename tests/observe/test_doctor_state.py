@@ -39,7 +39,7 @@ class Keeps(nn.Module):
         self.table["new"] = x.shape[0]
         self.total.add_(x.sum(0))
         self.transposed.t_()
-        out.copy_(self.norm(x) + torch.rand(4))
+        out.copy_(self.norm(x) + torch.rand(4, device=x.device))
         return out
 
 
@@ -73,16 +73,18 @@ def picture(model: Keeps) -> dict:
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_nothing_is_changed(device: str, mode) -> None:
     model = Keeps().to(device)
+    model.cache, model.last = model.cache.to(device), model.last.to(device)
     x, out = (each.to(device) for each in arguments())
+    generators = torch.cuda if device == "cuda" else torch
     held = {id(each) for each in (*model.buffers(), model.cache, model.last, model.table)}
     state, before = copy.deepcopy(model.state_dict()), picture(model)
     geometry = [(b.data_ptr(), b.shape, b.stride()) for b in model.buffers()]
     x_before, out_before = x.clone(), out.clone()
-    random = torch.get_rng_state()
+    random = generators.get_rng_state()
     with mode():
         diagnosis = cgcompile.doctor(model, x, out)
     assert diagnosis.of_kind("growing_state")
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(generators.get_rng_state(), random)
     assert torch.equal(x, x_before)
     assert torch.equal(out, out_before)
     assert held == {id(e) for e in (*model.buffers(), model.cache, model.last, model.table)}
