@@ -1,7 +1,7 @@
 """What is looked at: a model in any of its forms, and the eager model behind it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -117,9 +117,11 @@ class Subject:
             module, buffers = getattr(self.original, "__self__", self.original), self.buffers
             with compat.outside_inference_mode(), torch.no_grad():
                 state = State({"self": module})
+            parts = compat.holds_compiled_code(self.original)
+            plain = compat.uncompiled() if parts else nullcontext()  # it is so in all threads
             memory = Memory([*state.tensors, *compat.tree_tensors(call)], alone=True)
             try:
-                with put_back([]), without_gradients(), compat.uncompiled(), Keeping(memory):
+                with put_back([]), without_gradients(), plain, Keeping(memory):
                     self.original(*call[0], **call[1])
                 found = {
                     path: each
