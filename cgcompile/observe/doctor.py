@@ -46,8 +46,10 @@ def doctor(
     The call runs plain, twice, on the device where the tensors are and in the grad mode, autocast
     and forward context of the caller; nothing is captured, and what is compiled runs uncompiled
     (but for a class whose ``forward`` is decorated with ``cgcompile.compile``, which shows as an
-    error of the trace). Tensors that the call writes, attributes, containers and random generators
-    that it reaches from the model and the arguments are put back, bitwise. Not seen, and not put
+    error of the trace). What ``torch.compile`` made runs so in all threads meanwhile, as torch has
+    one switch for it: not for a process that serves. Tensors that the call writes, attributes,
+    containers and random generators that it reaches from the model and the arguments are put back,
+    bitwise. Not seen, and not put
     back: what a kernel writes that torch does not know (a Triton kernel or an extension called
     directly), and state in globals. Where a Python profiler is active, calls that reach no op
     (``torch.cuda.synchronize``) are not seen. Takes the time of two plain calls, and memory for
