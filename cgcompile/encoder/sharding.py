@@ -84,10 +84,10 @@ class Sharder:
         Raises:
             EncoderShardError: they have another structure than each other, or those before.
         """
-        specs = [compat.tree_spec(each) for each in own]
+        kinds = [_kind(each) for each in own]
         if self._shape is not None:
-            specs.append(compat.tree_spec(self._shape))
-        if any(each != specs[0] for each in specs):
+            kinds.append(_kind(self._shape))
+        if any(each != kinds[0] for each in kinds):
             raise EncoderShardError.structure(self.rank)
 
     def agree(self, failed: BaseException | None) -> None:
@@ -162,7 +162,7 @@ class Sharder:
             device = compat.tree_leaves(like)[0].device
             shape = next(each for each in told if each is not None)
             for rank, each in enumerate(told):
-                if each is not None and compat.tree_spec(each) != compat.tree_spec(shape):
+                if each is not None and _kind(each) != _kind(shape):
                     raise EncoderShardError.structure(rank)
             self._shape = compat.tree_map(lambda leaf: leaf.to(device), shape)
         return self._shape
@@ -200,3 +200,9 @@ class Sharder:
         for items, each, whole in zip(shares, counts, found, strict=True):
             parts.update(zip(items, torch.split(whole[: sum(each)], each), strict=True))
         return parts
+
+
+def _kind(result: Any) -> tuple[Any, ...]:
+    """How a result is built, and the sizes of a row of each of its tensors."""
+    leaves = compat.tree_leaves(result)
+    return (compat.tree_spec(result), *[leaf.shape[1:] for leaf in leaves])

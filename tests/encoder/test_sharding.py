@@ -79,6 +79,8 @@ def run(device: str) -> dict[str, Any]:
         like = torch.zeros(0, H, device=device)
         shares = [[rank] for rank in range(sharder.size)]
         used.gather([torch.ones(1, H, device=device)], shares, like)
+        with pytest.raises(EncoderShardError):  # a wider one would not fit into the others' rows
+            used.check([torch.ones(1, H + 1, device=device)])
         used.check([{"x": torch.ones(1, H, device=device)}])
     except EncoderShardError as error:
         said["error"] = str(error).splitlines()[0]
