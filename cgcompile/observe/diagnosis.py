@@ -1,21 +1,18 @@
 """:class:`Diagnosis`: what :func:`cgcompile.doctor` found, as a value that prints and is JSON."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cgcompile.observe.failures import of_error
 from cgcompile.observe.findings import SEVERITIES, Finding
-from cgcompile.observe.page import write_page
+from cgcompile.observe.page import Shown
 
 SCHEMA = 1  # of to_dict(); a key that goes or changes its meaning makes it another one
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Shown):
     """What was found, the worst first; ``print`` it.
 
     Attributes:
@@ -23,6 +20,8 @@ class Diagnosis:
         device: where a graph of it would be.
         findings: sorted by severity, then in the order in which a call meets them.
     """
+
+    template: ClassVar[str] = "diagnosis"
 
     model: str
     device: str
@@ -61,21 +60,6 @@ class Diagnosis:
             "ok": self.ok,
             "findings": [each.to_dict() for each in self.findings],
         }
-
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as text."""
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def to_html(self, path: str | PathLike[str]) -> Path:
-        """Write it as one page that needs nothing else.
-
-        Returns:
-            Where it is.
-
-        Raises:
-            OSError: it cannot be written there.
-        """
-        return write_page("diagnosis", self.to_dict(), path)
 
     def __str__(self) -> str:
         start = f"{self.model} on {self.device}:"

@@ -1,12 +1,9 @@
 """What :func:`cgcompile.explain` returns: :class:`Explanation`. A frozen value that prints."""
 
-import json
 from dataclasses import dataclass, field, fields
-from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from cgcompile.observe.page import write_page
+from cgcompile.observe.page import Shown
 from cgcompile.observe.parts import (
     GraphBreak,
     ModeReport,
@@ -23,7 +20,7 @@ VERSION = 1  # of the schema of Explanation.to_dict()
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Shown):
     """What would be split where, and why. ``print`` it.
 
     Attributes:
@@ -44,6 +41,8 @@ class Explanation:
             all values that cross.
     """
 
+    template: ClassVar[str] = "explanation"
+
     version: int
     model: str
     device: str | None
@@ -61,21 +60,6 @@ class Explanation:
         """All of it as plain data: dicts by field name, lists, text, numbers, bools and None."""
         names = [each.name for each in fields(self) if each.name != "split"]
         return {name: plain(getattr(self, name)) for name in names}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as JSON text; ``version`` in it tells the schema."""
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def to_html(self, path: str | PathLike[str]) -> Path:
-        """Write it as one page that needs nothing else.
-
-        Returns:
-            Where it is.
-
-        Raises:
-            OSError: it cannot be written there.
-        """
-        return write_page("explanation", self.to_dict(), path)
 
     def __str__(self) -> str:
         rows = [head(self.model, self.totals)]

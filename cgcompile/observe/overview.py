@@ -3,15 +3,12 @@
 ``gather.py`` makes it, ``page.py`` shows it. The rule: whatever stands on the page is in here.
 """
 
-import json
 from dataclasses import dataclass, fields
-from os import PathLike
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.observe.coverage import Coverage
-from cgcompile.observe.page import write_page
+from cgcompile.observe.page import Shown
 from cgcompile.observe.parts import (
     PieceReport,
     SettingReport,
@@ -120,7 +117,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Overview:
+class Overview(Shown):
     """What a compiled model, a wrapper or a manager did so far; a value of one moment.
 
     Attributes:
@@ -137,6 +134,8 @@ class Overview:
         environment: versions and the machine.
         notes: what else a reader should know.
     """
+
+    template: ClassVar[str] = "overview"
 
     version: int
     title: str
@@ -155,18 +154,3 @@ class Overview:
         """All of it as plain data: dicts by field name, lists, text, numbers, bools and None."""
         found = {each.name: plain(getattr(self, each.name)) for each in fields(self)}
         return {**found, "timeline": [record.to_dict() for record in self.timeline]}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as JSON text; ``version`` in it tells the schema."""
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def to_html(self, path: str | PathLike[str]) -> Path:
-        """Write it as one page that needs nothing else.
-
-        Returns:
-            Where it is.
-
-        Raises:
-            OSError: it cannot be written there.
-        """
-        return write_page("overview", self.to_dict(), path)

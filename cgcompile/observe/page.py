@@ -4,13 +4,43 @@
 value gave, escapes all of it, and writes each number as ``<data value="...">`` with the exact one.
 """
 
+import json
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cgcompile.observe.charts import distinct, strip, times
 from cgcompile.observe.text import human
+
+
+class Shown:
+    """A value that is plain data, and so JSON and a page.
+
+    Attributes:
+        template: of its page: ``overview``, ``explanation``, ...
+    """
+
+    template: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data: dicts by field name, lists, text, numbers, bools and None."""
+        raise NotImplementedError
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_html(self, path: str | PathLike[str]) -> Path:
+        """Write it as one page that needs nothing else.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            OSError: it cannot be written there.
+        """
+        return write_page(self.template, self.to_dict(), path)
 
 
 def render(template: str, found: dict[str, Any]) -> str:

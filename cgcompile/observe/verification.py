@@ -1,14 +1,11 @@
 """What was found wrong, as values: :class:`Finding`, :class:`Check`, :class:`Verification`."""
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from cgcompile.observe.page import write_page
+from cgcompile.observe.page import Shown
 
 
 @dataclass(frozen=True)
@@ -84,13 +81,15 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Verification:
+class Verification(Shown):
     """What :func:`cgcompile.verify` found; ``print`` it.
 
     Attributes:
         subject: what was looked at.
         checks: each comparison.
     """
+
+    template: ClassVar[str] = "verification"
 
     subject: str
     checks: tuple[Check, ...]
@@ -113,21 +112,6 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {"ok": self.ok, **plain(self)}
-
-    def to_json(self) -> str:
-        """:meth:`to_dict` as JSON text."""
-        return json.dumps(self.to_dict(), indent=2)
-
-    def to_html(self, path: str | PathLike[str]) -> Path:
-        """Write it as one page that needs nothing else.
-
-        Returns:
-            Where it is.
-
-        Raises:
-            OSError: it cannot be written there.
-        """
-        return write_page("verification", self.to_dict(), path)
 
     def __str__(self) -> str:
         cells = [("check", "inputs", "replays", "tolerance", "result")]

@@ -107,12 +107,6 @@ def work(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, command: list[str]) -> dict[str, Any]:
     """Measure in workers that ``command`` starts; print and keep rows as they come."""
-    os.environ |= {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
     begun, tasks, machine = time.perf_counter(), tasks_of(args), machine_of(args)
     rows: list[dict[str, Any]] = []
     found = report(tasks, rows, machine)

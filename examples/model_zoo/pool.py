@@ -14,6 +14,12 @@ from typing import Any
 from model_zoo.measure import Row
 
 Task = tuple[str, str]  # name and way
+_ENVIRONMENT = {  # of a worker, of which there are as many as cores
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
 
 
 class OutOfTime(Exception):
@@ -71,7 +77,12 @@ class Worker:
         self._said.truncate()
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            self._command, stdin=pipe, stdout=pipe, stderr=self._said, bufsize=0
+            self._command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=self._said,
+            bufsize=0,
+            env={**os.environ, **_ENVIRONMENT},
         )
         return self._process
 
