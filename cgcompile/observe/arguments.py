@@ -9,7 +9,7 @@ from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.forward_context import callers_context
 from cgcompile.graphs.guards import is_plain_value, layout_text, same_value
-from cgcompile.observe.memory import Memory
+from cgcompile.graphs.memory import Memory
 from cgcompile.observe.notes import Notes
 from cgcompile.observe.stores import forward_line
 from cgcompile.passes.lines import Line

@@ -22,9 +22,9 @@ from cgcompile.forward_context import get_forward_context, is_forward_context_av
 from cgcompile.graphs.breakable import eager_break_during_capture
 from cgcompile.graphs.foreign import foreign_breaks
 from cgcompile.graphs.host_rules import refusal
+from cgcompile.graphs.memory import Memory
 from cgcompile.observe.advice import Way
 from cgcompile.observe.attention import WrittenOut, is_attention_name, resembles
-from cgcompile.observe.memory import Memory
 from cgcompile.observe.notes import Notes
 from cgcompile.passes.capturable import takes_python_data, why_no_collective, why_not_on
 from cgcompile.passes.lines import is_users_file
@@ -108,10 +108,11 @@ class Watch:
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            stack.enter_context(compat.uncompiled())
             stack.enter_context(_Ops(self._case))
             stack.enter_context(_Functions(self._case))
             stack.enter_context(self._calls)
+            if not self._calls.sees:  # compiled functions come
+                stack.enter_context(compat.uncompiled())
             if self._case.notes.way is Way.UNTRACED:
                 stack.enter_context(foreign_breaks(_ForeignBreaks(self._case.notes)))
             self._stack = stack.pop_all()
@@ -291,7 +292,8 @@ def _is_off(func: Any, args: tuple[Any, ...]) -> bool:
 class PythonCalls:
     """Context manager: sees calls that reach no mode of torch, by a profile function.
 
-    Where another profiler is active it sees nothing.
+    Functions that ``torch.compile`` made run uncompiled; while they run, those of other threads as
+    well. Where another profiler is active it sees nothing.
 
     Args:
         notes: where findings go.
@@ -299,13 +301,14 @@ class PythonCalls:
 
     Attributes:
         ran: the code that ran.
+        sees: whether it sees anything.
     """
 
     def __init__(self, notes: Notes, *, streams: bool = False) -> None:
         self.notes = notes
         self._enters_stream = _code(torch.cuda.StreamContext.__enter__) if streams else None
         self.ran: set[CodeType] = set()
-        self._on = False
+        self.sees = False
         self._regions: list[Any] = []
         self._waits = {
             _code(torch.cuda.synchronize): "torch.cuda.synchronize",
@@ -322,15 +325,17 @@ class PythonCalls:
         self._break = _code(eager_break_during_capture(operator.neg))
         self._region = _code(eager_region)
         self._leave = _code(nullcontext.__exit__)
+        self._compiled = compat.code_of_compiled_functions()
+        self._uncompiled: list[AbstractContextManager[Any]] = []  # around each that runs
 
     def __enter__(self) -> "PythonCalls":
-        self._on = sys.getprofile() is None
-        if self._on:
+        self.sees = sys.getprofile() is None
+        if self.sees:
             sys.setprofile(self.see)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._on:
+        if self.sees:
             sys.setprofile(None)
 
     def see(self, frame: FrameType, event: str, what: Any) -> None:
@@ -361,6 +366,9 @@ class PythonCalls:
             notes.here("context_read", code.co_name, text)
         elif code is self._break and notes.way is Way.UNTRACED:
             notes.hush(1)
+        elif code is self._compiled:
+            self._uncompiled.append(compat.uncompiled())
+            self._uncompiled[-1].__enter__()
         elif code is self._leave and any(frame.f_locals["self"] is r for r in self._regions):
             self._regions = [r for r in self._regions if r is not frame.f_locals["self"]]
             notes.hush(-1)
@@ -374,7 +382,9 @@ class PythonCalls:
         code = frame.f_code
         if isinstance(what, bool) and (code.co_filename, code.co_name) in self.notes.guarded:
             self._guard(frame.f_back)  # a predicate that passes the answer on
-        if code is self._break and self.notes.way is Way.UNTRACED:
+        if code is self._compiled and self._uncompiled:
+            self._uncompiled.pop().__exit__(None, None, None)
+        elif code is self._break and self.notes.way is Way.UNTRACED:
             self.notes.hush(-1)
         elif code is self._region and self.notes.way is not Way.UNTRACED:
             self._regions.append(what)

@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -104,6 +105,11 @@ class Renames(OrderedDict):
         super().__setitem__(key + "!", value)
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    table: torch.Tensor
+
+
 def test_dicts_of_other_kinds_are_put_back() -> None:
     ordered, renamed = OrderedDict(a=1, b=2), Renames(a=1)
 
@@ -132,6 +138,34 @@ def test_what_a_model_does_after_is_what_it_would_have_done() -> None:
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
     assert not torch.equal(results[0][0], results[0][1])
+
+
+def test_slots_are_put_back() -> None:
+    class Slots:
+        __slots__ = ("late", "steps", "table")
+
+        def __init__(self) -> None:
+            self.steps, self.table = 0, torch.zeros(2)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.frozen = Slots(), Frozen(torch.zeros(2))
+
+        def forward(self, x):
+            self.own.steps += 1  # <steps>
+            self.own.late = x + self.own.steps
+            self.own.table.add_(1)
+            self.frozen.table.add_(2)
+            return x + self.own.table
+
+    model = Model()
+    table = model.own.table
+    seen = found(examine(model, torch.ones(2)), "changing_attribute", Model.forward, "steps")
+    assert (seen.op, "after it" in seen.message) == ("self.own.steps", True)
+    assert (model.own.steps, hasattr(model.own, "late")) == (0, False)
+    assert model.own.table is table
+    assert (table.sum(), model.frozen.table.sum()) == (0, 0)
 
 
 def test_state_is_put_back_after_an_error_too() -> None:
