@@ -128,10 +128,11 @@ _ADVICE: dict[str, tuple[str, str, str, str]] = {
         "Call the model under torch.inference_mode() or torch.no_grad().",
     ),
     "inference_tensor": (
-        "break",
-        "break",
-        "break",
-        "Call the model under torch.inference_mode() as well, or make its weights outside of it.",
+        "error",
+        "error",
+        "error",
+        "Call the model under torch.inference_mode() as well, or make what it writes, and weights "
+        "of a model that needs gradients, outside of it.",
     ),
     "unsupported_input": (
         "break",

@@ -27,7 +27,7 @@ from cgcompile.observe.advice import Way
 from cgcompile.observe.arguments import Call, compare_calls, look_at_call, named_weights
 from cgcompile.observe.attention import identity
 from cgcompile.observe.diagnosis import Diagnosis
-from cgcompile.observe.failures import name_of, of_handle
+from cgcompile.observe.failures import is_of_inference_tensors, name_of, of_handle
 from cgcompile.observe.notes import Notes
 from cgcompile.observe.stores import forward_line, store_line
 from cgcompile.observe.subject import original_of
@@ -176,7 +176,8 @@ class _Examination:
             if not (known and self._device.type == "meta"):  # which cannot be read at all
                 again = " in the second of two calls" if self._notes.closed else ""
                 text = f"{type(error).__name__}{again}: {error}".strip().splitlines()[0]
-                self._notes.add("forward_raised", type(error).__name__, text, line)
+                kind = "inference_tensor" if is_of_inference_tensors(error) else "forward_raised"
+                self._notes.add(kind, type(error).__name__, text, line)
             return False
         return True
 

@@ -281,12 +281,18 @@ def test_grad_mode() -> None:
 
 
 def test_weights_of_inference_mode() -> None:
+    """They may be read in any mode, as graphs do; they cannot be kept for gradients."""
     with torch.inference_mode():
-        model = nn.Linear(2, 2)
-    assert not worse_than_notes(examine(model, torch.ones(1, 2)))
+        model, frozen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+    x = torch.ones(1, 2)
+    assert examine(model, x).findings == ()
+    assert cgcompile.doctor(frozen, x).findings == ()
     with torch.no_grad():
-        (seen,) = cgcompile.doctor(model, torch.ones(1, 2)).findings
-    assert (seen.kind, seen.op, seen.severity) == ("inference_tensor", "self.weight", "break")
+        assert cgcompile.doctor(model, x).findings == ()
+    seen = cgcompile.doctor(frozen, x.requires_grad_())
+    assert [each.kind for each in seen.findings] == ["inference_tensor", "gradients"]
+    assert "cannot be saved for backward" in seen.findings[0].message
+    assert not seen.ok
 
 
 def test_inputs_that_no_graph_takes() -> None:

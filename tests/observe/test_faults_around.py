@@ -214,9 +214,11 @@ def test_a_buffer_that_was_made_in_inference_mode() -> None:
     with torch.no_grad():
         diagnosis = cgcompile.doctor(model, x)
         assert cgcompile.doctor(Steps(), x).findings == ()
-    seen = found(diagnosis, "inference_tensor", Steps.forward, "forward")
-    assert (seen.severity, seen.op.startswith("self.")) == ("break", True)
-    found(diagnosis, "forward_raised", Steps.forward, "write")
+        with pytest.raises(RuntimeError, match="outside InferenceMode") as caught:
+            model(x)
+    assert found(diagnosis, "inference_tensor", Steps.forward, "write").severity == "error"
+    assert len(diagnosis.findings) == 1
+    assert only_finding(caught.value).kind == "inference_tensor"
     assert examine(model, x).findings == ()
 
 
