@@ -162,6 +162,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CaptureError.math_attention": CaptureError.math_attention(),
     "CaptureError.no_breaks": CaptureError.no_breaks("Decoder", "ns::attend"),
     "CaptureError.inside_full": CaptureError.inside_full("ns::attend", "NEVER", "num_tokens=8"),
+    "CaptureError.unjoined_stream": CaptureError.unjoined_stream(),
     "CaptureError.swallowed": CaptureError.swallowed("Decoder", "attend", KeyError("x")),
     "CaptureError.open_break": CaptureError.open_break("step"),
     "CaptureError.other_thread": CaptureError.other_thread("attend", "Decoder"),

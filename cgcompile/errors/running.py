@@ -126,6 +126,15 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def unjoined_stream(cls) -> "CaptureError":
+        return cls(
+            "the capture ended with unjoined work: a stream that forked from the capturing one is "
+            "not joined, so nothing says when a replay may go on.\n"
+            "  Join it within forward, and before each break: "
+            "torch.cuda.current_stream().wait_stream(side). cgcompile.doctor names the line."
+        )
+
+    @classmethod
     def swallowed(cls, what: str, name: str, error: BaseException) -> "CaptureError":
         return cls(
             f"capture of {what}: {name} raised {type(error).__name__}, and the program went on: "

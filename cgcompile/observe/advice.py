@@ -151,8 +151,9 @@ _ADVICE: dict[str, tuple[str, str, str, str]] = {
         "break",
         "break",
         "error",
-        "Leave streams to the caller, or fork from and join the current stream within forward "
-        "(wait_stream both ways), and let the model be untraced: splitting='breakable'.",
+        "Fork from and join the current stream within forward (wait_stream both ways), before each "
+        "break too, and let the model be untraced: splitting='breakable'; or leave streams to the "
+        "caller.",
     ),
     "stale_scalar": (
         "break",

@@ -15,6 +15,7 @@ from cgcompile.errors import (
     GradientError,
     HostValueChangedError,
 )
+from cgcompile.graphs.cuda import is_unjoined
 from cgcompile.observe.advice import KINDS, Way, finding
 from cgcompile.observe.findings import Finding
 from cgcompile.passes.lines import Line, raised_at
@@ -22,7 +23,6 @@ from cgcompile.reasons import EXPECTED, Counters, Reason
 
 # What CUDA and torch say where a captured stream would have to be waited for.
 _REFUSALS = ("stream is capturing", "streamcapture", "capturing stream")
-_UNJOINED = "unjoined work"  # what CUDA says at the end of a capture
 # What torch says where one is written, or kept for gradients, in another mode; reading is fine.
 _INFERENCE = "inference tensor"
 _LINE = re.compile(
@@ -108,7 +108,7 @@ def _kind(error: BaseException, op: str) -> str:
         return "changing_argument"
     if isinstance(error, CaptureError) and op != "-" and "not permitted" in str(error):
         return _kind_of_op(op)
-    if _UNJOINED in str(error):
+    if is_unjoined(error):
         return "side_stream"
     if is_of_inference_tensors(error):
         return "inference_tensor"
