@@ -159,6 +159,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CaptureError.empty": CaptureError.empty(),
     "CaptureError.freed_input": CaptureError.freed_input("aten.mm.default", "(2, 3) torch.float32"),
     "CaptureError.opaque_result": CaptureError.opaque_result("attend", "a Cache object"),
+    "CaptureError.under_transform": CaptureError.under_transform("attend", "Vmap"),
     "CaptureError.math_attention": CaptureError.math_attention(),
     "CaptureError.no_breaks": CaptureError.no_breaks("Decoder", "ns::attend"),
     "CaptureError.inside_full": CaptureError.inside_full("ns::attend", "NEVER", "num_tokens=8"),

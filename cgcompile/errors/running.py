@@ -100,6 +100,14 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def under_transform(cls, name: str, transform: str) -> "CaptureError":
+        return cls(
+            f"eager break {name!r} ran inside of torch.func ({transform}), whose tensors exist "
+            "only there: no replay could give it any, or take any from it.\n"
+            "  Put the transform into the break, or write the batch dimension out."
+        )
+
+    @classmethod
     def math_attention(cls) -> "CaptureError":
         return cls(
             "scaled_dot_product_attention takes its math kernel here, and under no_grad arrives as "

@@ -108,6 +108,8 @@ def _kind(error: BaseException, op: str) -> str:
         return "changing_argument"
     if isinstance(error, CaptureError) and op != "-" and "not permitted" in str(error):
         return _kind_of_op(op)
+    if isinstance(error, CaptureError) and "inside of torch.func" in str(error):
+        return "functorch"
     if is_unjoined(error):
         return "side_stream"
     if is_of_inference_tensors(error):
