@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from cgcompile import compat
@@ -72,6 +73,23 @@ class Backend:
         """
         wrapper.closed = self._capture_closed
         self.wrappers.add(wrapper)
+
+    def anticipate(self, model: Any) -> None:
+        """Start what compiling a model will need and what takes a while; waits for nothing.
+
+        Processes that compile kernels for a GPU, so that they are there when the model has been
+        traced. Only where they are needed for certain: nothing has been compiled so far.
+
+        Args:
+            model: what will be traced: a module, or a method of one.
+        """
+        config, owner = self.config, getattr(model, "__self__", model)
+        if config.mode is CompilationMode.PIECEWISE and config.compiler != "inductor":
+            return
+        if not isinstance(owner, torch.nn.Module) or not self._pieces.is_cold:
+            return
+        if any(each.is_cuda for each in (*owner.parameters(), *owner.buffers())):
+            compat.start_compile_workers()
 
     @property
     def num_compilations(self) -> int:

@@ -40,6 +40,8 @@ def compile_standalone(
 
     ``gm`` is not changed. Outputs of the result are a list. With ``aot`` it can be saved.
     """
+    if any(isinstance(each, torch.Tensor) and each.device.type == "cuda" for each in fake_inputs):
+        start_compile_workers()  # before the imports of the next line, which take seconds
     from torch._inductor import standalone_compile
 
     return standalone_compile(
@@ -51,10 +53,32 @@ def compile_standalone(
     )
 
 
+def start_compile_workers() -> None:
+    """Start the processes in which Inductor compiles Triton kernels; does not wait for them.
+
+    They import torch for seconds. Until they answer, Inductor compiles one kernel after the other
+    in this process, so the sooner the better. Where they run already, where there is no Triton, or
+    where torch's ``TORCH_WARM_POOL`` says so, nothing is started.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
 def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
     """Inductor's settings for a piece; the user's were checked, ours may be unknown to a torch."""
-    wanted = {**_PIECE_PATCHES, **patches}
+    wanted = {**_own_pass(), **_PIECE_PATCHES, **patches}
     return {name: value for name, value in wanted.items() if name in inductor_option_names()}
+
+
+def _own_pass() -> dict[str, Any]:
+    """Our pass over ATen graphs, unless the user has set one: torch 2.11 takes only one."""
+    import torch._inductor.config as config
+
+    from cgcompile.compat.addends import addends_apart
+
+    made = None if config.post_grad_custom_post_pass else addends_apart()
+    return {} if made is None else {"post_grad_custom_post_pass": made}
 
 
 def uncapturable_op(aten: fx.GraphModule) -> str | None:

@@ -1,0 +1,91 @@
+"""The processes that compile kernels are started while a model is still to be traced."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import cgcompile
+from cgcompile import compat
+from cgcompile.piecewise.cache import KIND
+from cgcompile.piecewise.store import Store
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    found: list[bool] = []
+    monkeypatch.setattr(compat, "start_compile_workers", lambda: found.append(True))
+    return found
+
+
+class Model(nn.Module):
+    """With a weight on a device that may lack here."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        super().__init__()
+        with FakeTensorMode():
+            self.weight = nn.Parameter(torch.empty(2, device=device), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "expected"),
+    [
+        (Model(), {}, 1),
+        (Model().forward, {}, 1),
+        (Model(), {"mode": "STOCK_TORCH_COMPILE", "cudagraph_mode": "NONE"}, 1),
+        (Model("cpu"), {}, 0),
+        (double, {}, 0),
+        (Model(), {"compiler": "aot"}, 0),
+        (Model(), {"mode": "NONE"}, 0),
+        (Model(), {"splitting": "breakable"}, 0),
+    ],
+)
+def test_where_they_are_started(
+    model: Any, settings: dict[str, Any], expected: int, started: list[bool]
+) -> None:
+    cgcompile.compile(model, **{"compiler": "inductor", **settings})
+    assert len(started) == expected
+
+
+def test_not_where_pieces_may_be_on_disk(tmp_path: Path, started: list[bool]) -> None:
+    folder = {"compiler": "inductor", "cache_dir": str(tmp_path)}
+    cgcompile.compile(Model(), **folder)
+    assert len(started) == 1
+    Store(tmp_path).put("trace", "a", b"", {})
+    cgcompile.compile(Model(), **folder)
+    assert len(started) == 2
+    Store(tmp_path).put(KIND, "a", b"", {})
+    cgcompile.compile(Model(), **folder)
+    assert len(started) == 2
+
+
+PROGRAM = """
+import cgcompile
+from cgcompile import compat
+compat.start_compile_workers()
+from torch._inductor.async_compile import AsyncCompile
+compat.start_compile_workers()
+print(AsyncCompile.process_pool.cache_info().currsize)
+"""
+
+
+@pytest.mark.parametrize("wanted", ["1", "0"])
+def test_torchs_own_pool_is_started_once(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TORCH_WARM_POOL", wanted)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == [wanted]
