@@ -78,7 +78,7 @@ class Backend:
         """Start what compiling a model will need and what takes a while; waits for nothing.
 
         Processes that compile kernels for a GPU, so that they are there when the model has been
-        traced. Only where they are needed for certain: nothing has been compiled so far.
+        traced. Inductor starts them in any case, where it loads compiled kernels from disk as well.
 
         Args:
             model: what will be traced: a module, or a method of one.
@@ -86,7 +86,7 @@ class Backend:
         config, owner = self.config, getattr(model, "__self__", model)
         if config.mode is CompilationMode.PIECEWISE and config.compiler != "inductor":
             return
-        if not isinstance(owner, torch.nn.Module) or not self._pieces.is_cold:
+        if not isinstance(owner, torch.nn.Module):
             return
         if any(each.is_cuda for each in (*owner.parameters(), *owner.buffers())):
             compat.start_compile_workers()

@@ -122,11 +122,6 @@ class PieceCache:
         self.store = None if folder is None else Store(folder)
         self._made: dict[str, tuple[weakref.ref[Any], str]] = {}
 
-    @property
-    def is_cold(self) -> bool:
-        """Whether there is nothing that a piece could be shared with or loaded from."""
-        return not self._made and not (self.store is not None and self.store.has_any(KIND))
-
     def find(self, key: str, guards: compat.SizeGuards) -> Runnable | None:
         """What was compiled under a key and still lives, if its guards hold."""
         reference, text = self._made.get(key, (None, ""))

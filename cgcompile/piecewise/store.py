@@ -161,10 +161,6 @@ class Store:
             except (OSError, ValueError) as error:
                 log.warning("%s: not an entry: %s", path, error)
 
-    def has_any(self, kind: str) -> bool:
-        """Whether anything of a kind is kept; it may be damaged."""
-        return any(self.folder.glob(f"{kind}.*{_SUFFIX}"))
-
     def remove(self, entry: Entry) -> bool:
         """Remove one entry.
 

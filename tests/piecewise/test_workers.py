@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from torch._subclasses import FakeTensorMode
 
 import cgcompile
 from cgcompile import compat
-from cgcompile.piecewise.cache import KIND
-from cgcompile.piecewise.store import Store
 
 
 @pytest.fixture
@@ -57,18 +54,6 @@ def test_where_they_are_started(
 ) -> None:
     cgcompile.compile(model, **{"compiler": "inductor", **settings})
     assert len(started) == expected
-
-
-def test_not_where_pieces_may_be_on_disk(tmp_path: Path, started: list[bool]) -> None:
-    folder = {"compiler": "inductor", "cache_dir": str(tmp_path)}
-    cgcompile.compile(Model(), **folder)
-    assert len(started) == 1
-    Store(tmp_path).put("trace", "a", b"", {})
-    cgcompile.compile(Model(), **folder)
-    assert len(started) == 2
-    Store(tmp_path).put(KIND, "a", b"", {})
-    cgcompile.compile(Model(), **folder)
-    assert len(started) == 2
 
 
 PROGRAM = """
