@@ -67,18 +67,8 @@ def start_compile_workers() -> None:
 
 def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
     """Inductor's settings for a piece; the user's were checked, ours may be unknown to a torch."""
-    wanted = {**_own_pass(), **_PIECE_PATCHES, **patches}
+    wanted = {**_PIECE_PATCHES, **patches}
     return {name: value for name, value in wanted.items() if name in inductor_option_names()}
-
-
-def _own_pass() -> dict[str, Any]:
-    """Our pass over ATen graphs, unless the user has set one: torch 2.11 takes only one."""
-    import torch._inductor.config as config
-
-    from cgcompile.compat.addends import addends_apart
-
-    made = None if config.post_grad_custom_post_pass else addends_apart()
-    return {} if made is None else {"post_grad_custom_post_pass": made}
 
 
 def uncapturable_op(aten: fx.GraphModule) -> str | None:
