@@ -89,7 +89,10 @@ class Backend:
         if not isinstance(owner, torch.nn.Module):
             return
         if any(each.is_cuda for each in (*owner.parameters(), *owner.buffers())):
-            compat.start_compile_workers()
+            try:
+                compat.start_compile_workers()
+            except OSError as error:  # it will be told again where kernels are compiled
+                log.info("no compile workers yet: %s", error)
 
     @property
     def num_compilations(self) -> int:

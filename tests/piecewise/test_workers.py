@@ -56,6 +56,18 @@ def test_where_they_are_started(
     assert len(started) == expected
 
 
+def test_a_machine_that_starts_no_processes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start() -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(compat, "start_compile_workers", start)
+    with caplog.at_level("INFO", "cgcompile"):
+        cgcompile.Backend(compiler="inductor").anticipate(Model())
+    assert "no compile workers yet: no more processes" in caplog.text
+
+
 PROGRAM = """
 import cgcompile
 from cgcompile import compat
