@@ -86,9 +86,8 @@ class Backend:
         config, owner = self.config, getattr(model, "__self__", model)
         if config.mode is CompilationMode.PIECEWISE and config.compiler != "inductor":
             return
-        if not isinstance(owner, torch.nn.Module):
-            return
-        if any(each.is_cuda for each in (*owner.parameters(), *owner.buffers())):
+        own = isinstance(owner, torch.nn.Module) and (*owner.parameters(), *owner.buffers())
+        if any(each.is_cuda for each in own or ()):
             try:
                 compat.start_compile_workers()
             except OSError as error:  # it will be told again where kernels are compiled
