@@ -8,7 +8,8 @@ to be a result is none such, and the residual stream of a model is a result of n
 cuBLAS adds in place, so ``addmm`` first copies ``x`` into its result: one kernel more, that reads
 and writes all of it. As an addition of its own it melts into the kernels that read the sum, as it
 does where a model is compiled whole; and it rounds where eager rounds. A bias, of one dimension,
-stays: that one is added by the product's own kernel.
+stays: that one is added by the product's own kernel. So does what the user wrote as ``addmm``.
+torch 2.15 asks itself what is added; there the pass finds nothing.
 """
 
 from collections.abc import Callable
@@ -17,30 +18,40 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def take_apart(graph: fx.Graph) -> None:
-    """Replace each ``addmm`` of a whole tensor on CUDA by ``mm`` and ``add``, in place."""
+    """Replace each ``addmm`` of a whole tensor on CUDA that Inductor made by ``mm`` and ``add``."""
     aten = torch.ops.aten
     for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
-        added, one, other = node.args
-        if not _is_whole(added, node) or any(each != 1 for each in node.kwargs.values()):
+        if _from_the_trace(node) or not _adds_whole_tensor(node):
             continue
+        added, one, other = node.args
         with graph.inserting_before(node):
             product = graph.call_function(aten.mm.default, (one, other))
             total = graph.call_function(aten.add.Tensor, (product, added))
         product.meta.update(node.meta)
         total.meta.update(node.meta)
+        # A value of its own: Inductor tells by their memory which values are views of others.
+        product.meta["val"] = torch.empty_like(node.meta["val"])
         node.replace_all_uses_with(total)
         graph.erase_node(node)
 
 
-def _is_whole(added: Any, node: fx.Node) -> bool:
-    """Whether a tensor is added that has all elements of the result, on CUDA."""
-    value, result = added.meta.get("val"), node.meta.get("val")
+def _from_the_trace(node: fx.Node) -> bool:
+    """Whether the user wrote it: what a pattern of Inductor's made has no number."""
+    return "seq_nr" in node.meta
+
+
+def _adds_whole_tensor(node: fx.Node) -> bool:
+    value, result = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
     if not (isinstance(value, torch.Tensor) and isinstance(result, torch.Tensor)):
         return False
-    return result.device.type == "cuda" and value.shape == result.shape
+    if node.kwargs or result.device.type != "cuda" or value.ndim != 2:
+        return False
+    sizes = zip(value.shape, result.shape, strict=True)
+    return all(statically_known_true(size == other) for size, other in sizes)
 
 
 @cache

@@ -18,26 +18,36 @@ LAST = "post_grad_custom_post_pass"
 
 
 def traced(function: Callable[..., Any], *shapes: tuple[int, ...], device: str = "cuda") -> Any:
-    """The ATen graph of a function, traced with fake tensors of these shapes."""
+    """The ATen graph of a function, as if Inductor had made it, for fake tensors of these shapes."""
     with FakeTensorMode():
         given = [torch.empty(shape, device=device) for shape in shapes]
-        return make_fx(function)(*given)
+        made = make_fx(function)(*given)
+    for node in made.graph.nodes:
+        node.meta.pop("seq_nr", None)
+    return made
 
 
 def ops(gm: fx.GraphModule) -> list[str]:
     return [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
 
 
+def addmm(gm: fx.GraphModule) -> fx.Node:
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
+    return node
+
+
 def test_a_whole_tensor_is_added_apart() -> None:
     gm = traced(lambda x, a, b: torch.addmm(x, a, b).relu(), (4, 6), (4, 5), (5, 6))
-    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
-    meta = node.meta["val"]
+    meta = addmm(gm).meta["val"]
     take_apart(gm.graph)
     gm.graph.lint()
     gm.recompile()
     assert ops(gm) == ["aten.mm.default", "aten.add.Tensor", "aten.relu.default"]
-    for each in list(gm.graph.nodes)[3:5]:
-        assert each.meta["val"] is meta
+    product, total = (node.meta["val"] for node in list(gm.graph.nodes)[3:5])
+    assert total is meta
+    assert product is not meta
+    assert (product.shape, product.stride(), product.dtype) == ((4, 6), (6, 1), torch.float32)
+    assert product.device.type == "cuda"
     x, a, b = torch.randn(4, 6), torch.randn(4, 5), torch.randn(5, 6)
     torch.testing.assert_close(gm(x, a, b), torch.addmm(x, a, b).relu())
 
@@ -60,6 +70,13 @@ def test_all_else_stays(added: tuple[int, ...], kwargs: dict[str, Any], device: 
     before = str(gm.graph)
     take_apart(gm.graph)
     assert str(gm.graph) == before
+    assert ops(gm) == ["aten.addmm.default"]
+
+
+def test_what_the_user_wrote_stays() -> None:
+    gm = traced(torch.addmm, (4, 6), (4, 5), (5, 6))
+    addmm(gm).meta["seq_nr"] = 3
+    take_apart(gm.graph)
     assert ops(gm) == ["aten.addmm.default"]
 
 
