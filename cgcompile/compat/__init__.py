@@ -47,6 +47,7 @@ from cgcompile.compat.compilers import (
     compile_whole,
     inductor_mode_options,
     inductor_option_names,
+    start_compile_workers,
     uncapturable_op,
 )
 from cgcompile.compat.direct import Direct, inductor_graph
@@ -89,6 +90,8 @@ from cgcompile.compat.modes import (
     autocast_off,
     autocast_state,
     below_autograd,
+    code_of_compiled_functions,
+    compiled_from,
     compiled_region,
     draws_random,
     functionalized_op,

@@ -45,6 +45,8 @@ def compile_standalone(
 
     ``gm`` is not changed. Outputs of the result are a list. With ``aot`` it can be saved.
     """
+    if any(isinstance(each, torch.Tensor) and each.device.type == "cuda" for each in fake_inputs):
+        start_compile_workers()  # before the imports of the next line, which take seconds
     from torch._inductor import standalone_compile
     from torch._inductor.exc import InductorError
 
@@ -65,6 +67,18 @@ def compile_standalone(
             raise
         log.info("without combined kernels, because of %s", str(error).splitlines()[0])
     return compiled({**settings, "combo_kernels": False})
+
+
+def start_compile_workers() -> None:
+    """Start the processes in which Inductor compiles Triton kernels; does not wait for them.
+
+    They import torch for seconds. Until they answer, Inductor compiles one kernel after the other
+    in this process, so the sooner the better. Where they run already, where there is no Triton, or
+    where torch's ``TORCH_WARM_POOL`` says so, nothing is started.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
 
 
 def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
