@@ -133,8 +133,7 @@ class CompiledGraph:
         Returns:
             What the graph returns. Without a forward context the caller owns it. Under one, what
             graphs made are views of their memory, valid until the next call of this compiled
-            graph, and the same tensor objects each time: do not change their shape in place. A
-            capturing call is one execution of the step. Nothing synchronises.
+            graph. A capturing call is one execution of the step. Nothing synchronises.
 
         Raises:
             GradientError: gradients are asked for, and the model recomputes activations.

@@ -146,9 +146,10 @@ def alike(
         tensors: what is compared with; not kept.
         layouts: (sizes, strides) of each; None for a size that may be any.
     """
-    sizes, strides = zip(*layouts, strict=True)
+    sizes: list[Any] = [sizes for sizes, _ in layouts]
+    strides: list[Any] = [strides for _, strides in layouts]
     guards = torch._C._dynamo.guards.TensorGuards(
-        *tensors, dynamic_dims_sizes=list(sizes), dynamic_dims_strides=list(strides)
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     )
     found: Callable[..., bool] = guards.check
     return found

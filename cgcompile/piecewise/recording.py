@@ -275,8 +275,7 @@ class Recording:
         if padding > 0:
             self.padding += padding
         if not slots:
-            always = self._returns.always
-            return self._returns.make(slots, inputs) if always is None else always
+            return self._returns.make(slots, inputs)
         try:
             return self._returns.make(slots, inputs)
         finally:
