@@ -61,6 +61,9 @@ class Returns:
         slots: what it reads after a replay.
         positions: of the inputs that the result is memory of.
         lent: the tensors at fixed addresses that callers get.
+        lent_items: which items of the result they are.
+        constants: the items that are the same each time; None in place of the others.
+        is_flat: whether the result is a tuple of its items.
         is_steady: whether the result has nothing but these, and constants, in a tuple.
     """
 
@@ -73,8 +76,8 @@ class Returns:
         copied: bool,
     ) -> None:
         self._spec = compat.tree_spec(made)
-        self._is_flat = isinstance(made, tuple) and not any(map(compat.is_container, made))
-        self._leaves: list[Any] = []
+        self.is_flat = isinstance(made, tuple) and not any(map(compat.is_container, made))
+        self.constants: list[Any] = []
         self._views: list[_View] = []
         self._live: list[tuple[int, int]] = []
         lying: list[tuple[int, torch.Tensor]] = []
@@ -83,7 +86,7 @@ class Returns:
             start = address(leaf) if isinstance(leaf, torch.Tensor) else 0
             lies = isinstance(leaf, torch.Tensor) and start in fixed
             found = given.position(start) if lies else None
-            self._leaves.append(None if isinstance(source, Slot) else source)
+            self.constants.append(None if isinstance(source, Slot) else source)
             if found is not None:
                 self._views.append(_view(item, leaf, found, given.inputs[found]))
             elif isinstance(source, Slot):
@@ -96,11 +99,16 @@ class Returns:
         self.positions = {view.position for view in self._views}
         self._copied = [item for item, _ in lying]
         self._copies = FreshCopies([tensor for _, tensor in lying]) if lying else None
-        self._lent_items = [item for item, _ in lent]
+        self.lent_items = [item for item, _ in lent]
         self.lent = Lent([tensor for _, tensor in lent])
         varies = self._views or self._live or self._copies is not None
-        self.is_steady = self._is_flat and not varies
+        self.is_steady = self.is_flat and not varies
         self._last: tuple[Any, Any] = (None, None)  # of a steady result: (tensors, with constants)
+
+    @property
+    def count(self) -> int:
+        """How many items the result has."""
+        return len(self.constants)
 
     def make(self, slots: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """The result of one replay; the caller owns it if this copies.
@@ -112,8 +120,8 @@ class Returns:
         tensors = self.lent.get()
         if tensors is self._last[0]:
             return self._last[1]
-        leaves = list(self._leaves)
-        for item, tensor in zip(self._lent_items, tensors, strict=True):
+        leaves = list(self.constants)
+        for item, tensor in zip(self.lent_items, tensors, strict=True):
             leaves[item] = tensor
         if self._copies is not None:
             for item, copy in zip(self._copied, self._copies.make(), strict=True):
@@ -128,7 +136,7 @@ class Returns:
         return result
 
     def _tree(self, leaves: list[Any]) -> Any:
-        return tuple(leaves) if self._is_flat else compat.tree_unflatten(leaves, self._spec)
+        return tuple(leaves) if self.is_flat else compat.tree_unflatten(leaves, self._spec)
 
 
 def returned_names(split: SplitGraph) -> list[str]:
