@@ -221,6 +221,7 @@ class CompiledGraph:
             binding = self._bindings.add(name, inputs)
         elif found is not None:
             del binding.recordings[key]  # its graphs have been cleared
+            self.turn.forget()
         given = None if context is None else context.batch_descriptor
         descriptor = self._auto.descriptor(inputs) if given is None else given
         copies = context is None or self._config.on_input_change == "copy"
