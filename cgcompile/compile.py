@@ -19,6 +19,7 @@ from cgcompile.errors import ConfigError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.piecewise.again import ANOTHER
 from cgcompile.tracing.variant import GUARDS, SHAPES, Rules, Variant
 from cgcompile.tracing.variants import Traces
 
@@ -166,6 +167,13 @@ class CompiledModel(Transparent):
         """
         if torch.compiler.is_dynamo_compiling():
             return self.runnable(*args, **kwargs)  # part of what somebody else compiles
+        traces = self._traces
+        if traces is not None:
+            way = traces.turn.short
+            if way is not None:
+                result = way(args, kwargs)
+                if result is not ANOTHER:
+                    return result
         return self._call(*args, **kwargs)  # type: ignore[misc]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

@@ -17,7 +17,7 @@ import torch
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError, GradientError, GuardError
-from cgcompile.forward_context import ForwardContext, entered, override_forward_context
+from cgcompile.forward_context import ForwardContext, callers_context, override_forward_context
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
@@ -61,6 +61,7 @@ class CompiledGraph:
         artifacts: which artifacts of each compiled piece serve which sizes, as text.
         timeline: what was captured, and when.
         pool: the memory of its graphs; None where no device captures.
+        turn: which steps it remembers, and whose turn it is.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class CompiledGraph:
             for position, each in enumerate(split.inputs)
             if split.differentiable and isinstance(each.meta, torch.Tensor)
         )
-        self._turn = Turn()
+        self.turn = Turn()
         self._observer: Observer | None = None
         self._frozen: tuple[torch.Tensor, ...] = ()
         self._differentiable_frozen: tuple[torch.Tensor, ...] = ()
@@ -115,7 +116,8 @@ class CompiledGraph:
             split, step, runnables, boundaries, self.pool, config, self.timeline, frozen
         )
         static = self._roles[FULL].static
-        self._bindings = Bindings(self._program, self._run, static, watched=not frozen)
+        forget = self.turn.forget
+        self._bindings = Bindings(self._program, self._run, forget, static, watched=not frozen)
         captured = any(piece.capture for piece in split.pieces)
         self._has_pieces = captured and wanted.has_mode(PIECEWISE)
         self._admission = Admission(
@@ -133,8 +135,7 @@ class CompiledGraph:
         Returns:
             What the graph returns. Without a forward context the caller owns it. Under one, what
             graphs made are views of their memory, valid until the next call of this compiled
-            graph, and the same tensor objects each time: do not change their shape in place. A
-            capturing call is one execution of the step. Nothing synchronises.
+            graph. A capturing call is one execution of the step. Nothing synchronises.
 
         Raises:
             GradientError: gradients are asked for, and the model recomputes activations.
@@ -145,17 +146,15 @@ class CompiledGraph:
             CaptureError: called from inside one of its own captured steps.
             BaseException: what the step raised, unchanged.
         """
+        again = self.turn.again
+        if again is not None:
+            result = again.step(inputs)
+            if result is not ANOTHER:
+                return result
         try:
-            entry = entered()
-            context = None if entry is None else entry[1]
-            if entry is not None and context is not None:
-                if context.inputs_ready is not None:
-                    wait_for_inputs(context.inputs_ready, self.split.device)
-                again = self._turn.again
-                if again is not None:
-                    result = again.step(context, entry[2], inputs)
-                    if result is not ANOTHER:
-                        return result
+            context = callers_context()
+            if context is not None and context.inputs_ready is not None:
+                wait_for_inputs(context.inputs_ready, self.split.device)
             why, result = self._with_graphs(context, inputs + self._frozen)
             if why is not None:
                 grad = torch.is_grad_enabled()
@@ -180,7 +179,7 @@ class CompiledGraph:
     @property
     def counters(self) -> Counters:
         """What the calls did so far; ``print(graph.counters)`` shows it."""
-        again = self._turn.replays
+        again = self.turn.replays
         return self._ledger.counters + Counters(calls=again, replays=again)
 
     def _with_graphs(
@@ -193,7 +192,7 @@ class CompiledGraph:
             return self._never, None
         if self._is_capturing():
             return Why(Reason.INSIDE_CAPTURE, "called inside of a capture"), None
-        turn = self._turn
+        turn = self.turn
         turn.refuse_inside()
         mode = self._auto.mode if context is None else self._admission.mode_for(context)
         if isinstance(mode, Why):
@@ -212,9 +211,6 @@ class CompiledGraph:
             key, written = self._auto.key(inputs), self._auto.written
         else:
             key, written = self._admission.key(mode, context, inputs), ()
-        again = self._turn.again
-        if again is not None and again.gone:
-            self._turn.again = None
         name, binding = self._bindings.find(inputs, written)
         found = None if binding is None else binding.recordings.get(key)
         if binding is not None and isinstance(found, Recording) and not found.void:
@@ -225,6 +221,7 @@ class CompiledGraph:
             binding = self._bindings.add(name, inputs)
         elif found is not None:
             del binding.recordings[key]  # its graphs have been cleared
+            self.turn.forget()
         given = None if context is None else context.batch_descriptor
         descriptor = self._auto.descriptor(inputs) if given is None else given
         copies = context is None or self._config.on_input_change == "copy"
@@ -262,9 +259,9 @@ class CompiledGraph:
         result = found.replay(inputs, real)
         again = self._config.on_input_change == "raise"
         if again and context is not None and found.batch.mode is context.cudagraph_runtime_mode:
-            same = self._bindings.same(inputs)
-            pool = self._program.pool
-            self._turn.again = Again(self._turn, found, binding, same, self._frozen, pool)
+            others = self._bindings.others(binding, inputs)
+            pool, failed = self._program.pool, self._ledger.failed
+            self.turn.again = Again(self.turn, found, others, self._frozen, pool, failed)
         self._ledger.replayed()
         return None, result
 
@@ -347,9 +344,9 @@ class CompiledGraph:
 
     def observe(self, observer: Observer | None) -> None:
         """Let ``observer`` run each recorded step, in place of its replay; None: no more."""
-        self._turn.refuse_inside()
-        with self._turn.lock:
-            self._turn.again = None
+        self.turn.refuse_inside()
+        with self.turn.lock:
+            self.turn.forget()
             self._observer = observer
 
     def invalidate(self, reason: str) -> None:
@@ -368,9 +365,9 @@ class CompiledGraph:
             self._admission.closed = False
 
     def _release(self) -> None:
-        self._turn.refuse_inside()
-        with releasing(), self._turn.lock:
-            self._turn.again = None
+        self.turn.refuse_inside()
+        with releasing(), self.turn.lock:
+            self.turn.forget()
             if self.pool is not None:
                 self.pool.device.synchronize()  # a replay may still run, on whatever stream
                 self._bindings.clear()

@@ -9,9 +9,10 @@ The context variable below and the permission to capture are the only ambient st
 """
 
 from asyncio import Task, _get_running_loop, current_task
+from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from threading import get_ident
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -100,6 +101,29 @@ def entered() -> _Entry | None:
     return entry if entry[3] is (None if loop is None else current_task(loop)) else None
 
 
+# :func:`entered` as lines of a generated function, which has no frame to spare: they leave
+# ``context``, that a caller has set, and ``thread``; or return ``another``.
+ENTERED = """\
+entry = last_entered()
+if entry is None:
+    return another
+_, context, thread, task = entry
+if context is None or thread != get_ident():
+    return another
+loop = running_loop()
+if task is not (None if loop is None else current_task(loop)):
+    return another
+"""
+ENTERED_NAMES: Mapping[str, Any] = MappingProxyType(
+    {
+        "last_entered": _current.get,
+        "get_ident": get_ident,
+        "running_loop": _get_running_loop,
+        "current_task": current_task,
+    }
+)
+
+
 def current_forward_context() -> ForwardContext | None:
     """The forward context of this thread or task, or None; not for traced code."""
     entry = entered()
@@ -121,20 +145,19 @@ def callers_context() -> ForwardContext | None:
 class override_forward_context:
     """Context manager: make ``context`` (or None) current in this thread or task; re-entrant."""
 
-    __slots__ = ("_context", "_tokens")
+    __slots__ = ("_callers", "_context", "_tokens")
 
     def __init__(self, context: ForwardContext | None) -> None:
         if torch.compiler.is_compiling():
             raise ForwardContextError.traced(type(self).__name__ + "()")
         self._context = context
+        self._callers = None if context is None or context.is_synthetic else context
         self._tokens: list[Token[Any]] = []
 
     def __enter__(self) -> ForwardContext | None:
         context, loop = self._context, _get_running_loop()
-        own = context is None or context.is_synthetic
         task = None if loop is None else current_task(loop)
-        entry = context, None if own else context, get_ident(), task
-        self._tokens.append(_current.set(entry))
+        self._tokens.append(_current.set((context, self._callers, get_ident(), task)))
         return context
 
     def __exit__(
@@ -184,7 +207,7 @@ class set_forward_context(override_forward_context):
     ) -> None:
         if torch.compiler.is_compiling():
             raise ForwardContextError.traced(type(self).__name__ + "()")
-        self._context = ForwardContext(
+        self._context = self._callers = ForwardContext(
             attn_metadata,
             cudagraph_runtime_mode=cudagraph_runtime_mode,
             batch_descriptor=batch_descriptor,

@@ -186,6 +186,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "AddressChangedError.moved": AddressChangedError.moved(
         "piece_2", "num_tokens=64", "input 0 'out_1'", 0x7F3A80, 0x7F3A00
     ),
+    "AddressChangedError.grown": AddressChangedError.grown(0x7F3A80, 0x7F3A00),
     "AddressChangedError.metadata": AddressChangedError.metadata(
         "num_tokens=8, num_reqs=8", "attn_metadata.seq_lens", 0x7F3A80, 0x7F3A00
     ),

@@ -151,6 +151,7 @@ from cgcompile.compat.saved import (
 from cgcompile.compat.shapes import OwnShapes, Span, python_predicate, why_not_copied
 from cgcompile.compat.traced import TracedPython, alike, compiling, source_scope
 from cgcompile.compat.traces import (
+    PROFILING,
     current_compile_id,
     is_profiling,
     is_tracing,

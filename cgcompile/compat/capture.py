@@ -112,7 +112,7 @@ _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
 class SameObjects:
-    """Tells whether some places of a tuple still hold the objects that they held.
+    """Tells whether some places of a tuple hold other objects than they held.
 
     Meaningful while those objects live. Long stretches are compared as memory, see
     :func:`identities`.
@@ -142,16 +142,16 @@ class SameObjects:
             if last - first > self._SHORT
         ]
 
-    def hold(self, objects: tuple[Any, ...]) -> bool:
-        """Whether a tuple of equal length holds the same objects in these places."""
+    def differ(self, objects: tuple[Any, ...]) -> bool:
+        """Whether a tuple of equal length holds another object in one of these places."""
         for place, was in self._single:
             if id(objects[place]) != was:
-                return False
+                return True
         items = id(objects)
         for start, memory_at, known in self._long:  # noqa: SIM110  (a generator costs a call)
             if memory_at(items + start).raw != known:
-                return False
-        return True
+                return True
+        return False
 
 
 def identities(objects: tuple[Any, ...]) -> bytes:

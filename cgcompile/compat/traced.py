@@ -18,6 +18,28 @@ import torch
 _INSTALLED = re.compile(r"__builtins__$|__(compiled_fn|import|builtins_dict)_|___|\w*_\d+_c\d+$")
 _NUMBERED = re.compile(r"G\['(\w*_\d+_c\d+)'\]")  # Dynamo names an object by its address
 
+# Instructions that change nothing but local variables and what has just been made, by name; those
+# that name something; and what plain code names. Python 3.11 to 3.13.
+_NAMED = frozenset(("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"))
+_STEPS = (
+    "RESUME NOP PRECALL CALL PUSH_NULL COPY SWAP POP_TOP LOAD_CONST LOAD_FAST LOAD_FAST_CHECK "
+    "LOAD_FAST_LOAD_FAST STORE_FAST STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST DELETE_FAST "
+    "BINARY_SUBSCR BUILD_LIST BUILD_TUPLE BUILD_MAP BUILD_CONST_KEY_MAP LIST_EXTEND LIST_APPEND "
+    "LIST_TO_TUPLE CALL_INTRINSIC_1 JUMP_FORWARD POP_JUMP_FORWARD_IF_FALSE TO_BOOL "
+    "POP_JUMP_FORWARD_IF_TRUE POP_JUMP_IF_FALSE POP_JUMP_IF_TRUE RETURN_VALUE RETURN_CONST"
+)
+_PLAIN_STEPS = _NAMED.union(_STEPS.split(" "))
+_PLAIN_MODULES = ("torch._dynamo.utils", "torch.autograd.profiler")
+_PLAIN_NAMES = frozenset(
+    (
+        "call_size",
+        "call_stride",
+        "_is_profiler_enabled",
+        "record_pregraph_bytecode_enter",
+        "record_pregraph_bytecode_exit",
+    )
+)
+
 
 class _Globals(dict[str, Any]):
     """The globals of a function as they are at each look, beside names of our own."""
@@ -94,6 +116,20 @@ class TracedPython:
         made.__kwdefaults__ = original.__kwdefaults__
         return made
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it reads sizes of its arguments, calls the graph, and does nothing else.
+
+        It changes nothing then, and takes nothing from anywhere but its arguments and the graph.
+        """
+        known = {name for name, module in self.modules.items() if module in _PLAIN_MODULES}
+        for each in dis.get_instructions(self.code):
+            name = each.argval if each.opname in _NAMED else None
+            plain = name in known or name in _PLAIN_NAMES or name in (None, self.graph)
+            if each.opname not in _PLAIN_STEPS or not plain:
+                return False
+        return self.graph is not None
+
     def names(self, original: types.FunctionType) -> dict[str, Any]:
         """The globals of the code, but for the graph: the user's as they are at each look."""
         found = _Globals(original.__globals__)
@@ -146,9 +182,10 @@ def alike(
         tensors: what is compared with; not kept.
         layouts: (sizes, strides) of each; None for a size that may be any.
     """
-    sizes, strides = zip(*layouts, strict=True)
+    sizes: list[Any] = [sizes for sizes, _ in layouts]
+    strides: list[Any] = [strides for _, strides in layouts]
     guards = torch._C._dynamo.guards.TensorGuards(
-        *tensors, dynamic_dims_sizes=list(sizes), dynamic_dims_strides=list(strides)
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     )
     found: Callable[..., bool] = guards.check
     return found

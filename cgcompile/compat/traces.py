@@ -57,6 +57,10 @@ def is_profiling() -> bool:
     return profiler._is_profiler_enabled
 
 
+# The same for generated code: the module, and the expression over its name.
+PROFILING = ("profiler._is_profiler_enabled", profiler)
+
+
 def reserved_bytes(device: torch.device) -> int:
     """What torch's allocator holds of a CUDA device, all pools together; microseconds."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)

@@ -326,6 +326,15 @@ class AddressChangedError(GuardError):
         )
 
     @classmethod
+    def grown(cls, now: int, before: int) -> "AddressChangedError":
+        return cls(
+            f"a result lies at {now:#x} now, was at {before:#x} when captured.\n"
+            "  A CUDA graph writes its results where it did at capture, and resize_() has moved "
+            "that memory. Clone a result before you let it grow; drop the graphs (clear_graphs()) "
+            "and capture again."
+        )
+
+    @classmethod
     def metadata(cls, batch: str, path: str, now: int | None, before: int) -> "AddressChangedError":
         found = "missing" if now is None else f"at {now:#x}"
         return cls(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from cgcompile.errors import GuardError
 from cgcompile.forward_context import BatchDescriptor
 from cgcompile.graphs.device import DeviceGraph
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
+from cgcompile.graphs.lent import LentTree
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 
@@ -55,8 +57,8 @@ class CUDAGraphEntry:
     Attributes:
         batch_descriptor: the key.
         sequence: what was recorded; ``sequence.replay()`` runs it.
-        output: what every replay returns: tensors in pool memory, valid until another graph of the
-            pool runs; and memory from outside of the pool, held here.
+        output: where a replay leaves its results: tensors in pool memory, valid until another graph
+            of the pool runs; and memory from outside of the pool, held here. Not to be changed.
         guard: what the arguments must be; None where others see to that.
         weights: what the parameters and buffers must be; None likewise.
         needs_grad: whether gradients would be due if grad mode were on.
@@ -82,6 +84,18 @@ class CUDAGraphEntry:
             self.guard.check(args, kwargs, what, self.batch_descriptor)
         if self.weights is not None:
             self.weights.check(what, self.batch_descriptor)
+
+    @cached_property
+    def _lent(self) -> LentTree:
+        return LentTree(self.output)
+
+    def result(self) -> Any:
+        """What a replay returns: :attr:`output`, in objects that a caller may change.
+
+        Raises:
+            AddressChangedError: a caller let the memory of an earlier result grow.
+        """
+        return self._lent.get()
 
     def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether :meth:`check` raises nothing."""

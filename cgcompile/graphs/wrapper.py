@@ -39,7 +39,9 @@ from cgcompile.graphs.entries import (
     holds_parameters_with_grad,
 )
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
+from cgcompile.graphs.lent import can_be_lent
 from cgcompile.graphs.pool import LENT, GraphPool
+from cgcompile.graphs.results import flatten, rebuilt
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
@@ -265,8 +267,8 @@ class CUDAGraphWrapper(Transparent):
         sequence.name, sequence.batch = self.name, str(descriptor)
         if gradients_due(False, (result,), {}):
             return None
-        with compat.outside_inference_mode():  # once for all that is kept weakly
-            output = compat.tree_map(self._kept, result)
+        with compat.outside_inference_mode():  # once for all; the caller may change what it gets
+            output = rebuilt(result, list(map(self._kept, flatten(result)[0])))
         entry = CUDAGraphEntry(
             descriptor,
             sequence,
@@ -287,7 +289,7 @@ class CUDAGraphWrapper(Transparent):
         """How an entry keeps an output: weakly where the pool owns the memory, if so asked."""
         assert self._pool is not None
         if not (isinstance(leaf, torch.Tensor) and address(leaf) and self._pool.holds(leaf)):
-            return leaf
+            return compat.alias(leaf) if can_be_lent(leaf) else leaf
         return compat.weak_tensor(leaf) if self.options.weak_ref_output else compat.alias(leaf)
 
     def _replay(self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -298,7 +300,7 @@ class CUDAGraphWrapper(Transparent):
         entry.sequence.replay()
         self.counters.replays += 1
         entry.tally.replays += 1
-        return entry.output
+        return entry.result()
 
     def _plain(
         self, reason: Reason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -393,8 +395,5 @@ class CUDAGraphWrapper(Transparent):
         )
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.name}, "
-            f"{' or '.join(mode.name for mode in self._modes)}, "
-            f"{len(self.entries)} captured)"
-        )
+        modes = " or ".join(mode.name for mode in self._modes)
+        return f"{type(self).__name__}({self.name}, {modes}, {len(self.entries)} captured)"

@@ -38,9 +38,12 @@ class Binding:
         gone: whether one of its objects has died, or its memory.
     """
 
-    def __init__(self, program: Program, whole: Callable[..., Any]) -> None:
+    def __init__(
+        self, program: Program, whole: Callable[..., Any], forget: Callable[[], None]
+    ) -> None:
         self._program = program
         self._whole = whole
+        self._forget = forget
         self.recordings: dict[Hashable, Recording | Why] = {}
         self.seen: dict[Hashable, int] = {}
         self._held: list[torch.UntypedStorage] = []
@@ -75,6 +78,7 @@ class Binding:
         """One of the objects has died: nothing of this is replayed any more."""
         self.gone = True
         self._held = []
+        self._forget()
 
     @property
     def outlived(self) -> bool:
@@ -124,6 +128,7 @@ class Bindings:
     Args:
         program: what is recorded.
         whole: runs the whole step.
+        forget: called as soon as a binding is gone; it may be in the midst of a collection.
         static: positions of parameters, buffers and module attributes.
         watched: whether they may be other objects, or lie elsewhere, in another call.
     """
@@ -132,12 +137,13 @@ class Bindings:
         self,
         program: Program,
         whole: Callable[..., Any],
+        forget: Callable[[], None],
         static: Sequence[int],
         *,
         watched: bool = True,
     ) -> None:
         self._program = program
-        self._whole = whole
+        self._whole, self._gone = whole, forget
         self._static = tuple(static)
         self._watched = self._static if watched else ()
         self._statics = picker(self._watched)
@@ -179,9 +185,18 @@ class Bindings:
             binding = None
         return key, binding
 
-    def same(self, inputs: tuple[Any, ...]) -> compat.SameObjects | None:
-        """What tells of a later call whether its weights are those of this one; None: always."""
-        return compat.SameObjects(inputs, self._stretches) if self._watched else None
+    def others(
+        self, binding: Binding, inputs: tuple[Any, ...]
+    ) -> list[Callable[[tuple[Any, ...]], bool]]:
+        """What tells of a later call whether its weights are others, or lie elsewhere.
+
+        Args:
+            binding: that of a call.
+            inputs: what that call was given.
+        """
+        if not self._watched:
+            return []
+        return [compat.SameObjects(inputs, self._stretches).differ, binding.moved]
 
     def add(self, key: Hashable, inputs: tuple[Any, ...]) -> Binding:
         """A new binding for a key that is not known; the oldest one without graphs may go."""
@@ -189,7 +204,7 @@ class Bindings:
         idle = [known for known, each in list(self._known.items()) if not each.captured]
         if len(idle) >= _IDLE:
             self._forget(idle[0])
-        binding = self._known[key] = Binding(self._program, self._whole)
+        binding = self._known[key] = Binding(self._program, self._whole, self._gone)
         self._last = None
         myself = weakref.ref(self)
 
@@ -230,7 +245,7 @@ class Bindings:
         """Forget all bindings."""
         self._last, self._last_binding = None, None
         for binding in self:
-            binding.gone = True
+            binding.let_go()
         self._known.clear()
         self._watches.clear()
         self._dead.clear()

@@ -251,6 +251,20 @@ class Recording:
         found |= self.sequence.positions | self._returns.positions
         return self._fills or any(position >= first for position in found)
 
+    @property
+    def alone(self) -> GraphSequence | None:
+        """Its sequence, where a replay is that of one graph, and :attr:`lent` all that varies."""
+        more = self._fills or self._context is not None or self._program.split.sets_grad_mode
+        sequence = self.sequence
+        if more or sequence.num_eager_breaks or sequence.num_graphs != 1:
+            return None
+        return sequence if self._returns.is_steady else None
+
+    @property
+    def returned(self) -> Returns:
+        """What makes the result of a replay."""
+        return self._returns
+
     # -------------------------------------------------------------- running
 
     def replay(self, inputs: Sequence[Any], real: int | None = None) -> Any:
@@ -275,8 +289,7 @@ class Recording:
         if padding > 0:
             self.padding += padding
         if not slots:
-            always = self._returns.always
-            return self._returns.make(slots, inputs) if always is None else always
+            return self._returns.make(slots, inputs)
         try:
             return self._returns.make(slots, inputs)
         finally:

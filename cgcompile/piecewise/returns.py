@@ -13,6 +13,7 @@ import torch
 from cgcompile import compat
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.copies import FreshCopies
+from cgcompile.graphs.lent import Lent, can_be_lent
 from cgcompile.graphs.sequence import Slot
 from cgcompile.passes.split import SplitGraph
 
@@ -59,7 +60,11 @@ class Returns:
     Attributes:
         slots: what it reads after a replay.
         positions: of the inputs that the result is memory of.
-        always: the result, where it is the same object after each replay; else None.
+        lent: the tensors at fixed addresses that callers get.
+        lent_items: which items of the result they are.
+        constants: the items that are the same each time; None in place of the others.
+        is_flat: whether the result is a tuple of its items.
+        is_steady: whether the result has nothing but these, and constants, in a tuple.
     """
 
     def __init__(
@@ -71,29 +76,39 @@ class Returns:
         copied: bool,
     ) -> None:
         self._spec = compat.tree_spec(made)
-        self._is_flat = isinstance(made, tuple) and not any(map(compat.is_container, made))
-        self._leaves: list[Any] = []
+        self.is_flat = isinstance(made, tuple) and not any(map(compat.is_container, made))
+        self.constants: list[Any] = []
         self._views: list[_View] = []
         self._live: list[tuple[int, int]] = []
         lying: list[tuple[int, torch.Tensor]] = []
+        lent: list[tuple[int, torch.Tensor]] = []
         for item, (leaf, source) in enumerate(zip(compat.tree_leaves(made), sources, strict=True)):
             start = address(leaf) if isinstance(leaf, torch.Tensor) else 0
             lies = isinstance(leaf, torch.Tensor) and start in fixed
             found = given.position(start) if lies else None
-            self._leaves.append(None if isinstance(source, Slot) else source)
+            self.constants.append(None if isinstance(source, Slot) else source)
             if found is not None:
                 self._views.append(_view(item, leaf, found, given.inputs[found]))
             elif isinstance(source, Slot):
                 self._live.append((item, source.at))
             elif lies:
-                self._leaves[item] = compat.weak_tensor(leaf)
-                lying.append((item, self._leaves[item]))
+                (lying if copied else lent).append((item, compat.weak_tensor(leaf)))
+            elif can_be_lent(source):
+                lent.append((item, compat.alias(source)))
         self.slots = [Slot(index) for _, index in self._live]
         self.positions = {view.position for view in self._views}
         self._copied = [item for item, _ in lying]
-        self._copies = FreshCopies([tensor for _, tensor in lying]) if copied and lying else None
-        as_it_is = not (self._views or self._live or self._copies is not None)
-        self.always = self._tree(self._leaves) if as_it_is else None
+        self._copies = FreshCopies([tensor for _, tensor in lying]) if lying else None
+        self.lent_items = [item for item, _ in lent]
+        self.lent = Lent([tensor for _, tensor in lent])
+        varies = self._views or self._live or self._copies is not None
+        self.is_steady = self.is_flat and not varies
+        self._last: tuple[Any, Any] = (None, None)  # of a steady result: (tensors, with constants)
+
+    @property
+    def count(self) -> int:
+        """How many items the result has."""
+        return len(self.constants)
 
     def make(self, slots: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """The result of one replay; the caller owns it if this copies.
@@ -102,9 +117,12 @@ class Returns:
             slots: of the sequence, after its replay.
             inputs: what this call was given.
         """
-        if self.always is not None:
-            return self.always
-        leaves = list(self._leaves)
+        tensors = self.lent.get()
+        if tensors is self._last[0]:
+            return self._last[1]
+        leaves = list(self.constants)
+        for item, tensor in zip(self.lent_items, tensors, strict=True):
+            leaves[item] = tensor
         if self._copies is not None:
             for item, copy in zip(self._copied, self._copies.make(), strict=True):
                 leaves[item] = copy
@@ -112,10 +130,13 @@ class Returns:
             leaves[item] = slots[slot]
         for view in self._views:
             leaves[view.item] = _rebuilt(view, inputs[view.position])
-        return self._tree(leaves)
+        result = self._tree(leaves)
+        if self.is_steady:
+            self._last = (tensors, result)
+        return result
 
     def _tree(self, leaves: list[Any]) -> Any:
-        return tuple(leaves) if self._is_flat else compat.tree_unflatten(leaves, self._spec)
+        return tuple(leaves) if self.is_flat else compat.tree_unflatten(leaves, self._spec)
 
 
 def returned_names(split: SplitGraph) -> list[str]:

@@ -32,8 +32,8 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import combinations
-from typing import Any
+from itertools import combinations, pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +46,23 @@ _SYMBOL = re.compile(r"[A-Za-z_]\w*")
 
 # By path, such as ``L['x'][0]``: for each dimension its size, or the name of a size that varies.
 Shapes = Mapping[str, tuple[int | str, ...]]
+
+
+class FitsText(NamedTuple):
+    """The lines of a ``fits`` function, for other functions to be made of; indented by 4.
+
+    Attributes:
+        variables: the names of the arguments, positional ones first.
+        leaves: the lines about each positional argument.
+        rest: those about all others, but for what is asked of plain tensors of usual layouts:
+            their types, devices, layouts and fixed sizes.
+        names: what the lines refer to.
+    """
+
+    variables: list[str]
+    leaves: list[list[str]]
+    rest: list[str]
+    names: dict[str, Any]
 
 
 class _Lines:
@@ -259,8 +276,8 @@ def fits_function(
         others: the ids of living tensors that none of the arguments was, but for pinned ones.
 
     Returns:
-        ``fits(args, kwargs)``; its text is the attribute ``source``, and ``references`` are weak
-        ones to the objects that must be the same.
+        ``fits(args, kwargs)``; its text is the attribute ``source``, in pieces ``text``, and
+        ``references`` are weak ones to the objects that must be the same.
     """
     made = _Lines(shapes, strides, pinned)
     made.others = others
@@ -269,17 +286,22 @@ def fits_function(
     variables = [made.fresh("v") for _ in args]
     if variables:
         made.lines.append(f"    ({', '.join(variables)},) = args")
+    begun = [len(made.lines)]
     for position, (variable, value) in enumerate(zip(variables, args, strict=True)):
         made.leaf(variable, value, paths.get(position, ""))
+        begun.append(len(made.lines))
     absent = made.bound("m", object())
     for name, value in kwargs.items():
         variable = made.fresh("v")
         made.lines.append(f"    {variable} = kwargs.get({name!r}, {absent})")
         made.leaf(variable, value, paths.get(name, ""))
+        variables.append(variable)
     if len(collected) > 1:
         order = made.bound("k", [name for name in kwargs if name in collected])
         made.unless(f"[name for name in kwargs if name in {order}] != {order}")
+    begun.append(len(made.lines))
     made.usual()
+    begun.append(len(made.lines))
     made.relations()
     made.conditions(conditions)
     made.autocast()
@@ -287,6 +309,9 @@ def fits_function(
     namespace = {"math": math, **made.names}
     exec(compile(source, "<cgcompile fits>", "exec"), namespace)
     fits: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
-    fits.source = source  # type: ignore[attr-defined]
+    pieces = [made.lines[start:end] for start, end in pairwise(begun)]
+    *leaves, rest, _ = pieces
+    text = FitsText(variables, leaves, rest + made.lines[begun[-1] :], {"math": math, **made.names})
+    fits.source, fits.text = source, text  # type: ignore[attr-defined]
     fits.references = made.references  # type: ignore[attr-defined]
     return fits

@@ -239,3 +239,18 @@ def parameter_kinds(signature: inspect.Signature) -> tuple[list[str], str, str]:
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
     anything = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
     return positional, rest, anything
+
+
+def argument_paths(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[Any, str]:
+    """How Dynamo calls each argument of a call, by its position or keyword."""
+    positional, rest, anything = parameter_kinds(signature)
+    paths: dict[Any, str] = {}
+    for position in range(len(args)):
+        beyond = position - len(positional)
+        paths[position] = f"L[{positional[position]!r}]" if beyond < 0 else f"L[{rest!r}][{beyond}]"
+    for name in kwargs:
+        known = name in signature.parameters
+        paths[name] = f"L[{name!r}]" if known else f"L[{anything!r}][{name!r}]"
+    return paths

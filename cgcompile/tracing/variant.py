@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from cgcompile import compat
 from cgcompile.entry import CompiledGraph
 from cgcompile.tracing.saved import SavedTrace
+from cgcompile.tracing.shortcut import Shortcut
 
 SHAPES = ("backed", "backed_size_oblivious", "unbacked")
 GUARDS = ("keep", "shape", "none")
@@ -71,6 +73,7 @@ class Variant:
         trusted: whether it is, and nothing but ``fits`` is looked at.
         frozen: the tensors that are bound, not looked up.
         is_free: whether nothing but ``fits`` is looked at.
+        shortcut: makes short ways of its calls; None if it has none.
     """
 
     def __init__(
@@ -106,8 +109,12 @@ class Variant:
             else:
                 run = _completed(compiled, tensors, held)
         self.run = trace.function(run)
-        self._references: Sequence[weakref.ref[Any]] = getattr(fits, "references", ())
+        self.shortcut: Shortcut | None = None
         self.is_free = self.guards is None and self.dropped is None
+        if isinstance(compiled, CompiledGraph) and self.is_free and trace.python.is_plain:
+            around = partial(trace.python.function, trace.original)  # the trace itself must go
+            self.shortcut = Shortcut(compiled, fits.text, around)  # type: ignore[attr-defined]
+        self._references: Sequence[weakref.ref[Any]] = getattr(fits, "references", ())
 
     @property
     def is_alive(self) -> bool:

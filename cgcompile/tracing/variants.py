@@ -18,16 +18,19 @@ from torch import fx
 from cgcompile import compat
 from cgcompile.errors import RecompileError, TraceError
 from cgcompile.graphs.capture import without_garbage_collection
+from cgcompile.piecewise.again import ANOTHER, Turn
 from cgcompile.tracing.arguments import fits_function
 from cgcompile.tracing.dims import (
     DynamicDims,
     Found,
+    argument_paths,
     check_dims,
     free_sizes,
     parameter_kinds,
     with_two_rows,
 )
 from cgcompile.tracing.saved import CannotSave, KeptTraces, SavedTrace, facts_of_call, saved
+from cgcompile.tracing.shortcut import Shortcut
 from cgcompile.tracing.variant import Rules, Start, Variant
 
 log = logging.getLogger(__name__)
@@ -52,6 +55,7 @@ class Traces:
 
     Attributes:
         made: the traces, the one used last first.
+        turn: knows the shortest ways of calls of that one.
         is_closed: whether nothing is traced any more.
     """
 
@@ -74,7 +78,6 @@ class Traces:
         self._kept = kept
         self._count = 0  # of all traces so far
         self._lock = threading.RLock()
-        self.made: tuple[Variant, ...] = ()
         self.is_closed = False
         self._unfrozen = False  # whether the model replaces tensors of its own
 
@@ -87,24 +90,43 @@ class Traces:
         # Counting is slower than seeing that there are none.
         if any(self._hooks) if not self._hooked else sum(map(len, self._hooks)) != self._hooked:
             self._look()
+        if self.turn.shorts:
+            way = self.turn.other()
+            result = ANOTHER if way is None else way(args, kwargs)
+            if result is not ANOTHER:
+                return result
         if self._bound is not None:
             args = (self._bound, *args)
         made = self.made
         if made and made[0].trusted and made[0].fits(args, kwargs):
-            return made[0].run(*args, **kwargs)  # the shortest way
-        variant = self._found(args, kwargs)
+            variant: Variant | None = made[0]
+        else:
+            variant = self._found(args, kwargs)
         if variant is not None and variant.proven:
-            return variant.run(*args, **kwargs)
+            result = variant.run(*args, **kwargs)
+            if variant.shortcut is not None and variant.shortcut.turn.again is not None:
+                self._learn(variant, variant.shortcut, args, kwargs)
+            return result
         with self._lock:
             variant = self._found(args, kwargs) or self._traced(args, kwargs)
             return self._first(variant, args, kwargs)
+
+    def _learn(
+        self, variant: Variant, shortcut: Shortcut, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Let calls like this one take the shortest way, which :attr:`turn` knows."""
+        shortcut.learn(args, kwargs, self._bound, self._hooks)
+        with self._lock:
+            if self.made and self.made[0] is variant:
+                self.turn = shortcut.turn
 
     def _look(self) -> None:
         """What is to be traced: with hooks, what runs them as well."""
         self._hooked = sum(map(len, self._hooks))
         self._function, self._bound = compat.traced_function(self._called)
         self._signature = inspect.signature(self._function, follow_wrapped=False)
-        self.made = ()
+        self.made: tuple[Variant, ...] = ()
+        self.turn = Turn()
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
         """The trace that serves a call."""
@@ -126,7 +148,7 @@ class Traces:
             # The result is right: nothing had moved before. Later calls are traced again.
             log.info("%s replaces tensors of its own; they are looked up from now on", self.name)
             self._unfrozen = True
-            self.made = tuple(each for each in self.made if not each.frozen)
+            self.made, self.turn = tuple(each for each in self.made if not each.frozen), Turn()
         elif variant.keep is not None:
             variant.keep()
             variant.keep = None
@@ -149,7 +171,7 @@ class Traces:
         with self._lock:
             others = tuple(each for each in self.made if each is not variant)
             if len(others) < len(self.made):  # else it was dropped in the meantime
-                self.made = (variant, *others)
+                self.made, self.turn = (variant, *others), Turn()
 
     def _names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The locals of a call, as Dynamo's guards and sources speak of them."""
@@ -164,7 +186,7 @@ class Traces:
     def clear(self) -> None:
         """Forget all traces."""
         with self._lock:
-            self.made = ()
+            self.made, self.turn = (), Turn()
             self._unfrozen = False
 
     # -------------------------------------------------------------- a new trace
@@ -230,6 +252,7 @@ class Traces:
 
     def _add(self, variant: Variant) -> None:
         self.made = (variant, *(each for each in self.made if each.is_alive))
+        self.turn = Turn()
         self._count += 1
         if self._count == _MANY:
             log.warning(
@@ -317,7 +340,7 @@ class Traces:
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
         """Whether another call is like this one."""
         shapes = free_sizes(dims) | trace.sizes
-        paths = self._paths(args, kwargs)
+        paths = argument_paths(self._signature, args, kwargs)
         named = {paths[position]: value for position, value in enumerate(args)}
         named |= {paths[name]: value for name, value in kwargs.items()}
         places = {
@@ -350,7 +373,7 @@ class Traces:
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, Any]]:
         """(name of the parameter, where Dynamo finds it, value) of each argument."""
-        paths = self._paths(args, kwargs)
+        paths = argument_paths(self._signature, args, kwargs)
         positional, rest, anything = parameter_kinds(self._spoken)
         found = [
             (positional[place] if place < len(positional) else rest, paths[place], value)
@@ -360,20 +383,6 @@ class Traces:
             own = name in self._spoken.parameters or self._dims.knows(name)
             found.append((name if own else anything, paths[name], value))
         return found
-
-    def _paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, str]:
-        """How Dynamo calls each argument, by its position or keyword."""
-        positional, rest, anything = parameter_kinds(self._signature)
-        paths: dict[Any, str] = {}
-        for position in range(len(args)):
-            beyond = position - len(positional)
-            paths[position] = (
-                f"L[{positional[position]!r}]" if beyond < 0 else f"L[{rest!r}][{beyond}]"
-            )
-        for name in kwargs:
-            known = name in self._signature.parameters
-            paths[name] = f"L[{name!r}]" if known else f"L[{anything!r}][{name!r}]"
-        return paths
 
     def _why_none_serves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         names = self._names(args, kwargs)

@@ -1,0 +1,81 @@
+"""A compiled model whose steps are remembered, for tests of the shortest way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from entry_support import D, Hooked, assert_same, operators
+from torch import nn
+
+import cgcompile
+from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode, SplittingOp
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+ROWS = 300  # Python does not keep numbers of this size: equal ones are other objects
+
+
+class Deep(nn.Module):
+    """Layers, hooked or not, and buffers that no piece but an eager one reads."""
+
+    def __init__(self, layers: int, hooked: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Hooked() if hooked else nn.Linear(D, D) for _ in range(layers))
+        for place in range(layers):
+            self.register_buffer(f"cache_{place}", torch.randn(ROWS, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place, layer in enumerate(self.layers):
+            out = torch.empty_like(x)
+            cache = getattr(self, f"cache_{place}")
+            torch.ops.cgentry.attend(x, cache, cache, out)
+            x = layer(x) + out
+        return x
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(torch.softmax(q @ k.transpose(-1, -2), -1) @ v)
+
+
+class Engine:
+    """A compiled model, its input, and the context of its steps; warmed, captured and replayed."""
+
+    def __init__(
+        self, layers: int = 1, mode: CUDAGraphMode = FULL, hooked: bool = True, **settings: Any
+    ) -> None:
+        operators()
+        torch.manual_seed(0)
+        self.model = Deep(layers, hooked).eval().requires_grad_(False)
+        ops = [
+            SplittingOp("cgentry::hooked", support=AttentionCGSupport.ALWAYS),
+            SplittingOp("cgentry::attend", support=AttentionCGSupport.ALWAYS, impl=attend),
+        ]
+        self.backend = cgcompile.Backend(
+            compiler="eager", capture_device="host", splitting_ops=ops, **settings
+        )
+        self.compiled = cgcompile.compile(
+            self.model, self.backend, dynamic_dims={"x": 0}, guards="none"
+        )
+        self.x, self.mode = torch.randn(ROWS, D), mode
+        self.context = self.context_of(mode)
+        with torch.no_grad():
+            for _ in range(4):
+                self.step()
+        self.graph = self.backend.graphs[-1]
+        assert self.graph.turn.replays >= 1
+
+    def context_of(self, mode: CUDAGraphMode, rows: int = ROWS) -> Any:
+        descriptor = BatchDescriptor(rows)
+        return cgcompile.set_forward_context(
+            cudagraph_runtime_mode=mode, batch_descriptor=descriptor
+        )
+
+    def step(self, x: torch.Tensor | None = None, context: Any = None) -> torch.Tensor:
+        with context or self.context:
+            return self.compiled(self.x if x is None else x)
+
+    def short(self, run: Callable[[], torch.Tensor]) -> bool:
+        """Whether a step went the shortest way; what it returns is what eager returns."""
+        self.x.copy_(torch.randn_like(self.x))
+        before = self.graph.turn.replays
+        assert_same([run()], [self.model(self.x)])
+        return self.graph.turn.replays > before
