@@ -80,6 +80,7 @@ class CudaPool:
         self._device = device
         self._segments: list[tuple[int, int]] = []  # (address, bytes), in order
         self._starts: list[int] = []
+        self._taken = 0  # by the allocator, in all, when it was last asked for segments
         self._up_to_date = False
         self._captures = 0  # that are open, and may add memory
         self._anchor = CudaGraph(device)
@@ -119,8 +120,11 @@ class CudaPool:
             compat.memory_at(start, size, self._device).fill_(0xFF)
 
     def _look_again(self) -> None:
-        self._segments = sorted(compat.pool_segments(self.id))
-        self._starts = [start for start, _ in self._segments]
+        taken = compat.reserved_bytes(self._device, ever=True)
+        if not taken or taken != self._taken:  # else no pool has got anything since
+            self._segments = sorted(compat.pool_segments(self.id))
+            self._starts = [start for start, _ in self._segments]
+            self._taken = taken
         self._up_to_date = self._captures == 0
 
     def _in_known_segment(self, address: int) -> bool:
@@ -237,8 +241,8 @@ class CudaDevice:
     def poison(self, pool: CudaPool) -> None:
         pool.poison()
 
-    def owns(self, pool: CudaPool, tensor: torch.Tensor) -> bool:
-        return pool.holds(tensor.untyped_storage().data_ptr())
+    def owns(self, pool: CudaPool, address: int) -> bool:
+        return pool.holds(address)
 
     def pool_bytes(self, pool: CudaPool) -> PoolBytes:
         return PoolBytes(*compat.pool_bytes(pool.id))

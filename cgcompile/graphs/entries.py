@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -107,12 +107,14 @@ class Captured:
         pool: whose graphs it has.
         entry: what later calls replay.
         result: what the captured call returned; tensors that hold nothing before :meth:`run`.
+        starts: where the memory of each leaf of the result begins; 0 for what has none.
         executed: whether it has been executed on the way.
     """
 
     pool: GraphPool
     entry: CUDAGraphEntry
     result: Any
+    starts: list[int]
     executed: bool
 
     def run(self) -> Any:
@@ -125,6 +127,45 @@ class Captured:
             self.pool.follow_stream()
             self.entry.sequence.replay()
         return self.result
+
+
+class KeptOutput(NamedTuple):
+    """What an entry keeps of the result of a capture.
+
+    Attributes:
+        output: the result; weakly what the pool holds, if so asked.
+        starts: where the memory of each leaf begins; 0 for what has none.
+    """
+
+    output: Any
+    starts: list[int]
+
+    @classmethod
+    def of(cls, result: Any, pool: GraphPool, weakly: bool) -> "KeptOutput":
+        starts: list[int] = []
+        known: dict[tuple[int, int], torch.UntypedStorage | None] = {}  # by address and bytes
+
+        def kept(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                starts.append(0)
+                return leaf
+            storage = leaf.untyped_storage()
+            nbytes = storage.nbytes()
+            start = storage.data_ptr() if nbytes else 0
+            starts.append(start)
+            place = (start, nbytes)
+            if place not in known:  # results that share memory are kept as such
+                if not pool.holds(start):
+                    known[place] = None
+                elif weakly:
+                    known[place] = compat.weak_storage(start, nbytes, leaf.device)
+                else:
+                    known[place] = storage
+            own = known[place]
+            return leaf if own is None else compat.laid_over(own, leaf)
+
+        with compat.outside_inference_mode():  # once for all
+            return cls(compat.tree_map(kept, result), starts)
 
 
 def devices_of(runnable: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.device]:
