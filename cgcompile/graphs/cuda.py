@@ -99,9 +99,8 @@ class CudaPool:
         """Whether an address lies in memory of the pool. Asks the allocator when in doubt."""
         if self._in_known_segment(address):
             return True
-        if self._up_to_date:
+        if self._up_to_date or not self._look_again():
             return False
-        self._look_again()
         return self._in_known_segment(address)
 
     def grows(self) -> None:
@@ -119,13 +118,16 @@ class CudaPool:
         for start, size in self._segments:
             compat.memory_at(start, size, self._device).fill_(0xFF)
 
-    def _look_again(self) -> None:
+    def _look_again(self) -> bool:
+        """Ask the allocator for the memory of the pool; False if no pool has got any since."""
         taken = compat.reserved_bytes(self._device, ever=True)
-        if not taken or taken != self._taken:  # else no pool has got anything since
-            self._segments = sorted(compat.pool_segments(self.id))
-            self._starts = [start for start, _ in self._segments]
-            self._taken = taken
         self._up_to_date = self._captures == 0
+        if taken and taken == self._taken:
+            return False
+        self._segments = sorted(compat.pool_segments(self.id))
+        self._starts = [start for start, _ in self._segments]
+        self._taken = taken
+        return True
 
     def _in_known_segment(self, address: int) -> bool:
         place = bisect_right(self._starts, address) - 1

@@ -234,13 +234,7 @@ class CUDAGraphWrapper(Transparent):
         kwargs: dict[str, Any],
         shown: str = "",
     ) -> "Captured | None":
-        """Capture ``runnable`` for a descriptor, without executing anything.
-
-        Args:
-            descriptor: what it is captured for.
-            args: of the call.
-            kwargs: likewise.
-            shown: the descriptor as text, from whoever captures many pieces for it.
+        """Capture ``runnable`` for a descriptor (``shown`` as text), without executing anything.
 
         Returns:
             What has been captured, to be run once and then kept with :meth:`keep`; None if an

@@ -199,7 +199,7 @@ class _Recorder:
             returns.slots,
             batch=str(self._recording.batch.shown),
         )
-        made_here = self._program.made
+        made_here = self._uses.made
         known = {name: source for name, source in self._sources.items() if name in made_here}
         self._recording.finish(sequence, returns, known)
         return returns.make(self._slots, inputs)

@@ -83,11 +83,6 @@ class Program:
         return {each.name: position for position, each in enumerate(self.split.inputs)}
 
     @cached_property
-    def made(self) -> frozenset[str]:
-        """The names of the values that pieces make."""
-        return frozenset(name for piece in self.split.pieces for name in piece.outputs)
-
-    @cached_property
     def written(self) -> dict[int, list[str]]:
         """The names of the inputs that eager pieces write, by index."""
         pieces = self.split.pieces
