@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from cgcompile import compat
@@ -72,6 +73,25 @@ class Backend:
         """
         wrapper.closed = self._capture_closed
         self.wrappers.add(wrapper)
+
+    def anticipate(self, model: Any) -> None:
+        """Start what compiling a model will need and what takes a while; waits for nothing.
+
+        Processes that compile kernels for a GPU, so that they are there when the model has been
+        traced. Inductor starts them in any case, where it loads compiled kernels from disk as well.
+
+        Args:
+            model: what will be traced: a module, or a method of one.
+        """
+        config, owner = self.config, getattr(model, "__self__", model)
+        if config.mode is CompilationMode.PIECEWISE and config.compiler != "inductor":
+            return
+        own = isinstance(owner, torch.nn.Module) and (*owner.parameters(), *owner.buffers())
+        if any(each.is_cuda for each in own or ()):
+            try:
+                compat.start_compile_workers()
+            except OSError as error:  # it will be told again where kernels are compiled
+                log.info("no compile workers yet: %s", error)
 
     @property
     def num_compilations(self) -> int:

@@ -144,6 +144,7 @@ class CompiledModel(Transparent):
             self._traces = Traces(runnable, self._compile, dynamic_dims, rules, backend.kept_traces)
             self._call = self._traces.__call__  # a method costs less to call than an object
             backend.remember(self._traces)
+            backend.anticipate(runnable)
         elif dynamic_dims or rules != Rules():
             raise ConfigError.impossible(
                 "dynamic_dims, guards, check_guards or dynamic_shapes without a trace",

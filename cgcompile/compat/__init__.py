@@ -49,6 +49,7 @@ from cgcompile.compat.compilers import (
     compile_whole,
     inductor_mode_options,
     inductor_option_names,
+    start_compile_workers,
     uncapturable_op,
 )
 from cgcompile.compat.direct import Direct, inductor_graph

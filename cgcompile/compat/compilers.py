@@ -1,11 +1,16 @@
 """torch's own compilers. See ``cgcompile/compat/__init__.py``."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
+
+from cgcompile.compat.residuals import unfused_residuals
+
+log = logging.getLogger(__name__)
 
 
 @cache
@@ -40,20 +45,52 @@ def compile_standalone(
 
     ``gm`` is not changed. Outputs of the result are a list. With ``aot`` it can be saved.
     """
+    if any(isinstance(each, torch.Tensor) and each.device.type == "cuda" for each in fake_inputs):
+        start_compile_workers()  # before the imports of the next line, which take seconds
     from torch._inductor import standalone_compile
+    from torch._inductor.exc import InductorError
 
-    return standalone_compile(
-        _with_a_tensor_output(gm),
-        list(fake_inputs),
-        dynamic_shapes="from_graph",
-        options={"config_patches": known_patches(patches)},
-        aot=aot,
-    )
+    def compiled(settings: dict[str, Any]) -> Any:
+        return standalone_compile(
+            _with_a_tensor_output(gm),
+            list(fake_inputs),
+            dynamic_shapes="from_graph",
+            options={"config_patches": settings},
+            aot=aot,
+        )
+
+    settings = known_patches(patches)
+    try:
+        return compiled(settings)
+    except InductorError as error:
+        if "combo_kernels" in patches or not settings.get("combo_kernels"):
+            raise
+        log.info("without combined kernels, because of %s", str(error).splitlines()[0])
+    return compiled({**settings, "combo_kernels": False})
+
+
+def start_compile_workers() -> None:
+    """Start the processes in which Inductor compiles Triton kernels; does not wait for them.
+
+    They import torch for seconds. Until they answer, Inductor compiles one kernel after the other
+    in this process, so the sooner the better. Where they run already, where there is no Triton, or
+    where torch's ``TORCH_WARM_POOL`` says so, nothing is started.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
 
 
 def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
     """Inductor's settings for a piece; the user's were checked, ours may be unknown to a torch."""
+    import torch._inductor.config as config
+
     wanted = {**_PIECE_PATCHES, **patches}
+    if torch.cuda.is_available():
+        own = wanted.get(_LAST_PASS, getattr(config, _LAST_PASS))
+        wanted[_LAST_PASS] = unfused_residuals(own)
+        if "combo_kernels" not in patches:
+            wanted = {**_COMBINED_KERNELS, **wanted}
     return {name: value for name, value in wanted.items() if name in inductor_option_names()}
 
 
@@ -94,6 +131,11 @@ _PIECE_PATCHES: Mapping[str, Any] = {
     "graph_partition": False,
     "wrap_inductor_compiled_regions": True,
 }
+
+# Kernels that do not depend on each other become one, as the rotations of queries and of keys.
+# Only pointwise ones: of reductions, those over a dynamic dimension do not compile (2.11, 2.13).
+_COMBINED_KERNELS: Mapping[str, Any] = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
+_LAST_PASS = "post_grad_custom_post_pass"
 
 
 def compile_aten(

@@ -8,7 +8,9 @@ guards do not hold is no hit, and the piece is compiled as the next *variant* of
 Note [Compiled one at a time]. Dynamo, functorch and Inductor keep what they are doing in globals
 (tracing context, configuration patches, the sizes that all pieces of a graph share), so two pieces
 cannot be compiled by two threads, and a process of its own would import torch for longer than most
-pieces take. Inductor compiles the kernels of each piece in its own pool of processes already.
+pieces take. Inductor compiles the kernels of each piece in its own pool of processes, if that has
+started (``Backend.anticipate``), while it lowers the rest of the piece. At its end it waits for
+them: the module that it generates does so when it is imported, and no setting puts that off.
 """
 
 import logging

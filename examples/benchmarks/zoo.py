@@ -110,13 +110,23 @@ def run(args: argparse.Namespace, command: list[str]) -> dict[str, Any]:
     begun, tasks, machine = time.perf_counter(), tasks_of(args), machine_of(args)
     rows: list[dict[str, Any]] = []
     found = report(tasks, rows, machine)
-    for row in measured(tasks, args.workers, command, args.limit, args.seconds):
+    for row in measured(tasks, args.workers, command, args.limit, args.seconds, places_of(args)):
         rows.append(row)
         print(f"{len(rows)}/{len(tasks)}  {table.line(row)}", flush=True)
         found = report(tasks, rows, machine | {"seconds": round(time.perf_counter() - begun)})
         if args.output is not None:
             save(args.output, found)
     return found
+
+
+def places_of(args: argparse.Namespace) -> list[dict[str, str]]:
+    """The environments of workers: one for each GPU of the machine."""
+    if args.device != "cuda":
+        return [{}]
+    name = "CUDA_VISIBLE_DEVICES"
+    said = os.environ.get(name)
+    gpus = said.split(",") if said else [str(each) for each in range(torch.cuda.device_count())]
+    return [{name: gpu} for gpu in gpus]
 
 
 def report(
@@ -177,6 +187,7 @@ def machine_of(args: argparse.Namespace) -> dict[str, Any]:
         "rounds": settings.rounds,
         "tolerance": settings.tolerance,
         "workers": args.workers,
+        "gpus": len(places_of(args)) if on_gpu else 0,
         "seconds": 0,
         "torch": torch.__version__,
         "transformers": version("transformers"),

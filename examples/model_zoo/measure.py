@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 import cgcompile
 from cgcompile.errors import CaptureError
+from cgcompile.reasons import Reason
 from model_zoo.compare import Mismatch, compare, moved
 from model_zoo.entries import Entry, NotThere
 from model_zoo.ways import Call, Step, decode_steps, forward_steps, through_torch, traced_once
@@ -71,7 +72,8 @@ class Row:
             capture alone, and a plain call after it agrees; ``error``: anything else raised;
             ``time-out``; ``crash``; ``not there``: the library that is installed lacks it.
         detail: why it is not right, or why not all was replayed.
-        replayed: share of the calls after the warm rounds in which all graphs were replayed.
+        replayed: share of the calls after the warm rounds in which all graphs were replayed that
+            have something to capture (all but those counted as ``no_kernel``).
         calls: after the warm rounds.
         graphs: that Dynamo made.
         breaks: of Dynamo's graphs.
@@ -227,9 +229,9 @@ def _run(row: Row, settings: Settings, backend: cgcompile.Backend, steps: Iterab
             row.calls += 1
             plain = now.plain - before.plain
             reasons += Counter({reason.value: number for reason, number in plain.items()})
-            recorded = now.captures > before.captures
             reasons["captured"] += now.captures - before.captures
-            replays += now.replays > before.replays and not plain and not recorded
+            missed = now.captures > before.captures or plain.keys() - {Reason.NO_KERNEL}
+            replays += now.replays > before.replays and not missed
         before = now
     row.replayed = replays / max(row.calls, 1)
     row.reasons = dict(+reasons)

@@ -8,7 +8,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from model_zoo.measure import Row
@@ -34,10 +35,18 @@ class Worker:
             and answers with one line, a row as JSON.
         limit: seconds for a row; the start of the process counts.
         until: a time of ``time.perf_counter`` at which the row that is measured is given up.
+        environment: what is set for it alone.
     """
 
-    def __init__(self, command: list[str], limit: float, until: float = float("inf")) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        limit: float,
+        until: float = float("inf"),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._command, self._limit, self._until = command, limit, until
+        self._environment = {**os.environ, **_ENVIRONMENT, **environment}
         self._process: subprocess.Popen[bytes] | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
 
@@ -82,7 +91,7 @@ class Worker:
             stdout=pipe,
             stderr=self._said,
             bufsize=0,
-            env={**os.environ, **_ENVIRONMENT},
+            env=self._environment,
         )
         return self._process
 
@@ -122,6 +131,7 @@ def measured(
     command: list[str],
     limit: float,
     seconds: float = float("inf"),
+    places: Sequence[Mapping[str, str]] = (MappingProxyType({}),),
 ) -> Iterator[dict[str, Any]]:
     """Rows of all tasks as they come, from several workers at once.
 
@@ -131,6 +141,7 @@ def measured(
         command: of a :class:`Worker`.
         limit: seconds for a row.
         seconds: after which the run ends, and rows that are not there yet do not come.
+        places: environments, one for each GPU; the workers take turns.
     """
     until = time.perf_counter() + seconds
     waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
@@ -140,8 +151,8 @@ def measured(
         count += 1
     done: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
-    def work() -> None:
-        worker = Worker(command, limit, until)
+    def work(place: int) -> None:
+        worker = Worker(command, limit, until, places[place % len(places)])
         try:
             while True:
                 done.put(worker.row(waiting.get_nowait()))
@@ -151,7 +162,10 @@ def measured(
             worker.end()
             done.put(None)
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(workers, count))]
+    threads = [
+        threading.Thread(target=work, args=(place,), daemon=True)
+        for place in range(min(workers, count))
+    ]
     for thread in threads:
         thread.start()
     at_work = len(threads)

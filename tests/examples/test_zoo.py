@@ -236,6 +236,19 @@ def test_a_crash_and_a_time_out_are_rows() -> None:
     assert len({rows[place]["pid"] for place in (0, 2, 4)}) == 3
 
 
+def test_workers_take_turns_at_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    zoo = load("benchmarks/zoo.py")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert zoo.places_of(zoo.arguments(["--device", "cpu"])) == [{}]
+    places = zoo.places_of(zoo.arguments(["--device", "cuda"]))
+    telling = WORKER.replace('"detail": ""', '"detail": os.environ["CUDA_VISIBLE_DEVICES"]')
+    slow = telling.replace("    name, way", "    time.sleep(0.5)\n    name, way")
+    command = [sys.executable, "-c", slow]
+    rows = list(measured([(str(n), "compile") for n in range(6)], 3, command, 9.0, 60.0, places))
+    gpus = {row["pid"]: row["detail"] for row in rows}
+    assert sorted(gpus.values()) == ["2", "2", "5"]
+
+
 def test_a_run_that_is_out_of_time_keeps_what_it_has(tmp_path: Path, capsys: Any) -> None:
     zoo, output = load("benchmarks/zoo.py"), tmp_path / "new" / "zoo.json"
     given = ["--device", "cpu", "--models", "llama", "vit", "--ways", "compile", "traced"]

@@ -1,0 +1,158 @@
+"""Additions of a whole tensor to a product: what Inductor is left with on CUDA."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.exc import InductorError
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cgcompile.compat import compilers
+from cgcompile.compat.residuals import take_apart, unfused_residuals
+
+LAST = "post_grad_custom_post_pass"
+
+
+def traced(function: Callable[..., Any], *shapes: tuple[int, ...], device: str = "cuda") -> Any:
+    """The ATen graph of a function, as if Inductor had made it, for fake tensors of these shapes."""
+    with FakeTensorMode():
+        given = [torch.empty(shape, device=device) for shape in shapes]
+        made = make_fx(function)(*given)
+    for node in made.graph.nodes:
+        node.meta.pop("seq_nr", None)
+    return made
+
+
+def ops(gm: fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def addmm(gm: fx.GraphModule) -> fx.Node:
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
+    return node
+
+
+def test_a_whole_tensor_is_added_apart() -> None:
+    gm = traced(lambda x, a, b: torch.addmm(x, a, b).relu(), (4, 6), (4, 5), (5, 6))
+    meta = addmm(gm).meta["val"]
+    take_apart(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    assert ops(gm) == ["aten.mm.default", "aten.add.Tensor", "aten.relu.default"]
+    product, total = (node.meta["val"] for node in list(gm.graph.nodes)[3:5])
+    assert total is meta
+    assert product is not meta
+    assert (product.shape, product.stride(), product.dtype) == ((4, 6), (6, 1), torch.float32)
+    assert product.device.type == "cuda"
+    x, a, b = torch.randn(4, 6), torch.randn(4, 5), torch.randn(5, 6)
+    torch.testing.assert_close(gm(x, a, b), torch.addmm(x, a, b).relu())
+
+
+@pytest.mark.parametrize(
+    ("added", "kwargs", "device"),
+    [
+        ((6,), {}, "cuda"),  # a bias
+        ((1, 6), {}, "cuda"),
+        ((4, 1), {}, "cuda"),
+        ((4, 6), {"beta": 2}, "cuda"),
+        ((4, 6), {"alpha": 0.5}, "cuda"),
+        ((4, 6), {}, "cpu"),
+    ],
+)
+def test_all_else_stays(added: tuple[int, ...], kwargs: dict[str, Any], device: str) -> None:
+    gm = traced(
+        lambda x, a, b: torch.addmm(x, a, b, **kwargs), added, (4, 5), (5, 6), device=device
+    )
+    before = str(gm.graph)
+    take_apart(gm.graph)
+    assert str(gm.graph) == before
+    assert ops(gm) == ["aten.addmm.default"]
+
+
+def test_what_the_user_wrote_stays() -> None:
+    gm = traced(torch.addmm, (4, 6), (4, 5), (5, 6))
+    addmm(gm).meta["seq_nr"] = 3
+    take_apart(gm.graph)
+    assert ops(gm) == ["aten.addmm.default"]
+
+
+# ---------------------------------------------------------------- beside the user's own pass
+
+
+class Own(CustomGraphPass):
+    def __init__(self, name: str | None) -> None:
+        self.name, self.saw = name, []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.saw.append([str(node.target) for node in graph.nodes if node.op == "call_function"])
+
+    def uuid(self) -> Any:
+        return self.name
+
+
+def test_the_users_pass_comes_after_and_tells_its_name() -> None:
+    own = Own("mine")
+    both, alone = unfused_residuals(own), unfused_residuals(None)
+    gm = traced(torch.addmm, (4, 6), (4, 5), (5, 6))
+    both(gm.graph)
+    assert own.saw == [["aten.mm.default", "aten.add.Tensor"]]
+    assert isinstance(both, CustomGraphPass)
+    names = [both.uuid(), alone.uuid(), unfused_residuals(Own("other")).uuid()]
+    assert len(set(names)) == 3
+    assert unfused_residuals(Own("mine")).uuid() == names[0]
+    assert unfused_residuals(Own(None)).uuid() is None
+
+
+def test_a_function_of_the_users_stays_alone() -> None:
+    def mine(graph: fx.Graph) -> None:
+        pass
+
+    assert unfused_residuals(mine) is mine
+
+
+# ---------------------------------------------------------------- Inductor's settings
+
+
+def test_without_a_gpu_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not {LAST, "combo_kernels"} & compilers.known_patches({}).keys()
+
+
+def test_settings_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = compilers.known_patches({})
+    assert found["combo_kernels"] is found["combo_kernels_pointwise_only"] is True
+    assert found[LAST].uuid() == unfused_residuals(None).uuid()
+    own = Own("mine")
+    found = compilers.known_patches({"combo_kernels": False, LAST: own})
+    assert found["combo_kernels"] is False
+    assert "combo_kernels_pointwise_only" not in found
+    assert found[LAST].uuid() == unfused_residuals(own).uuid()
+
+
+@pytest.mark.parametrize("asked", [{}, {"combo_kernels": True}])
+def test_a_piece_that_cannot_be_combined_is_compiled_without(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    tried = []
+
+    def compile_standalone(gm: Any, inputs: Any, *, options: Any, **given: Any) -> str:
+        tried.append(options["config_patches"]["combo_kernels"])
+        if tried[-1]:
+            raise InductorError(RuntimeError("no such kernel"), compile_standalone)
+        return "compiled"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("torch._inductor.standalone_compile", compile_standalone)
+    gm = traced(torch.add, (4,), (4,))
+    if asked:
+        with pytest.raises(InductorError, match="no such kernel"):
+            compilers.compile_standalone(gm, [], asked)
+        assert tried == [True]
+    else:
+        assert compilers.compile_standalone(gm, [], asked) == "compiled"
+        assert tried == [True, False]
