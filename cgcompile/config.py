@@ -8,7 +8,7 @@ construction; results of a compilation live in the objects that made them, never
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from cgcompile.errors import ConfigError
@@ -17,6 +17,7 @@ from cgcompile.settings import (
     ENV_PREFIX,
     GRAPHS,
     PIECES,
+    Origins,
     enum_parser,
     items_of,
     one_of,
@@ -257,31 +258,34 @@ class CompilationConfig:
         needs=GRAPHS,
     )
 
+    # No field: where settings come from makes no two configurations different.
+    # ``dataclasses.replace`` hands on what the configuration that it starts from has here.
+    _origins: InitVar[Origins | None] = None
+
     def __new__(cls, *args: Any, **settings: Any) -> "CompilationConfig":
-        for name in settings:
+        replaces = isinstance(settings.get("_origins"), Origins)
+        said = [name for name in settings if not (replaces and name == "_origins")]
+        for name in said:
             if name not in cls.names():
                 raise ConfigError.unknown_setting(name, "arguments", cls.names())
         made = super().__new__(cls)
-        made._say_origins(dict.fromkeys(settings, "argument"))
+        object.__setattr__(made, "_origins", Origins(dict.fromkeys(said, "argument"), {}))
         return made
 
-    def _say_origins(self, given: Mapping[str, str]) -> None:
-        """No field: where settings come from makes no two configurations different."""
-        origins = {
-            name: "environment" if ENV_PREFIX + name.upper() in os.environ else "default"
-            for name in self.names()
-        }
-        object.__setattr__(self, "_origins", {**origins, **given})
+    def _say_origins(self, given: Mapping[str, str], start: Origins | None = None) -> None:
+        values = {name: getattr(self, name) for name in self.names()}
+        object.__setattr__(self, "_origins", Origins.of(values, given, start))
 
     @property
     def origins(self) -> dict[str, str]:
         """Where each setting comes from.
 
         ``argument``, ``options`` or ``mode`` of ``torch.compile``, ``environment``, ``default``.
+        What ``dataclasses.replace`` does not change keeps its origin.
         """
-        return dict(self.__dict__["_origins"])
+        return dict(self.__dict__["_origins"].names)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, _origins: Origins | None) -> None:
         self._refuse_unknown_environment()
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
@@ -290,6 +294,7 @@ class CompilationConfig:
         self._refuse_ignored_settings()
         sizes_meant(self.compile_sizes or (), self.cudagraph_capture_sizes)
         self._settle_cudagraph_mode()
+        self._say_origins(self.origins, _origins)
 
     def _refuse_unknown_environment(self) -> None:
         known = [ENV_PREFIX + name.upper() for name in self.names()]

@@ -11,7 +11,7 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cgcompile.errors import ConfigError
 
@@ -181,6 +181,38 @@ COMPILERS = ("inductor", "aot", "eager")
 
 
 PIECES, GRAPHS = "pieces", "graphs"  # what a setting may need, or would be ignored
+
+
+class Origins(NamedTuple):
+    """Where settings come from.
+
+    Attributes:
+        names: ``environment`` and the like, by setting.
+        values: what the settings are.
+    """
+
+    names: dict[str, str]
+    values: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, values: dict[str, Any], given: Mapping[str, str], start: "Origins | None"
+    ) -> "Origins":
+        """Those of all settings.
+
+        Args:
+            values: of all settings.
+            given: the origins of those that somebody gave.
+            start: of the settings that these were made from; what is equal keeps its origin.
+        """
+        found = {
+            name: "environment" if ENV_PREFIX + name.upper() in os.environ else "default"
+            for name in values
+        }
+        found |= given
+        if start is not None:
+            found |= {n: start.names[n] for n in values if start.values[n] == values[n]}
+        return cls(found, values)
 
 
 def setting(name: str, default: Any, parse: Parser, doc: str, needs: str | None = None) -> Any:

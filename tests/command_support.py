@@ -23,6 +23,11 @@ class Reads(Net):
         return super().forward(x) * x.sum().item()
 
 
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+
 def pair() -> Any:
     torch.manual_seed(0)
     return Net().eval(), torch.randn(2, 4, 8)
@@ -60,6 +65,17 @@ def wrong() -> Any:
         return lambda *given: tuple(each * 2 for each in gm(*given))
 
     return cgcompile.compile(model, compiler=miscompile, capture_device="host"), (x,)
+
+
+def sized(size: int, *, deep: bool = False) -> Any:
+    return Net(), torch.randn(2, size, 8)
+
+
+net = Net()
+
+
+def confuses() -> Any:
+    return sized()  # type: ignore[call-arg]
 
 
 def number() -> Any:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from cases import CASES, Case, library
-from torch import nn
+from torch import fx, nn
 
 import cgcompile
+from cgcompile import compat
 from cgcompile.reasons import Counters, Reason
 
 
@@ -64,6 +65,21 @@ def compiled_graph(name: str, **settings: Any) -> cgcompile.entry.CompiledGraph:
     return graph
 
 
+class Several:
+    """Compiles what Dynamo traces with several backends, and runs what one of them made.
+
+    Attributes:
+        chosen: which one.
+    """
+
+    def __init__(self, backends: list[cgcompile.Backend]) -> None:
+        self.backends, self.chosen = backends, 0
+
+    def __call__(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        made = [backend(compat.copied(gm), inputs) for backend in self.backends]
+        return lambda *args: made[self.chosen](*args)
+
+
 def check_against_eager(
     case: Case, compiler: Any, device: str = "cpu", **settings: Any
 ) -> cgcompile.Backend:
@@ -72,14 +88,28 @@ def check_against_eager(
     Inputs are random at every call; results and inputs that the model writes are compared. Random
     models draw the same numbers on both sides.
     """
-    settings.setdefault("capture_device", "host")
-    model, backend = build(case, device), backend_for(case, compiler, **settings)
+    (backend,) = check_each_against_eager(case, compiler, [settings], device)
+    return backend
+
+
+def check_each_against_eager(
+    case: Case, compiler: Any, settings: list[dict[str, Any]], device: str = "cpu"
+) -> list[cgcompile.Backend]:
+    """As :func:`check_against_eager`, for backends with each of some settings, from one trace."""
+    given = [{"capture_device": "host", **each} for each in settings]
+    backends = [backend_for(case, compiler, **each) for each in given]
+    model, several = build(case, device), Several(backends)
+    backend = several if len(backends) > 1 else backends[0]
     with torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
         compiled = torch.compile(model, backend=backend, dynamic=case.dynamic)
         for position, size in enumerate(case.sizes):
-            _check_size(case, compiler, device, model, compiled, size, marked=position == 0)
-    _check_counters(case, backend)
-    return backend
+            for several.chosen in range(len(backends)):
+                marked = position == several.chosen == 0
+                _check_size(case, compiler, device, model, compiled, size, marked)
+        for each in backends:  # while the model lives, and with it its graphs
+            _check_counters(case, each)
+            _check_modes(each)
+    return backends
 
 
 def _check_size(case, compiler, device, model, compiled, size, marked) -> None:
@@ -124,6 +154,14 @@ def _check_counters(case: Case, backend: cgcompile.Backend) -> None:
     else:
         assert counters.replays >= case.replays, counters
         assert case.replays or counters.captures == 0
+
+
+def _check_modes(backend: cgcompile.Backend) -> None:
+    """That each graph captured in a mode which its settings ask for."""
+    for graph in backend.graphs:
+        modes = {recording.batch.mode for recording in graph.recordings}
+        assert bool(modes) == bool(graph.counters.captures)
+        assert all(map(graph._config.cudagraph_mode.has_mode, modes))
 
 
 def _seeded(function: Any, inputs: tuple[torch.Tensor, ...]) -> Any:

@@ -180,6 +180,20 @@ def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     [
         ("par", (), 2, "FILE has no function 'par'. Did you mean 'pair'?"),
         ("number", (), 2, "FILE:number returned a model of type int; expected a model and its"),
+        (
+            "sized",
+            (),
+            2,
+            "FILE:sized takes arguments, (size: int, *, deep: bool = False) -> Any; ex",
+        ),
+        (
+            "Wide",
+            (),
+            2,
+            "FILE:Wide takes arguments, (width: int) -> None; expected a function that",
+        ),
+        ("net", (), 2, "FILE:net takes arguments, (x: torch.Tensor, scale: float = 1.0) -> torch."),
+        ("confuses", (), 1, "TypeError: sized() missing 1 required positional argument: 'size'\n"),
         ("four", (), 2, "FILE:four returned a tuple of 4; expected a model and its inputs."),
         ("ran", (), 2, "FILE:ran returned a model without inputs, and verify calls it."),
         ("wrong", EAGER, 2, "--set for a model that FILE:wrong has compiled already: its"),

@@ -79,6 +79,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CommandError.target_form": CommandError.target_form("model.py"),
     "CommandError.no_module": CommandError.no_module("mine", "No module named 'mine'"),
     "CommandError.no_function": CommandError.no_function("model.py", "mak", ("make", "run")),
+    "CommandError.takes_arguments": CommandError.takes_arguments("model.py:run", "(x, *, scale)"),
     "CommandError.bad_result": CommandError.bad_result("model.py:make", "a tuple of 4"),
     "CommandError.no_inputs": CommandError.no_inputs("model.py:make", "verify"),
     "CommandError.bad_setting": CommandError.bad_setting("compiler"),
@@ -158,9 +159,11 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CaptureError.empty": CaptureError.empty(),
     "CaptureError.freed_input": CaptureError.freed_input("aten.mm.default", "(2, 3) torch.float32"),
     "CaptureError.opaque_result": CaptureError.opaque_result("attend", "a Cache object"),
+    "CaptureError.under_transform": CaptureError.under_transform("attend", "Vmap"),
     "CaptureError.math_attention": CaptureError.math_attention(),
     "CaptureError.no_breaks": CaptureError.no_breaks("Decoder", "ns::attend"),
     "CaptureError.inside_full": CaptureError.inside_full("ns::attend", "NEVER", "num_tokens=8"),
+    "CaptureError.unjoined_stream": CaptureError.unjoined_stream(),
     "CaptureError.swallowed": CaptureError.swallowed("Decoder", "attend", KeyError("x")),
     "CaptureError.open_break": CaptureError.open_break("step"),
     "CaptureError.other_thread": CaptureError.other_thread("attend", "Decoder"),
@@ -582,6 +585,8 @@ CommandError.no_module: cannot import 'mine': No module named 'mine'.
   Give a module that Python finds from here, or the path of a file: path/to/file.py:function.
 CommandError.no_function: model.py has no function 'mak'. Did you mean 'make'?
   Functions: make, run.
+CommandError.takes_arguments: model.py:run takes arguments, (x, *, scale); expected a function that takes nothing.
+  Give one that makes the model and its inputs: def make(): return Model(), (torch.randn(8, 16),)
 CommandError.bad_result: model.py:make returned a tuple of 4; expected a model and its inputs.
   Return (model, args), (model, args, kwargs) or a dict with 'model', 'args' and 'kwargs'; args is a tuple, or one tensor.
 CommandError.no_inputs: model.py:make returned a model without inputs, and verify calls it.

@@ -419,7 +419,7 @@ def test_images_on_graphs_keep_their_promises(tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("wide.png", "tall.png")]
     for name, size in zip(files, ((210, 90), (60, 170)), strict=True):
         Image.effect_noise(size, 80).save(name)
-    small = ["--device", "cpu", "--compiler", "eager", "--requests", "3", "--tokens", "24"]
+    small = ["--device", "cpu", "--compiler", "eager", "--requests", "2", "--tokens", "24"]
     done = run("encode_images.py", *small, *files)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
@@ -445,7 +445,8 @@ def test_images_say_what_is_broken(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example = load("encode_images.py")
-    small = ["--device", "cpu", "--compiler", "eager", "--requests", "2", "--tokens", "24"]
+    small = ["--device", "cpu", "--compiler", "eager", "--requests", "1", "--tokens", "24"]
+    small += ["--images", "1", "--rounds", "1"]
     monkeypatch.setattr(example, "LEAST_HITS", 1.1)
     monkeypatch.setattr(example, "MOST_WASTE", -0.1)
     monkeypatch.setattr(example, "largest_difference", lambda found, expected: 0.5)

@@ -128,11 +128,10 @@ KINDS = ("piecewise", "full", "breakable", "whole")
 
 
 @pytest.fixture(autouse=True)
-def frozen() -> Iterator[None]:
+def frozen() -> None:
     """What lives before is not looked at by each of the many collections here."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from generate_support import VOCABULARY, build
+from support import Several
 from transformers import ViTConfig, ViTForImageClassification
 
 import cgcompile
@@ -47,29 +48,32 @@ MODELS: dict[str, tuple[Callable[[str], Any], Callable[[int, str], tuple[torch.T
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
 @pytest.mark.parametrize("name", MODELS)
-def test_sizes_in_turn(name: str, mode: str, device: str) -> None:
+def test_sizes_in_turn(name: str, device: str) -> None:
+    """In two modes, from one trace."""
     make, inputs = MODELS[name]
     model = make(device)
-    compiler = "eager" if device == "cpu" else "inductor"
-    backend = cgcompile.Backend(compiler=compiler, cudagraph_mode=mode, capture_device="host")
-    compiled = torch.compile(_logits(model), backend=backend)
-    previous = None
-    with torch.inference_mode():
-        for call, size in enumerate(SIZES * ROUNDS):
-            batch = inputs(size, device)
-            if call == 0:
-                torch._dynamo.mark_dynamic(batch[0], 0)
-            expected, found = _logits(model)(*batch), compiled(*batch)
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-            assert previous is None or previous.shape != found.shape or (previous != found).any()
-            previous = found
-    total = backend.counters
-    sizes, graphs = len(set(SIZES)), total.calls // (len(SIZES) * ROUNDS)
-    assert total.captures == sizes * graphs, total
-    assert total.replays == (len(SIZES) * ROUNDS - 2 * sizes) * graphs, total
-    assert set(total.plain) == {Reason.WARMING}, total
+    given = {"compiler": "eager" if device == "cpu" else "inductor", "capture_device": "host"}
+    modes = ("FULL_AND_PIECEWISE", "PIECEWISE")
+    several = Several([cgcompile.Backend(**given, cudagraph_mode=mode) for mode in modes])
+    compiled = torch.compile(_logits(model), backend=several)
+    for chosen, backend in enumerate(several.backends):
+        several.chosen, previous = chosen, None
+        with torch.inference_mode():
+            for call, size in enumerate(SIZES * ROUNDS):
+                batch = inputs(size, device)
+                if call == chosen == 0:
+                    torch._dynamo.mark_dynamic(batch[0], 0)
+                expected, found = _logits(model)(*batch), compiled(*batch)
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+                same_shape = previous is not None and previous.shape == found.shape
+                assert not same_shape or (previous != found).any()
+                previous = found
+        total = backend.counters
+        sizes, graphs = len(set(SIZES)), total.calls // (len(SIZES) * ROUNDS)
+        assert total.captures == sizes * graphs, total
+        assert total.replays == (len(SIZES) * ROUNDS - 2 * sizes) * graphs, total
+        assert set(total.plain) == {Reason.WARMING}, total
 
 
 def _logits(model: Any) -> Callable[..., torch.Tensor]:

@@ -1,12 +1,14 @@
 """Where each setting comes from: kept beside the settings, no part of what makes two equal."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
 
 import cgcompile
 from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.errors import ConfigError
 
 
 def chosen(config: CompilationConfig) -> dict[str, str]:
@@ -56,3 +58,21 @@ def test_origins_do_not_tell_settings_apart() -> None:
         "strict": "argument",
         "poison": "argument",
     }
+
+
+def test_what_is_not_replaced_keeps_its_origin() -> None:
+    start = CompilationConfig.resolve(options={"num_warmups": 2}, arguments={"poison": True})
+    found = dataclasses.replace(start, compiler="aot", poison=False, cudagraph_mode="PIECEWISE")
+    assert chosen(start) == {
+        "num_warmups": "options",
+        "poison": "argument",
+        "strict": "environment",
+    }
+    assert chosen(found) == {**chosen(start), "compiler": "argument", "cudagraph_mode": "argument"}
+    again = dataclasses.replace(found, num_warmups=3)
+    assert chosen(again) == {**chosen(found), "num_warmups": "argument"}
+    assert (found.compiler, again.compiler, again.num_warmups) == ("aot", "aot", 3)
+    assert chosen(dataclasses.replace(CompilationConfig())) == {"strict": "environment"}
+    assert dataclasses.replace(start) == start
+    with pytest.raises(ConfigError, match="_origins"):
+        CompilationConfig(_origins=None)

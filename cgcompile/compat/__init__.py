@@ -92,6 +92,8 @@ from cgcompile.compat.modes import (
     autocast_off,
     autocast_state,
     below_autograd,
+    code_of_compiled_functions,
+    compiled_from,
     compiled_region,
     draws_random,
     functionalized_op,

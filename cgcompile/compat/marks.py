@@ -54,18 +54,21 @@ def marked(dims: list[tuple[torch.Tensor, int, str | None]], unbacked: bool) -> 
 def without_traces_left(called: Any, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """A context in which calls are traced for a look: what Dynamo has changed is put back.
 
-    Dynamo puts names into the globals of the function, and marks tensors that it finds in modules.
+    Dynamo puts names into the globals of the function, marks tensors that it finds in modules, and
+    counts what it does.
 
     Args:
         called: module, bound method or function.
         tensors: those that it may mark.
     """
     from torch._dynamo import convert_frame
+    from torch._dynamo.utils import counters
 
     names = traced_function(called)[0].__globals__
-    with convert_frame.compile_lock:  # so that new names are those of this thread
+    with convert_frame.compile_lock:  # so that new names and counts are those of this thread
         before = set(names)
         marks = [(tensor, dict(tensor.__dict__)) for tensor in tensors]
+        counted = {kind: dict(counts) for kind, counts in counters.items()}
         try:
             yield
         finally:
@@ -76,6 +79,11 @@ def without_traces_left(called: Any, tensors: Iterable[torch.Tensor]) -> Iterato
                 if tensor.__dict__ != attributes:
                     tensor.__dict__.clear()
                     tensor.__dict__.update(attributes)
+            for kind in [*counters]:
+                counters[kind].clear()  # whoever holds it, holds this one
+                counters[kind].update(counted.get(kind, {}))
+                if kind not in counted:
+                    del counters[kind]
 
 
 def without_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """Dispatch modes, and what they ask of the ops they see. See ``cgcompile/compat/__init__.py``."""
 
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -123,17 +125,31 @@ def uncompiled() -> AbstractContextManager[Any]:
     return stance
 
 
+def compiled_from(function: Any) -> Any:
+    """What ``torch.compile`` made a function of; None of anything else, modules included."""
+    if not isinstance(function, FunctionType):
+        return None
+    return getattr(function, "_torchdynamo_orig_callable", None)
+
+
+def code_of_compiled_functions() -> CodeType:
+    """The code of whatever ``torch.compile`` makes of functions: it is one, for all of them."""
+    made: Any = torch.compile(operator.neg, backend="eager")
+    found: CodeType = made.__code__
+    return found
+
+
 def holds_compiled_code(function: Any) -> bool:
     """Whether ``torch.compile`` made a function, or a module or one of the modules in it."""
     owner = getattr(function, "__self__", function)
-    if getattr(function, "_torchdynamo_orig_callable", None) is not None:
+    if compiled_from(function) is not None:
         return True
     if not isinstance(owner, torch.nn.Module):
         return False
     return any(
         isinstance(each, torch._dynamo.OptimizedModule)
         or getattr(each, "_compiled_call_impl", None) is not None
-        or getattr(each.__dict__.get("forward"), "_torchdynamo_orig_callable", None) is not None
+        or compiled_from(each.__dict__.get("forward")) is not None
         for each in owner.modules()
     )
 

@@ -30,6 +30,14 @@ class CommandError(CGCompileError, ValueError):
         )
 
     @classmethod
+    def takes_arguments(cls, target: str, signature: str) -> "CommandError":
+        return cls(
+            f"{target} takes arguments, {signature}; expected a function that takes nothing.\n"
+            "  Give one that makes the model and its inputs: "
+            "def make(): return Model(), (torch.randn(8, 16),)"
+        )
+
+    @classmethod
     def bad_result(cls, target: str, found: str) -> "CommandError":
         return cls(
             f"{target} returned {found}; expected a model and its inputs.\n"

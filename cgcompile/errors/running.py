@@ -100,6 +100,14 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def under_transform(cls, name: str, transform: str) -> "CaptureError":
+        return cls(
+            f"eager break {name!r} ran inside of torch.func ({transform}), whose tensors exist "
+            "only there: no replay could give it any, or take any from it.\n"
+            "  Put the transform into the break, or write the batch dimension out."
+        )
+
+    @classmethod
     def math_attention(cls) -> "CaptureError":
         return cls(
             "scaled_dot_product_attention takes its math kernel here, and under no_grad arrives as "
@@ -123,6 +131,15 @@ class CaptureError(CGCompileError, RuntimeError):
             f"splitting op {op!r} (support {support}) ran inside of a FULL graph for {batch}.\n"
             "  Capture this batch in mode PIECEWISE, or declare how far the op can go: "
             "SplittingOp(..., support=AttentionCGSupport....).",
+        )
+
+    @classmethod
+    def unjoined_stream(cls) -> "CaptureError":
+        return cls(
+            "the capture ended with unjoined work: a stream that forked from the capturing one is "
+            "not joined, so nothing says when a replay may go on.\n"
+            "  Join it within forward, and before each break: "
+            "torch.cuda.current_stream().wait_stream(side). cgcompile.doctor names the line."
         )
 
     @classmethod

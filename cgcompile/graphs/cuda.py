@@ -8,7 +8,7 @@ failure, and hides the first error behind the one of ``capture_end``.
 import contextlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,6 +44,28 @@ def wait_for_inputs(
             current.wait_event(ready)
         else:
             current.wait_stream(ready)
+
+
+@contextlib.contextmanager
+def named_failures() -> Iterator[None]:
+    """Around the end of a capture: what CUDA says of streams, in words that a user can act on.
+
+    Raises:
+        CaptureError: a stream that took part was not joined.
+        RuntimeError: anything else, unchanged.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if is_unjoined(error):
+            raise CaptureError.unjoined_stream() from error
+        raise
+
+
+def is_unjoined(error: BaseException) -> bool:
+    """Whether CUDA, or ROCm, says that a stream of a capture was not joined."""
+    text = str(error).lower()
+    return "unjoined work" in text or "captureunjoined" in text
 
 
 # Graphs that nobody uses any more, until it is safe to destroy them. torch keeps all graphs in a
@@ -156,7 +178,8 @@ class CudaGraph:
 
     def end(self) -> None:
         assert self._pool is not None
-        self._graph.capture_end()
+        with named_failures():
+            self._graph.capture_end()
         self.replay = compat.replay_of(self._graph)
         self._pool.rests()
 

@@ -1,12 +1,47 @@
-"""What an eager break is given, and whether it changed that: :class:`Containers`."""
+"""What an eager break is given: how it is kept, and whether the break changed it."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from cgcompile import compat
+from cgcompile.graphs.arena import address
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """By position, by name."""
+
+
+def held(given: Arguments, owns: Callable[[torch.Tensor], bool]) -> Arguments:
+    """How a segment keeps arguments.
+
+    Weakly where the memory is that of the recording, or it could not be used again; strongly where
+    nobody else may keep it.
+
+    Args:
+        given: the arguments.
+        owns: whether a tensor lies in memory of the recording.
+    """
+
+    def keep(leaf: Any) -> Any:
+        ours = isinstance(leaf, torch.Tensor) and address(leaf) and owns(leaf)
+        return compat.weak_tensor(leaf) if ours else leaf
+
+    with compat.outside_inference_mode():  # once for all that is held weakly
+        kept: Arguments = compat.tree_map(keep, given)
+    return kept
+
+
+def transform_around(given: Arguments) -> str | None:
+    """The transform of ``torch.func`` that lets no break run; None if there is none.
+
+    Under ``vmap`` a break may be given what is not mapped: that is an ordinary tensor.
+    """
+    found = compat.functorch_transform()
+    if found == "Vmap" and not any(map(compat.is_wrapped, compat.tree_tensors(given))):
+        return None
+    return found
 
 
 class Containers:

@@ -28,6 +28,12 @@ class _HasBuffers(Protocol):
     def input_bytes(self) -> int: ...
 
 
+LENT = (
+    "an input is what a replay of another graph of this pool returned: its memory is not held, and "
+    "a capture may use it. Capture all in one step, or set weak_ref_output=False"
+)
+
+
 class GraphPool:
     """Memory and capture stream of graphs that never run at the same time.
 

@@ -78,6 +78,8 @@ def check_leaves(leaves: Sequence[Any], name: str) -> None:
     """
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
+            if compat.is_wrapped(leaf):
+                raise CaptureError.under_transform(name, compat.functorch_transform() or "vmap")
             if not compat.is_plain_tensor(leaf):
                 raise CaptureError.opaque_result(
                     name, f"a {type(leaf).__name__} of no dense memory"

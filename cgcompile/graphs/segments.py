@@ -24,7 +24,7 @@ from cgcompile.graphs.capture import capture_turn, without_garbage_collection
 from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.graphs.device import DeviceGraph
 from cgcompile.graphs.foreign import foreign_breaks
-from cgcompile.graphs.given import Arguments, Containers
+from cgcompile.graphs.given import Arguments, Containers, held, transform_around
 from cgcompile.graphs.originals import Original
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import check_leaves, flatten, opener, rebuilt
@@ -253,9 +253,16 @@ class SegmentRecorder(Breaker):
             What the function returned, with bridges in place of the tensors that it made.
 
         Raises:
+            CaptureError: it runs inside of a transform of ``torch.func``.
             BaseException: what the function raised, unchanged; the recording is lost then.
         """
-        return self._between(name, function, (args, dict(kwargs or {})), False)
+        given = args, dict(kwargs or {})
+        transform = transform_around(given)
+        if transform is not None:
+            error = CaptureError.under_transform(name, transform)
+            self.fail(name, error)
+            raise error
+        return self._between(name, function, given, False)
 
     def _between(
         self, name: str, function: Callable[..., Any], given: Arguments, silent: bool
@@ -286,10 +293,9 @@ class SegmentRecorder(Breaker):
     ) -> None:
         """See :class:`~cgcompile.graphs.foreign.Recorder`; what it returns is not looked at."""
         self._refuse_stale_copies()
-        with compat.outside_inference_mode():
-            args, kwargs = compat.tree_map(self._held, (args, kwargs))
         name = getattr(function, "__qualname__", type(function).__name__)
-        self._segments.append(EagerSegment(name, function, args, kwargs, lambda _: []))
+        kept = held((args, kwargs), self._owns)
+        self._segments.append(EagerSegment(name, function, *kept, lambda _: []))
 
     def _on_stream_of_breaks(self) -> AbstractContextManager[Any]:
         """The caller's stream, where graph segments are replayed; else the capture stream."""
@@ -300,14 +306,13 @@ class SegmentRecorder(Breaker):
         self, name: str, function: Callable[..., Any], given: Arguments, silent: bool
     ) -> Any:
         """Run a function between two segments and record it; see :meth:`run_eager`."""
-        with compat.outside_inference_mode():  # once for all that is held weakly
-            held = compat.tree_map(self._held, given)
+        kept = held(given, self._owns)
         before = Containers(given)
         made = self._run(name, function, given)
         self._refuse_stale_copies()
         if before.changed:
             raise CaptureError.mutates_arguments(name)
-        return self._record(name, function, held, before.leaves, None if silent else made, silent)
+        return self._record(name, function, kept, before.leaves, None if silent else made, silent)
 
     def _run(self, name: str, function: Callable[..., Any], given: Arguments) -> Any:
         args, kwargs = given
@@ -325,7 +330,7 @@ class SegmentRecorder(Breaker):
         self,
         name: str,
         function: Callable[..., Any],
-        held: Arguments,
+        kept: Arguments,
         given: list[Any],
         made: Any,
         silent: bool,
@@ -334,7 +339,7 @@ class SegmentRecorder(Breaker):
         check_leaves(leaves, name)
         found = self._across(name, leaves, given) if leaves else ()
         opened = opener(name, self._batch, made, structure)
-        self._segments.append(EagerSegment(name, function, *held, leaves=opened, crossings=found))
+        self._segments.append(EagerSegment(name, function, *kept, leaves=opened, crossings=found))
         return None if silent else rebuilt(made, leaves)
 
     def _across(self, name: str, leaves: list[Any], given: list[Any]) -> tuple[Crossing, ...]:
@@ -376,13 +381,6 @@ class SegmentRecorder(Breaker):
             # Asking the allocator takes milliseconds; an address may be used again.
             self._outside[where] = compat.StorageLife(tensor)
         return ours
-
-    def _held(self, leaf: Any) -> Any:
-        """How a segment keeps an argument: weakly where the memory is ours, or it could not be
-        used again; strongly where nobody else may keep it."""
-        if isinstance(leaf, torch.Tensor) and address(leaf) and self._owns(leaf):
-            return compat.weak_tensor(leaf)
-        return leaf
 
     def _refuse_stale_copies(self) -> None:
         """Of what a break returned and the program keeps there are two now: they must be equal."""

@@ -23,6 +23,7 @@ from cgcompile.graphs.copies import flat, numbers_as_bytes
 from cgcompile.graphs.entries import CUDAGraphEntry
 from cgcompile.graphs.guards import layout_text, same_value
 from cgcompile.graphs.sequence import EagerSegment
+from cgcompile.graphs.undone import Undone
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 
 
@@ -113,6 +114,12 @@ def copies(values: Mapping[str, Any]) -> dict[str, Any]:
         }
 
 
+def buffers_of(model: Any) -> list[torch.Tensor]:
+    """The buffers of a module, or of the module of a bound method; of anything else none."""
+    module = getattr(model, "__self__", model)
+    return list(module.buffers()) if isinstance(module, torch.nn.Module) else []
+
+
 @contextmanager
 def put_back(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """What happens inside leaves these tensors, and the random generators, as they were."""
@@ -137,9 +144,11 @@ def verify_wrapper(
     """Replay a step of a wrapper and run it plain, on the same inputs; compare every break.
 
     The arguments of each eager break are compared as it leaves them, tensors and plain values, and
-    what comes out in the end. Tensors among the arguments, and the buffers of a module, are put
-    back in between; what is written elsewhere, such as a cache that the forward context leads to,
-    is written twice. Synchronises.
+    what comes out in the end. What the plain step changes is put back before the replay: tensors
+    among the arguments, and tensors, attributes and containers that the model leads to, weights
+    included. What is written elsewhere, such as a global or a cache that the forward context leads
+    to, is written twice. Of a model with compiled code all tensors are copied, as nobody sees what
+    that writes; else those that are written, the arguments and the buffers. Synchronises.
 
     Args:
         wrapper: whose step it is.
@@ -158,12 +167,11 @@ def verify_wrapper(
     """
     entry = _entry(wrapper)
     entry.check(args, kwargs, wrapper.name)
-    state = compat.tree_tensors((args, dict(kwargs)))
-    module = wrapper.unwrap()
-    if isinstance(module, torch.nn.Module):
-        state += list(module.buffers())
+    undone = Undone(wrapper.unwrap(), args, kwargs)
+    opaque = compat.holds_compiled_code(wrapper.unwrap())
+    state = undone.tensors if opaque else buffers_of(wrapper.unwrap())
     breaks = [each for each in entry.sequence.segments if isinstance(each, EagerSegment)]
-    with put_back(state):
+    with put_back([*compat.tree_tensors((args, kwargs)), *state]), undone:
         watcher = _Watcher(wrapper)
         plain = copies(_named(watcher.run(args, kwargs)))
     names = [name for name, _ in watcher.seen]

@@ -41,7 +41,7 @@ from cgcompile.graphs.entries import (
     holds_parameters_with_grad,
 )
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
-from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.pool import LENT, GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
@@ -49,10 +49,6 @@ from cgcompile.reasons import EXPECTED, Counters, Reason, Why
 
 log = logging.getLogger(__name__)
 
-_LENT = (
-    "an input is what a replay of another graph of this pool returned: its memory is not held, and "
-    "a capture may use it. Capture all in one step, or set weak_ref_output=False"
-)
 _GRADIENTS = "grad mode is on, and an input, a parameter or an output requires grad"
 
 
@@ -212,7 +208,7 @@ class CUDAGraphWrapper(Transparent):
         if self.config.on_input_change == "copy":
             raise DispatchError.cannot_copy(self.name)
         if self._pool.lends(compat.tree_tensors((args, kwargs))):
-            return self._plain(Reason.UNSUPPORTED_INPUT, _LENT, args, kwargs)
+            return self._plain(Reason.UNSUPPORTED_INPUT, LENT, args, kwargs)
         needs_grad = holds_parameters_with_grad(self.runnable) or descriptor in self._grads
         if not gradients_due(needs_grad, args, kwargs):
             with self.timeline.capture(self._pool, self.name, mode, descriptor) as outcome:
@@ -337,7 +333,11 @@ class CUDAGraphWrapper(Transparent):
 
     def entry_of(self, mode: CUDAGraphMode, batch: BatchDescriptor) -> CUDAGraphEntry | None:
         """What serves a batch in a runtime mode; None if nothing does."""
-        return next(iter(self._entries.get((mode, batch), ())), None)
+        return next(iter(self.entries_of(mode, batch)), None)
+
+    def entries_of(self, mode: CUDAGraphMode, batch: BatchDescriptor) -> list[CUDAGraphEntry]:
+        """All that is captured of a batch in a runtime mode, what served last first."""
+        return [*self._entries.get((mode, batch), ())]
 
     @property
     def pool(self) -> GraphPool | None:

@@ -128,10 +128,11 @@ _ADVICE: dict[str, tuple[str, str, str, str]] = {
         "Call the model under torch.inference_mode() or torch.no_grad().",
     ),
     "inference_tensor": (
-        "break",
-        "break",
-        "break",
-        "Call the model under torch.inference_mode() as well, or make its weights outside of it.",
+        "error",
+        "error",
+        "error",
+        "Call the model under torch.inference_mode() as well, or make what it writes, and weights "
+        "of a model that needs gradients, outside of it.",
     ),
     "unsupported_input": (
         "break",
@@ -150,8 +151,9 @@ _ADVICE: dict[str, tuple[str, str, str, str]] = {
         "break",
         "break",
         "error",
-        "Leave streams to the caller, or fork from and join the current stream within forward "
-        "(wait_stream both ways), and let the model be untraced: splitting='breakable'.",
+        "Fork from and join the current stream within forward (wait_stream both ways), before each "
+        "break too, and let the model be untraced: splitting='breakable'; or leave streams to the "
+        "caller.",
     ),
     "stale_scalar": (
         "break",

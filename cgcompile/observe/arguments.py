@@ -9,7 +9,7 @@ from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.forward_context import callers_context
 from cgcompile.graphs.guards import is_plain_value, layout_text, same_value
-from cgcompile.observe.memory import Memory
+from cgcompile.graphs.memory import Memory
 from cgcompile.observe.notes import Notes
 from cgcompile.observe.stores import forward_line
 from cgcompile.passes.lines import Line
@@ -67,7 +67,7 @@ def look_at_call(notes: Notes, model: Any, call: Call, device: torch.device, var
         kind = "cpu_tensor" if first.device == _CPU else "other_device"
         text = f"{_counted(away)} on {first.device}; a graph of this model is on {device}"
         notes.add(kind, path, text, source)
-    _look_at_modes(notes, [*call.leaves(), *weights], source)
+    _look_at_gradients(notes, [*call.leaves(), *weights], source)
 
 
 def _look_at_input(
@@ -82,19 +82,13 @@ def _look_at_input(
         notes.add(kind, path, text, source)
 
 
-def _look_at_modes(notes: Notes, named: Sequence[tuple[str, Any]], source: Line | None) -> None:
+def _look_at_gradients(notes: Notes, named: Sequence[tuple[str, Any]], source: Line | None) -> None:
     tensors = [(path, leaf) for path, leaf in named if isinstance(leaf, torch.Tensor)]
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         due = [(path, each) for path, each in tensors if each.requires_grad]
         if due:
             text = f"grad mode is on, and {_counted(due)} requiring grad: steps run without graphs"
             notes.add("gradients", due[0][0], text, source)
-    if not torch.is_inference_mode_enabled():
-        made = [(path, each) for path, each in tensors if each.is_inference()]
-        if made:
-            mode = "grad mode" if torch.is_grad_enabled() else "no_grad"
-            text = f"{_counted(made)} made in inference mode, and this call is in {mode}"
-            notes.add("inference_tensor", made[0][0], text, source)
 
 
 def _counted(named: Sequence[tuple[str, Any]]) -> str:

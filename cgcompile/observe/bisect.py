@@ -144,7 +144,8 @@ class _Search:
         if difference is None:
             found = self._result("", (), "", None)
         elif subject.wrapper is not None:
-            place = wrapper_place(subject.wrapper, self._call, self._tolerance)
+            kept = subject.kept
+            place = wrapper_place(subject.wrapper, self._call, self._tolerance, kept)
             self._note(f"op by op: {place.op or 'no op'}")
             finding = made("replay", self._number, difference, real_rows(), place)
             found = self._result("replay", (place.piece,) if place.piece else (), "", finding)

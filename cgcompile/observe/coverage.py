@@ -5,8 +5,9 @@ not what was planned: the rows add up to all steps (or items) there were.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cgcompile.config import CUDAGraphMode
@@ -40,7 +41,8 @@ class CoverageRow:
         padding: the share of their rows that was padding, 0.0 to 1.0; None where none ran, or
             where nobody says how many rows were real.
         reason: the name of a :class:`cgcompile.Reason`: why there was no graph; None on a graph.
-        detail: the last of that reason, in words.
+        detail: the last of that reason, in words; of a graph, which of several it is that were
+            captured for one key, each for inputs or weights that lie elsewhere.
     """
 
     part: str
@@ -192,16 +194,28 @@ def _key(recording: Recording) -> str:
 def _wrapper(wrapper: CUDAGraphWrapper) -> Iterator[_Counted]:
     for descriptor in wrapper.concrete_cudagraph_entries:
         for mode in (FULL, PIECEWISE):
-            entry = wrapper.entry_of(mode, descriptor)
-            if entry is not None:
+            for entry in wrapper.entries_of(mode, descriptor):
                 hits, size = entry.tally.replays + 1, descriptor.num_tokens
                 name, key = wrapper.name, str(descriptor)
                 row = CoverageRow(name, _tokens(size), mode.name, key, True, hits, None)
                 yield row, None, hits * size
 
 
+def _numbered(rows: list[CoverageRow]) -> list[CoverageRow]:
+    """Graphs of one key are told apart."""
+    total = Counter((row.part, row.mode, row.graph) for row in rows)
+    seen: Counter[tuple[str, str, str | None]] = Counter()
+    made = []
+    for row in rows:
+        key = (row.part, row.mode, row.graph)
+        seen[key] += 1
+        which = f"capture {seen[key]} of {total[key]}: of inputs or weights of its own"
+        made.append(row if total[key] == 1 else replace(row, detail=which))
+    return made
+
+
 def _of_parts(found: list[_Counted], counters: Counters) -> Coverage:
-    rows = [row for row, _, _ in found]
+    rows = _numbered([row for row, _, _ in found])
     gone = counters.captures + counters.replays - sum(row.hits for row in rows)
     if gone:
         detail = "graphs that were dropped, or wait for their inputs to come back"

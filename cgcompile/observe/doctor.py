@@ -7,12 +7,11 @@ recorder (``graphs/host_rules.py``) and of the registry of boundaries. Read on i
 """
 
 from collections.abc import Callable, Mapping
-from types import CellType, CodeType
+from types import CodeType
 from typing import Any
 
 import torch
 
-from cgcompile import compat
 from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import Boundaries
 from cgcompile.compile import CompiledModel
@@ -20,16 +19,18 @@ from cgcompile.config import CompilationConfig
 from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import devices_of
+from cgcompile.graphs.memory import Memory
+from cgcompile.graphs.state import Change, RandomState, State, changes
+from cgcompile.graphs.undone import uncompile_parts
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe.advice import Way
 from cgcompile.observe.arguments import Call, compare_calls, look_at_call, named_weights
 from cgcompile.observe.attention import identity
 from cgcompile.observe.diagnosis import Diagnosis
-from cgcompile.observe.failures import name_of, of_handle
-from cgcompile.observe.memory import Memory
+from cgcompile.observe.failures import is_of_inference_tensors, name_of, of_handle
 from cgcompile.observe.notes import Notes
-from cgcompile.observe.state import Change, RandomState, State, changes
 from cgcompile.observe.stores import forward_line, store_line
+from cgcompile.observe.subject import original_of
 from cgcompile.observe.watch import Case, Watch
 from cgcompile.passes.lines import raised_at
 
@@ -46,8 +47,9 @@ def doctor(
     The call runs plain, twice, on the device where the tensors are and in the grad mode, autocast
     and forward context of the caller; nothing is captured, and what is compiled runs uncompiled
     (but for a class whose ``forward`` is decorated with ``cgcompile.compile``, which shows as an
-    error of the trace). What ``torch.compile`` made runs so in all threads meanwhile, as torch has
-    one switch for it: not for a process that serves. Tensors that the call writes, attributes,
+    error of the trace). Where the model calls a function that ``torch.compile`` made and that is
+    none of its parts, such as one that is decorated, all threads run uncompiled until it returns,
+    as torch has one switch for it. Tensors that the call writes, attributes,
     containers and random generators that it reaches from the model and the arguments are put back,
     bitwise. Not seen, and not put
     back: what a kernel writes that torch does not know (a Triton kernel or an extension called
@@ -114,13 +116,12 @@ class _Examination:
     """One look at a model."""
 
     def __init__(self, model: Any, config: CompilationConfig, first: Call, second: Call) -> None:
-        given = (CompiledModel, CUDAGraphWrapper)
-        self._model = model.unwrap() if isinstance(model, given) else model
+        self._model = original_of(model)
         self._config = config
         self._first, self._second = first, second
         self._notes = Notes(_way(model, config), _call.__code__)
         self._device = devices_of(getattr(self._model, "__self__", self._model), *first)[0]
-        self._before = self._state(first, second)
+        self._before = State.of(self._model, first, second)
         self._random = RandomState(self._device)
         self._memory = Memory(self._before.tensors)
         ops, builtin = config.splitting_ops, config.builtin_splitting_ops
@@ -140,16 +141,18 @@ class _Examination:
         """Look at the arguments, run the model twice, compare, and put everything back."""
         look_at_call(self._notes, self._model, self._first, self._device, compare)
         try:
-            _uncompile_parts(self._model)
+            uncompile_parts(self._before)
+            start = State.of(self._model, self._first, self._second)
             if self._runs(self._first):
-                between = self._state(self._second)
+                between = State.of(self._model, self._second)
                 self._notes.closed = True
                 if compare:
                     first, second = self._first, self._second
                     memory, config = self._memory, self._config
                     compare_calls(self._notes, self._model, first, second, memory, config)
                 if self._runs(self._second):
-                    self._compare_state(between, self._state(self._second))
+                    after = State.of(self._model, self._second)
+                    self._compare_state(start, between, after)
         finally:
             if self._device.type == "cuda":  # the model may have used streams of its own
                 torch.cuda.synchronize(self._device)
@@ -159,18 +162,6 @@ class _Examination:
         model = self._model
         name = getattr(model, "__qualname__", None) or type(model).__name__
         return Diagnosis.of(name, str(self._device), self._notes)
-
-    def _state(self, *calls: Call) -> State:
-        module = getattr(self._model, "__self__", self._model)
-        roots: dict[str, Any] = {"self": module}
-        for cell, name in _closure(self._model):
-            roots[name] = cell
-        for number, call in enumerate(calls):
-            prefix = "second " * number
-            roots |= {f"{prefix}input {i}": each for i, each in enumerate(call.args)}
-            roots |= {f"{prefix}input {name!r}": each for name, each in call.kwargs.items()}
-        with compat.outside_inference_mode(), torch.no_grad():
-            return State(roots)
 
     def _runs(self, call: Call) -> bool:
         """Run the model; an error of its own is a finding."""
@@ -185,16 +176,17 @@ class _Examination:
             if not (known and self._device.type == "meta"):  # which cannot be read at all
                 again = " in the second of two calls" if self._notes.closed else ""
                 text = f"{type(error).__name__}{again}: {error}".strip().splitlines()[0]
-                self._notes.add("forward_raised", type(error).__name__, text, line)
+                kind = "inference_tensor" if is_of_inference_tensors(error) else "forward_raised"
+                self._notes.add(kind, type(error).__name__, text, line)
             return False
         return True
 
-    def _compare_state(self, between: State, after: State) -> None:
+    def _compare_state(self, start: State, between: State, after: State) -> None:
         each_call = {change.place[1:] for change in changes(between, after)}
         for change in changes(between, after):
             kind, text = _what_changed(change)
             self._add(kind, text, change, self._ran[-1])
-        for change in changes(self._before, between):
+        for change in changes(start, between):
             place = change.place
             if place[1:] not in each_call and place.path.startswith("self.") and place.attribute:
                 self._add("lazy_attribute", "the first call sets it", change, self._ran[0])
@@ -204,26 +196,8 @@ class _Examination:
         self._notes.add(kind, change.place.path, text, line)
 
 
-def _uncompile_parts(model: Any) -> None:
-    """Put the originals in place of compiled parts, until the state is put back."""
-    module = getattr(model, "__self__", model)
-    for each in module.modules() if isinstance(module, torch.nn.Module) else ():
-        for name, part in list(each.__dict__.items()):
-            if isinstance(part, (CompiledModel, CUDAGraphWrapper)):
-                each.__dict__[name] = part.unwrap()
-
-
 def _one_stream() -> int:
     return 0
-
-
-def _closure(function: Any) -> list[tuple[Any, str]]:
-    """The values that a function has from around it, as far as they are there already."""
-    cells = getattr(function, "__closure__", None) or ()
-    names = function.__code__.co_freevars if cells else ()
-    empty = CellType()  # as of a name that is bound later; equal to no cell that holds something
-    pairs = [pair for pair in zip(cells, names, strict=True) if pair[0] != empty]
-    return [(cell.cell_contents, name) for cell, name in pairs]
 
 
 def _what_changed(change: Change) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from cgcompile.errors import (
     GradientError,
     HostValueChangedError,
 )
+from cgcompile.graphs.cuda import is_unjoined
 from cgcompile.observe.advice import KINDS, Way, finding
 from cgcompile.observe.findings import Finding
 from cgcompile.passes.lines import Line, raised_at
@@ -22,7 +23,8 @@ from cgcompile.reasons import EXPECTED, Counters, Reason
 
 # What CUDA and torch say where a captured stream would have to be waited for.
 _REFUSALS = ("stream is capturing", "streamcapture", "capturing stream")
-_UNJOINED = "unjoined work"  # what CUDA says at the end of a capture
+# What torch says where one is written, or kept for gradients, in another mode; reading is fine.
+_INFERENCE = "inference tensor"
 _LINE = re.compile(
     r"\((?P<file>[^()\s]+\.py):(?P<line>\d+) in (?P<function>\w+|<\w+>)(?:: (?P<code>.*))?\)"
 )
@@ -76,6 +78,15 @@ def of_handle(handle: Any) -> list[Finding]:
     return sorted(found, key=lambda each: (-each.count, each.kind))
 
 
+def is_of_inference_tensors(error: BaseException) -> bool:
+    """Whether a tensor made in inference mode was written, or needed for gradients, outside of it.
+
+    Args:
+        error: what the model raised.
+    """
+    return isinstance(error, RuntimeError) and _INFERENCE in str(error).lower()
+
+
 def name_of(handle: Any) -> str:
     """What a handle or a wrapper is called in a report."""
     return "Backend" if isinstance(handle, Backend) else str(handle.name)
@@ -97,8 +108,12 @@ def _kind(error: BaseException, op: str) -> str:
         return "changing_argument"
     if isinstance(error, CaptureError) and op != "-" and "not permitted" in str(error):
         return _kind_of_op(op)
-    if _UNJOINED in str(error):
+    if isinstance(error, CaptureError) and "inside of torch.func" in str(error):
+        return "functorch"
+    if is_unjoined(error):
         return "side_stream"
+    if is_of_inference_tensors(error):
+        return "inference_tensor"
     if any(text in str(error).lower() for text in _REFUSALS):
         return "host_sync"
     return "capture_failed"

@@ -22,8 +22,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from cgcompile.errors import CommandError
+from cgcompile.observe.subject import original_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def load(target: str) -> Iterator[Target]:
             current one, is among those that imports look into.
 
     Raises:
-        CommandError: no such module or function, or it returned something else.
+        CommandError: no such module or function, it takes arguments, or returned something else.
         BaseException: what the module or the function raised.
     """
     where, _, name = target.rpartition(":")
@@ -74,7 +76,7 @@ def load(target: str) -> Iterator[Target]:
     sys.path.insert(0, folder)
     try:
         module = _named(where) if path is None else _at(path)
-        yield _checked(target, _function(module, where, name)())
+        yield _checked(target, _called(target, _function(module, where, name)))
     finally:
         sys.path[:] = before
         if path is not None and path.stem not in known:
@@ -108,6 +110,19 @@ def _function(module: ModuleType, where: str, name: str) -> Any:
         own = [each for each in known if vars(module)[each].__module__ == module.__name__]
         raise CommandError.no_function(where, name, sorted(own))
     return found
+
+
+def _called(target: str, function: Any) -> Any:
+    inner = original_of(function)  # a model says what it takes, and is as callable as a function
+    try:
+        signature = inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner)
+    except ValueError:  # of something that is not written in Python: nobody says
+        return function()
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise CommandError.takes_arguments(target, str(signature)) from error
+    return function()
 
 
 def _checked(target: str, found: Any) -> Target:

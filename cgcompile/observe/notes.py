@@ -60,13 +60,17 @@ class Notes:
         return running_line(sys._getframe(1), self._until)
 
     def here(self, kind: str, op: str, message: str, *, severity: str | None = None) -> None:
-        """A finding about what runs now.
+        """A finding about what runs now."""
+        if self.listens:
+            self.about(self.line(), kind, op, message, severity=severity)
+
+    def about(
+        self, line: Line | None, kind: str, op: str, message: str, *, severity: str | None = None
+    ) -> None:
+        """A finding about what has run in a line.
 
         Only a note, where the code asks whether it is traced or captured: it may not do so then.
         """
-        if not self.listens:
-            return
-        line = self.line()
         if line is not None and (line.file, line.function) in self.guarded:
             message, severity = f"{message}; {_GUARDED}", "note"
         self.add(kind, op, message, line, severity=severity)

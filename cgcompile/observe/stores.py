@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cgcompile.observe.state import Place
+from cgcompile.graphs.state import Place
 from cgcompile.passes.lines import Line, is_users_file, line_at
 
 _WRITES = ("STORE_ATTR", "DELETE_ATTR")

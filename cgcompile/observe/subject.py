@@ -1,7 +1,7 @@
 """What is looked at: a model in any of its forms, and the eager model behind it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,11 @@ from cgcompile.backend import handle_of
 from cgcompile.compile import CompiledModel, compile
 from cgcompile.config import CompilationConfig, CompilationMode
 from cgcompile.errors import ConfigError
-from cgcompile.graphs.verify import copies, put_back
+from cgcompile.graphs.undone import Undone
+from cgcompile.graphs.verify import buffers_of, copies, put_back
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe.comparing import Tolerance, named, without_gradients
 from cgcompile.observe.inputs import Call
-from cgcompile.observe.memory import Keeping, Memory
-from cgcompile.observe.state import State
 from cgcompile.piecewise.verify import Observer
 from cgcompile.reasons import Counters
 
@@ -98,8 +97,7 @@ class Subject:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of the model."""
-        module = getattr(self.original, "__self__", self.original)
-        return list(module.buffers()) if isinstance(module, torch.nn.Module) else []
+        return buffers_of(self.original)
 
     @property
     def kept(self) -> list[torch.Tensor]:
@@ -114,24 +112,13 @@ class Subject:
         Such as a cache that is an attribute. Found once, by a run of the eager model.
         """
         if self._written is None:
-            module, buffers = getattr(self.original, "__self__", self.original), self.buffers
-            with compat.outside_inference_mode(), torch.no_grad():
-                state = State({"self": module})
-            parts = compat.holds_compiled_code(self.original)
-            plain = compat.uncompiled() if parts else nullcontext()  # it is so in all threads
-            memory = Memory([*state.tensors, *compat.tree_tensors(call)], alone=True)
-            try:
-                with put_back([]), without_gradients(), plain, Keeping(memory):
-                    self.original(*call[0], **call[1])
-                found = {
-                    path: each
-                    for path, (_, each) in state.values.items()
-                    if isinstance(each, torch.Tensor) and memory.was_written(each)
-                }
-            finally:
-                memory.put_back()
-            known = {id(each) for each in buffers}
-            self._written = {path: each for path, each in found.items() if id(each) not in known}
+            args, kwargs = call
+            undone = Undone(self.original, args, kwargs, uncompiled=True)
+            with put_back([]), without_gradients(), undone:
+                self.original(*args, **kwargs)
+            known = {id(each) for each in (*self.buffers, *compat.tree_tensors(call))}
+            found = undone.written.items()
+            self._written = {path: each for path, each in found if id(each) not in known}
         return self._written
 
     def outcome(self, run: Callable[..., Any], call: Call) -> dict[str, Any]:
@@ -181,6 +168,8 @@ def original_of(model: Any) -> Any:
     """The eager model behind what was compiled or wrapped."""
     while True:
         inner = compat.original_of(model)
+        if inner is None:
+            inner = compat.compiled_from(model)
         if inner is None and isinstance(model, (CompiledModel, CUDAGraphWrapper)):
             inner = model.unwrap()
         if inner is None:

@@ -46,9 +46,9 @@ def verify(
     """Run a model eager and replayed on several sets of inputs, and compare.
 
     Results are compared, and what is written of arguments and of the tensors that the model holds,
-    which is put back after each run. What ops write elsewhere, such as a cache that the forward
-    context leads to, is written each time, and attributes that are no tensors change as by any
-    call. Runs without gradients. Warms up and captures what is not captured yet. Synchronises.
+    which is put back after each run. What ops write elsewhere, such as a global or a cache that the
+    forward context leads to, is written each time, and attributes that are no tensors change as by
+    any call. Runs without gradients. Warms up and captures what is not captured yet. Synchronises.
 
     Args:
         model: what ``torch.compile`` or ``cgcompile.compile`` returned for the backend; a
@@ -149,7 +149,7 @@ def _located(
 ) -> Finding:
     """Where the graphs of a call part from its plain pieces, if they do."""
     if subject.wrapper is not None:
-        place = wrapper_place(subject.wrapper, call, tolerance)
+        place = wrapper_place(subject.wrapper, call, tolerance, subject.kept)
         return made("replay", number, difference, real_rows(), place)
     watcher = Watcher(tolerance)
     with subject.observed(watcher.of):
@@ -248,7 +248,7 @@ def _breakable(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolera
         if difference is None or not replays:
             return replays, why, None
         with _in_piecewise(call):
-            place = wrapper_place(wrapper, call, tolerance)
+            place = wrapper_place(wrapper, call, tolerance, subject.kept)
         return replays, why, made("breakable", number, difference, real_rows(), place)
 
     try:

@@ -6,28 +6,25 @@ profile function of Python what reaches neither (``torch.cuda.synchronize``, a r
 context). Ops inside of a boundary run eager, so nothing is said of them.
 """
 
-import operator
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from cgcompile import compat
-from cgcompile.boundaries import Boundaries, SplittingOp, eager_region
-from cgcompile.forward_context import get_forward_context, is_forward_context_available
-from cgcompile.graphs.breakable import eager_break_during_capture
+from cgcompile.boundaries import Boundaries, SplittingOp
 from cgcompile.graphs.foreign import foreign_breaks
 from cgcompile.graphs.host_rules import refusal
+from cgcompile.graphs.memory import Memory
 from cgcompile.observe.advice import Way
-from cgcompile.observe.attention import WrittenOut, is_attention_name, resembles
-from cgcompile.observe.memory import Memory
+from cgcompile.observe.attention import WrittenOut, resembles
+from cgcompile.observe.calls import PythonCalls
 from cgcompile.observe.notes import Notes
+from cgcompile.observe.streams import Streams
 from cgcompile.passes.capturable import takes_python_data, why_no_collective, why_not_on
-from cgcompile.passes.lines import is_users_file
 from cgcompile.passes.nodes import short_name
 from cgcompile.reasons import Reason
 
@@ -63,6 +60,9 @@ class Case:
         memory: told of every write.
         weights: storages of parameters and buffers.
         stream_key: a number, equal for equal current streams.
+
+    Attributes:
+        streams: what runs on other streams.
     """
 
     def __init__(
@@ -77,8 +77,7 @@ class Case:
         self.notes = notes
         self.device = device
         self.memory = memory
-        self.stream_key = stream_key
-        self.first_stream = stream_key()
+        self.streams = Streams(stream_key)
         self.written_out = WrittenOut(weights)
         self._boundaries = boundaries
         self._known: dict[Any, SplittingOp | None] = {}
@@ -98,7 +97,7 @@ class Watch:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._calls = PythonCalls(case.notes, streams=case.device.type != "cuda")
+        self._calls = PythonCalls(case.notes, case.streams if case.device.type == "cuda" else None)
         self._stack = ExitStack()
 
     @property
@@ -108,16 +107,23 @@ class Watch:
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            stack.enter_context(compat.uncompiled())
             stack.enter_context(_Ops(self._case))
             stack.enter_context(_Functions(self._case))
             stack.enter_context(self._calls)
+            if not self._calls.sees:  # compiled functions come
+                stack.enter_context(compat.uncompiled())
             if self._case.notes.way is Way.UNTRACED:
                 stack.enter_context(foreign_breaks(_ForeignBreaks(self._case.notes)))
             self._stack = stack.pop_all()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: Any, *error: Any) -> None:
         self._stack.close()
+        streams, notes = self._case.streams, self._case.notes
+        streams.blind |= not self._calls.sees or kind is not None  # an error comes before the join
+        if notes.listens:
+            for each in sorted(streams.work(), key=lambda work: work.fine):
+                severity = "note" if each.fine and notes.way is Way.UNTRACED else None
+                notes.about(each.line, "side_stream", each.op, each.text, severity=severity)
 
 
 class _ForeignBreaks:
@@ -261,8 +267,8 @@ class _Ops(compat.DispatchMode):
         why = why_no_collective(func, (*args, *kwargs.values()), self._case.device.type)
         if why is not None:
             notes.here("collective", name, why.detail)
-        if self._case.stream_key() != self._case.first_stream:
-            notes.here("side_stream", name, "it runs on another stream than the call of the model")
+        if self._case.streams.aside:
+            self._case.streams.works(name, notes.line())
 
     def _after(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         notes, name = self._notes, short_name(func)
@@ -286,101 +292,3 @@ class _Ops(compat.DispatchMode):
 def _is_off(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a call of dropout returns its argument."""
     return short_name(func) in ("dropout", "native_dropout") and len(args) > 2 and not args[2]
-
-
-class PythonCalls:
-    """Context manager: sees calls that reach no mode of torch, by a profile function.
-
-    Where another profiler is active it sees nothing.
-
-    Args:
-        notes: where findings go.
-        streams: whether to tell of CUDA streams that are entered; on a GPU the ops on them show.
-
-    Attributes:
-        ran: the code that ran.
-    """
-
-    def __init__(self, notes: Notes, *, streams: bool = False) -> None:
-        self.notes = notes
-        self._enters_stream = _code(torch.cuda.StreamContext.__enter__) if streams else None
-        self.ran: set[CodeType] = set()
-        self._on = False
-        self._regions: list[Any] = []
-        self._waits = {
-            _code(torch.cuda.synchronize): "torch.cuda.synchronize",
-            _code(torch.cuda.Stream.synchronize): "torch.cuda.Stream.synchronize",
-            _code(torch.cuda.Event.synchronize): "torch.cuda.Event.synchronize",
-            _code(torch.accelerator.synchronize): "torch.accelerator.synchronize",
-        }
-        self._asks = {
-            _code(torch.compiler.is_compiling),
-            _code(torch.compiler.is_dynamo_compiling),
-            _code(torch.cuda.is_current_stream_capturing),
-        }
-        self._reads = {_code(get_forward_context), _code(is_forward_context_available)}
-        self._break = _code(eager_break_during_capture(operator.neg))
-        self._region = _code(eager_region)
-        self._leave = _code(nullcontext.__exit__)
-
-    def __enter__(self) -> "PythonCalls":
-        self._on = sys.getprofile() is None
-        if self._on:
-            sys.setprofile(self.see)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._on:
-            sys.setprofile(None)
-
-    def see(self, frame: FrameType, event: str, what: Any) -> None:
-        """One event of the profile function."""
-        if event == "call":
-            self._called(frame)
-        elif event == "return":
-            self._returned(frame, what)
-        elif event == "c_call" and is_attention_name(getattr(what, "__name__", "")):
-            top = str(getattr(what, "__module__", None) or "torch").partition(".")[0]
-            if top not in ("torch", "builtins"):
-                text = "neither torch nor a trace sees what it does: a graph repeats this step's"
-                self.notes.here("opaque_call", f"{top}.{what.__name__}", text)
-
-    def _called(self, frame: FrameType) -> None:
-        code, notes = frame.f_code, self.notes
-        self.ran.add(code)
-        if code in self._waits:
-            name = self._waits[code]
-            notes.here("synchronize", name, f"{name}() makes the host wait for the device")
-        elif code is self._enters_stream:
-            text = "what is inside would run on another stream of a GPU"
-            notes.here("side_stream", "torch.cuda.stream", text, severity="note")
-        elif code in self._asks:
-            self._guard(frame.f_back)
-        elif code in self._reads:
-            text = f"{code.co_name}() outside of a splitting op: a graph keeps this step's context"
-            notes.here("context_read", code.co_name, text)
-        elif code is self._break and notes.way is Way.UNTRACED:
-            notes.hush(1)
-        elif code is self._leave and any(frame.f_locals["self"] is r for r in self._regions):
-            self._regions = [r for r in self._regions if r is not frame.f_locals["self"]]
-            notes.hush(-1)
-
-    def _guard(self, asker: FrameType | None) -> None:
-        """A frame has got an answer to whether it is traced or captured."""
-        if asker is not None and is_users_file(asker.f_code.co_filename):
-            self.notes.guarded.add((asker.f_code.co_filename, asker.f_code.co_name))
-
-    def _returned(self, frame: FrameType, what: Any) -> None:
-        code = frame.f_code
-        if isinstance(what, bool) and (code.co_filename, code.co_name) in self.notes.guarded:
-            self._guard(frame.f_back)  # a predicate that passes the answer on
-        if code is self._break and self.notes.way is Way.UNTRACED:
-            self.notes.hush(-1)
-        elif code is self._region and self.notes.way is not Way.UNTRACED:
-            self._regions.append(what)
-            self.notes.hush(1)
-
-
-def _code(function: Any) -> CodeType:
-    found = getattr(function, "__code__", None)
-    return found if isinstance(found, CodeType) else (lambda: None).__code__

@@ -1,5 +1,6 @@
 """Where a step of a wrapper differs from the plain one: :func:`wrapper_place`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,18 @@ from cgcompile.observe.inputs import Call
 from cgcompile.observe.locate import Place, first_op
 
 
-def wrapper_place(wrapper: CUDAGraphWrapper, call: Call, tolerance: Tolerance) -> Place:
+def wrapper_place(
+    wrapper: CUDAGraphWrapper, call: Call, tolerance: Tolerance, kept: Sequence[torch.Tensor]
+) -> Place:
     """The first op of a host recording that the program does not run like that now, or the break.
 
-    In the forward context of the step. Arguments, and buffers of a module, are put back.
+    In the forward context of the step.
+
+    Args:
+        wrapper: whose step it is.
+        call: the arguments of the step; their tensors are put back.
+        tolerance: how close numbers must be.
+        kept: what else the step writes, to be put back as well.
     """
     context = callers_context()
     descriptor = None if context is None else context.batch_descriptor
@@ -30,19 +39,26 @@ def wrapper_place(wrapper: CUDAGraphWrapper, call: Call, tolerance: Tolerance) -
     entry = None if descriptor is None else wrapper.entry_of(mode, descriptor)
     if entry is None:
         return Place(detail="no graph serves the step")
+    state = [*compat.tree_tensors(call), *kept]
     with without_gradients():
-        found = _op(wrapper, entry, call, tolerance)
-        return found or _break(wrapper, call, tolerance)
+        found = _op(wrapper, entry, call, tolerance, state)
+        if found is not None:
+            return found
+        with put_back(state):
+            return _break(wrapper, call, tolerance)
 
 
 def _op(
-    wrapper: CUDAGraphWrapper, entry: CUDAGraphEntry, call: Call, tolerance: Tolerance
+    wrapper: CUDAGraphWrapper,
+    entry: CUDAGraphEntry,
+    call: Call,
+    tolerance: Tolerance,
+    state: list[torch.Tensor],
 ) -> Place | None:
     graphs = [each.graph for each in entry.sequence.segments if isinstance(each, GraphSegment)]
     if not all(isinstance(each, HostGraph) for each in graphs):
         return None  # a CUDA graph does not let one look into it
     args, kwargs = call
-    state = compat.tree_tensors(call) + buffers(wrapper)
     with put_back(state):
         recorded = _runs(entry.sequence)
     again = type(wrapper)(
@@ -80,13 +96,6 @@ def _segment(entry: CUDAGraphEntry, position: int) -> str:
             if position < count:
                 return f"segment {place}"
     return ""
-
-
-def buffers(wrapper: CUDAGraphWrapper) -> list[Any]:
-    """The buffers of the module that is wrapped."""
-
-    module = wrapper.unwrap()
-    return list(module.buffers()) if isinstance(module, torch.nn.Module) else []
 
 
 def _runs(sequence: GraphSequence) -> list[OpRun]:

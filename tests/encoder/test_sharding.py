@@ -1,15 +1,12 @@
 """Items shared out among ranks: three processes with gloo, on the CPU or on one GPU, or NCCL."""
 
-import datetime
-import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import rank_support
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from encoder_support import DualPath, H, Merges, close, dual, images, manager, one_by_one, patches
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,20 +124,13 @@ def one_fails(device: str, rank: int) -> list[str]:
     return said
 
 
-def work(rank: int, folder: str, kind: str, ranks: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), ranks)
-    limit = datetime.timedelta(seconds=120)
-    device, backend = "cpu", "gloo"
-    if kind == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        device = f"cuda:{torch.cuda.current_device()}"
-        if ranks <= torch.cuda.device_count():
-            backend = "nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-    torch.save(run(device), os.path.join(folder, f"said.{rank}"))
-    dist.barrier()
-    dist.destroy_process_group()
+def on_host(rank: int, ranks: int) -> dict[str, Any]:
+    return run("cpu")
+
+
+def on_devices(rank: int, ranks: int) -> dict[str, Any]:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return run(f"cuda:{torch.cuda.current_device()}")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -149,10 +139,9 @@ def said(
 ) -> list[dict[str, Any]]:
     """What each rank saw: three, or as many as there are GPUs, if several."""
     gpus = torch.cuda.device_count() if request.param == "cuda" else 0
-    ranks = gpus if gpus > 1 else RANKS
+    work = on_host if request.param == "cpu" else on_devices
     folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, (str(folder), request.param, ranks), nprocs=ranks)
-    return [torch.load(folder / f"said.{rank}") for rank in range(ranks)]
+    return rank_support.said(work, gpus if gpus > 1 else RANKS, folder, 120, nccl=gpus > 1)
 
 
 def test_every_rank_has_all_results(said: list[dict[str, Any]]) -> None:

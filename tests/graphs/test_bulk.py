@@ -195,10 +195,18 @@ def test_the_largest_of_a_compiled_model_comes_first(device: str, hook) -> None:
 # ---------------------------------------------------------------- garbage
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_frozen() -> None:
-    """Other libraries of the process may have frozen what lives."""
+@pytest.fixture
+def frozen_are_counted(count_of_frozen, monkeypatch) -> None:
+    """Who asks how many objects are frozen is told the number of now."""
+    monkeypatch.setattr(gc, "get_freeze_count", count_of_frozen)
+
+
+@pytest.fixture
+def nothing_is_frozen(frozen_are_counted) -> Iterator[None]:
+    """As in a program that froze nothing; each full collection then looks at all objects."""
     gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def frozen() -> bool:
@@ -254,6 +262,7 @@ def test_a_capture_of_its_own_collects_garbage(wrapped, collections) -> None:
         gc.enable()
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_collection_is_off_inside_and_as_before_after(device, automatic) -> None:
     wrapped, inside = Wrapped(device), []
 
@@ -268,38 +277,35 @@ def test_collection_is_off_inside_and_as_before_after(device, automatic) -> None
 
 
 @pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.usefixtures("frozen_are_counted")
 def test_frozen_objects_of_the_program_stay_frozen(automatic, fails) -> None:
     gc.collect()
     gc.freeze()
+    before = gc.get_freeze_count()
+    assert frozen()
     try:
-        before = gc.get_freeze_count()
-        assert before > 0
-        try:
-            with bulk_capture():
-                inside = gc.get_freeze_count(), gc.isenabled()
-                if fails:
-                    raise Asked
-        except Asked:
-            pass
-        assert not inside[1]
-        for after in (inside[0], gc.get_freeze_count()):
-            assert before - 50 < after <= before  # what dies is counted no more
-        assert gc.isenabled() is automatic
-    finally:
-        gc.unfreeze()
+        with bulk_capture():
+            inside = gc.get_freeze_count(), gc.isenabled()
+            if fails:
+                raise Asked
+    except Asked:
+        pass
+    assert not inside[1]
+    for after in (inside[0], gc.get_freeze_count()):
+        assert before - 50 < after <= before  # what dies is counted no more
+    assert gc.isenabled() is automatic
 
 
+@pytest.mark.usefixtures("frozen_are_counted")
 def test_frozen_objects_stay_frozen_in_a_real_capture(wrapped) -> None:
     wrapped.capture((4,))
     gc.freeze()
-    try:
-        before = gc.get_freeze_count()
-        wrapped.capture((3, 5))
-        assert before - 2000 < gc.get_freeze_count() <= before
-    finally:
-        gc.unfreeze()
+    before = gc.get_freeze_count()
+    wrapped.capture((3, 5))
+    assert before - 2000 < gc.get_freeze_count() <= before
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_what_is_restored_after_an_error(automatic) -> None:
     def fails() -> None:
         with bulk_capture():
@@ -312,6 +318,7 @@ def test_what_is_restored_after_an_error(automatic) -> None:
     assert not frozen()
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_one_inside_of_another(automatic) -> None:
     with bulk_capture():
         with bulk_capture():
@@ -368,6 +375,7 @@ def test_a_batch_that_the_device_refuses(device: str, hook, mode: str) -> None:
     assert (backend.counters.captures, backend.counters.replays) == (2, 2)
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_strict_raises_and_keeps_what_was_captured(device: str) -> None:
     model, compiled, backend = compiled_case("sdpa", device, strict=True)
 
@@ -385,6 +393,7 @@ def test_strict_raises_and_keeps_what_was_captured(device: str) -> None:
     assert backend.capture(lambda size: compiled(batch(device, size)), (3, 5, 8)).missing == ()
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_what_a_step_raises_is_raised(wrapped) -> None:
     wrapped.raises = 4
     with pytest.raises(Asked, match="on purpose"):

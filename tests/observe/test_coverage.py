@@ -180,6 +180,33 @@ def encoder(**more: Any) -> Any:
     return manager(Rows(), token_budgets=list(BUDGETS), **more)
 
 
+@pytest.mark.parametrize("kind", ["plain", "breakable", "compiled"])
+def test_all_captures_of_a_batch_are_there(kind: str) -> None:
+    """With ``recapture`` a batch has one for each place of its inputs."""
+    settings = cgcompile.CompilationConfig(
+        capture_device="host", compiler="eager", on_input_change="recapture", num_warmups=0
+    )
+    mode = cgcompile.CUDAGraphMode.PIECEWISE if kind == "compiled" else cgcompile.CUDAGraphMode.FULL
+    make = {
+        "plain": cgcompile.CUDAGraphWrapper,
+        "breakable": cgcompile.BreakableCUDAGraphWrapper,
+        "compiled": cgcompile.compile,
+    }[kind]
+    model, xs = make(nn.Linear(8, 8), settings), [torch.randn(4, 8) for _ in range(3)]
+    with torch.inference_mode():
+        for x in (*(xs[i] for i in (0, 1, 0, 1, 2, 0, 0)), xs[0][:2]):
+            batch = BatchDescriptor(len(x))
+            with set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=batch):
+                model(x)
+    found = coverage(model)
+    assert (found.total, found.on_graphs, found.counters.captures) == (8, 8, 4)
+    rows_ = {key: [r for r in found.rows if key_of(r)[1] == key] for key in (4, 2)}
+    assert sorted(row.hits for row in rows_[4]) == [1, 2, 4]
+    assert [row.detail[:15] for row in rows_[4]] == [f"capture {n} of 3:" for n in (1, 2, 3)]
+    assert [(row.hits, row.detail, row.captured) for row in rows_[2]] == [(1, "", True)]
+    assert len(found.rows) == 4
+
+
 def test_an_encoder_counts_what_ran() -> None:
     made = encoder()
     hits: Counter[int] = Counter()

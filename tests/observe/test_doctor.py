@@ -11,9 +11,9 @@ from torch import nn
 
 import cgcompile
 from cgcompile.observe.advice import KINDS, Way, finding
+from cgcompile.observe.calls import PythonCalls
 from cgcompile.observe.doctor import _call
 from cgcompile.observe.notes import Notes
-from cgcompile.observe.watch import PythonCalls
 
 
 class Reads(nn.Module):

@@ -1,6 +1,9 @@
 """What is a boundary and what should be one: attention ops, regions, the context, collectives."""
 
+import sys
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +13,9 @@ from torch import nn
 
 import cgcompile
 from cgcompile.config import CompilationConfig
+from cgcompile.graphs.memory import Memory
 from cgcompile.observe.advice import Way
 from cgcompile.observe.doctor import _call
-from cgcompile.observe.memory import Memory
 from cgcompile.observe.notes import Notes
 from cgcompile.observe.watch import Case, Watch
 
@@ -221,6 +224,55 @@ def test_a_compiled_model_is_looked_at_uncompiled() -> None:
     diagnosis = examine(model, torch.ones(2))
     found(diagnosis, "host_sync", Syncs.forward, "item")
     assert backend.num_compilations == 0
+
+
+class Compiles:
+    """A compiler that counts."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.graphs += 1
+        return gm.forward
+
+
+@pytest.mark.parametrize("where", ["whole", "part", "in place", "forward", "function", "profiled"])
+def test_other_threads_go_on_compiled(where: str) -> None:
+    """Torch's switch is one for all threads: it is used while a compiled function runs, if at all."""
+    ours, theirs = Compiles(), Compiles()
+    other = torch.compile(torch.neg, backend=theirs)
+
+    def read(x):
+        return x * x.sum().item()  # <read>
+
+    class Asks(nn.Module):
+        def forward(self, x):
+            thread = threading.Thread(target=other, args=(torch.ones(2),))
+            thread.start()
+            thread.join()
+            return helper(x)
+
+    helper = torch.compile(read, backend=ours) if where in ("function", "profiled") else read
+    model = nn.Sequential(Asks())
+    if where == "part":
+        model[0] = torch.compile(model[0], backend=ours)
+    elif where == "in place":
+        model[0].compile(backend=ours)
+    elif where == "forward":
+        model[0].forward = torch.compile(model[0].forward, backend=ours)
+    looked_at = torch.compile(model, backend=ours) if where == "whole" else model
+    before = [dict(vars(each)) for each in model.modules()]
+    sys.setprofile((lambda *_: None) if where == "profiled" else None)
+    try:
+        diagnosis = examine(looked_at, torch.ones(2))
+    finally:
+        sys.setprofile(None)
+    found(diagnosis, "host_sync", read, "read")
+    assert (ours.graphs, theirs.graphs) == (0, 0 if where == "profiled" else 1)
+    assert [dict(vars(each)) for each in model.modules()] == before
+    torch.compile(torch.abs, backend=ours)(torch.ones(2))
+    assert ours.graphs == 1
 
 
 def test_attention_of_torch_is_registered() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -104,6 +105,11 @@ class Renames(OrderedDict):
         super().__setitem__(key + "!", value)
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    table: torch.Tensor
+
+
 def test_dicts_of_other_kinds_are_put_back() -> None:
     ordered, renamed = OrderedDict(a=1, b=2), Renames(a=1)
 
@@ -132,6 +138,34 @@ def test_what_a_model_does_after_is_what_it_would_have_done() -> None:
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
     assert not torch.equal(results[0][0], results[0][1])
+
+
+def test_slots_are_put_back() -> None:
+    class Slots:
+        __slots__ = ("late", "steps", "table")
+
+        def __init__(self) -> None:
+            self.steps, self.table = 0, torch.zeros(2)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.frozen = Slots(), Frozen(torch.zeros(2))
+
+        def forward(self, x):
+            self.own.steps += 1  # <steps>
+            self.own.late = x + self.own.steps
+            self.own.table.add_(1)
+            self.frozen.table.add_(2)
+            return x + self.own.table
+
+    model = Model()
+    table = model.own.table
+    seen = found(examine(model, torch.ones(2)), "changing_attribute", Model.forward, "steps")
+    assert (seen.op, "after it" in seen.message) == ("self.own.steps", True)
+    assert (model.own.steps, hasattr(model.own, "late")) == (0, False)
+    assert model.own.table is table
+    assert (table.sum(), model.frozen.table.sum()) == (0, 0)
 
 
 def test_state_is_put_back_after_an_error_too() -> None:
@@ -247,12 +281,18 @@ def test_grad_mode() -> None:
 
 
 def test_weights_of_inference_mode() -> None:
+    """They may be read in any mode, as graphs do; they cannot be kept for gradients."""
     with torch.inference_mode():
-        model = nn.Linear(2, 2)
-    assert not worse_than_notes(examine(model, torch.ones(1, 2)))
+        model, frozen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+    x = torch.ones(1, 2)
+    assert examine(model, x).findings == ()
+    assert cgcompile.doctor(frozen, x).findings == ()
     with torch.no_grad():
-        (seen,) = cgcompile.doctor(model, torch.ones(1, 2)).findings
-    assert (seen.kind, seen.op, seen.severity) == ("inference_tensor", "self.weight", "break")
+        assert cgcompile.doctor(model, x).findings == ()
+    seen = cgcompile.doctor(frozen, x.requires_grad_())
+    assert [each.kind for each in seen.findings] == ["inference_tensor", "gradients"]
+    assert "cannot be saved for backward" in seen.findings[0].message
+    assert not seen.ok
 
 
 def test_inputs_that_no_graph_takes() -> None:

@@ -2,6 +2,7 @@
 
 import re
 import resource
+from collections import Counter
 from typing import Any
 
 import cases
@@ -229,6 +230,20 @@ def test_nothing_is_run_and_nothing_is_left() -> None:
         compiled = torch.compile(model, backend=backend)
         torch.testing.assert_close(compiled(x), model(x))
     assert backend.num_compilations == 1
+
+
+@pytest.mark.parametrize("before", [{}, {"stats": {"unique_graphs": 7}}])
+def test_counters_of_dynamo_are_left(before: dict[str, dict[str, int]]) -> None:
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    counters.update({kind: Counter(counts) for kind, counts in before.items()})
+    held = counters["stats"]
+    for model in (Decoder(), Branches()):
+        explain(model, inputs())
+    assert {kind: dict(counts) for kind, counts in counters.items()} == {"stats": {}, **before}
+    assert counters["stats"] is held
+    torch.compile(torch.sin, backend="eager")(inputs())
+    assert held["unique_graphs"] == before.get("stats", {}).get("unique_graphs", 0) + 1
 
 
 def test_a_model_that_raises_is_not_called() -> None:

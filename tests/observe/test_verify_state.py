@@ -1,35 +1,59 @@
 """Looking at a model leaves what it writes as it was, wherever the model keeps it."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from cases import D
+from fault_support import FULL, step
 from torch import nn
 from verify_support import LAYOUT, attention, built, config, rows
 
 import cgcompile
-from cgcompile.observe.memory import Keeping, Memory
+from cgcompile import BreakableCUDAGraphWrapper, CUDAGraphWrapper
+from cgcompile.graphs.memory import Keeping, Memory
+
+
+class Pages:
+    """Has no ``__dict__``."""
+
+    __slots__ = ("__own", "table")
+
+    def __init__(self) -> None:
+        self.table, self.__own = torch.zeros(D), torch.zeros(D)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.table, self.__own]
 
 
 class Counts(nn.Module):
-    """Writes a frozen parameter, an attribute and a list of its own; the result tells how often."""
+    """Writes a frozen parameter, attributes, a list and slots; the result tells how often."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(D, D)
         self.weight = nn.Parameter(torch.zeros(D), requires_grad=False)
         self.cache, self.more = torch.zeros(D), [torch.zeros(LAYOUT)]
+        self.pages = Pages()
 
     def forward(self, x):
         self.cache.add_(1)
         self.weight.add_(self.cache)
         self.more[0].sub_(1)
+        for table in self.pages.tensors:
+            table.add_(2)
+            x = x + table
         return attention(self.first(x)) + self.weight + self.more[0]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.weight, self.cache, *self.more, *self.pages.tensors]
 
 
 def state(model: Counts) -> list[torch.Tensor]:
-    return [each.detach().clone() for each in (model.weight, model.cache, *model.more)]
+    return [each.detach().clone() for each in model.tensors]
 
 
 @pytest.mark.parametrize("look", [cgcompile.verify, cgcompile.bisect])
@@ -47,6 +71,38 @@ def test_what_a_model_writes_of_its_own(look: Any, compiled: bool) -> None:
     with torch.no_grad():
         model(x)
     assert not any(map(torch.equal, state(model), before))
+
+
+@pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
+@pytest.mark.parametrize("look", [cgcompile.verify, cgcompile.bisect])
+def test_what_the_model_of_a_wrapper_writes(look: Any, kind: Any) -> None:
+    model, x = built(Counts, "cpu"), rows("cpu")
+    wrapper = kind(model, config(), FULL)
+    before, factor = state(model), [2.0]
+    model.register_forward_hook(lambda _, args, made: made * factor[0])
+    with torch.inference_mode(), step():
+        found = look(wrapper, x)
+        assert found.ok, found
+        assert all(map(torch.equal, state(model), before))
+        factor[0] = 3.0
+        assert not look(wrapper, x).ok
+    assert all(map(torch.equal, state(model), before))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_verified_wrapper_steps_once(compiled: bool) -> None:
+    """The plain step leaves no trace, the replay is one step: as if it had been called."""
+    model, x = built(Counts, "cpu"), rows("cpu")
+    twin = copy.deepcopy(model)
+    run = torch.compile(model, backend="eager") if compiled else model
+    wrapper = BreakableCUDAGraphWrapper(run, config(), FULL)
+    with torch.inference_mode(), step():
+        wrapper(x)
+        assert cgcompile.verify_wrapper(wrapper, x) is None
+        expected = [twin(x) for _ in range(3)]
+        assert torch.equal(wrapper(x), expected[2])
+    assert not torch.equal(expected[1], expected[2])
+    assert all(map(torch.equal, state(model), state(twin)))
 
 
 def test_only_what_is_asked_for_is_copied() -> None:

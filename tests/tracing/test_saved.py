@@ -240,7 +240,7 @@ def test_another_process_reads_what_was_traced_and_only_that(tmp_path: Path) -> 
     assert wider["read"] == 0
     assert shorter["read"] == 0
     program.write(3.0)
-    (changed,), (again,) = program.run({}), program.run({})
+    changed, again = program.run({}, {})
     assert changed["read"] == 0
     assert again["traced"] == 0
 

@@ -1,14 +1,23 @@
 """The Python state that a call reaches: kept, compared and put back.
 
-Modules, lists, dicts, sets and plain objects are followed from the model and its arguments, as deep
-as :data:`_DEEPEST`; what other libraries keep elsewhere (globals, closures) is not.
+Modules, lists, dicts, sets and plain objects, their ``__slots__`` too, are followed from the model,
+from what a function has around it and from the arguments, as deep as :data:`_DEEPEST`. Globals, and
+what other libraries keep elsewhere, are not: any code may use those meanwhile.
 """
 
 import random
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +54,33 @@ class Place(NamedTuple):
         return Place(f"{self.path}.{attribute}", owner, attribute)
 
 
+class _Slots:
+    """The attributes of an object that are in no ``__dict__``."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self.members = {
+            name: member
+            for kind in type(owner).__mro__
+            if "__slots__" in vars(kind)
+            for name, member in vars(kind).items()
+            if isinstance(member, MemberDescriptorType)
+        }
+
+    def read(self) -> dict[str, Any]:
+        found = {}
+        for name, member in self.members.items():
+            with suppress(AttributeError):  # nothing is there
+                found[name] = member.__get__(self._owner)
+        return found
+
+    def put_back(self, before: dict[str, Any]) -> None:
+        for name in self.read().keys() - before.keys():
+            self.members[name].__delete__(self._owner)
+        for name, value in before.items():
+            self.members[name].__set__(self._owner, value)  # that of a frozen object too
+
+
 @dataclass
 class _Tensor:
     """A tensor object and its geometry."""
@@ -78,6 +114,29 @@ class State:
         self._tensors: dict[int, _Tensor] = {}
         for name, root in roots.items():
             self._follow(root, Place(name, None, ""), 0)
+
+    @classmethod
+    def of(cls, model: Any, *calls: tuple[tuple[Any, ...], dict[str, Any]]) -> "State":
+        """What a model and the arguments of its calls lead to.
+
+        Args:
+            model: a module, a function or a method.
+            *calls: positional and keyword arguments of each.
+        """
+        roots: dict[str, Any] = {"self": getattr(model, "__self__", model)}
+        roots |= {name: value for value, name in _closure(model)}
+        for number, (args, kwargs) in enumerate(calls):
+            prefix = "second " * number
+            roots |= {f"{prefix}input {i}": each for i, each in enumerate(args)}
+            roots |= {f"{prefix}input {name!r}": each for name, each in kwargs.items()}
+        with compat.outside_inference_mode(), torch.no_grad():
+            return cls(roots)
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """Every module that is reachable."""
+        found = {id(each): each for _, each in self.values.values()}
+        return [each for each in found.values() if isinstance(each, torch.nn.Module)]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -124,9 +183,17 @@ class State:
                 yield each, place.item(number)
         if isinstance(found, tuple):
             return
+        if _is_librarys(found):
+            return
         attributes = getattr(found, "__dict__", None)
-        if isinstance(attributes, dict) and not _is_librarys(found):
+        if isinstance(attributes, dict):
             yield from self._attributes(found, attributes, place)
+        slots = _Slots(found)
+        if slots.members:
+            self._holders.setdefault(id(found), (found, None))
+            self._holders[id(slots)] = (slots, slots.read())
+            for name, value in slots.read().items():
+                yield value, place.of(found, name)
 
     def _attributes(
         self, found: Any, attributes: dict[str, Any], place: Place
@@ -151,8 +218,19 @@ def _is_librarys(found: Any) -> bool:
     return top in ("torch", "logging", "threading", "re", "weakref", "_thread", "functools")
 
 
+def _closure(function: Any) -> list[tuple[Any, str]]:
+    """The values that a function has from around it, as far as they are there already."""
+    cells = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if cells else ()
+    empty = CellType()  # as of a name that is bound later; equal to no cell that holds something
+    pairs = [pair for pair in zip(cells, names, strict=True) if pair[0] != empty]
+    return [(cell.cell_contents, name) for cell, name in pairs]
+
+
 def _restore(holder: Any, before: Any) -> None:
-    if isinstance(before, dict):
+    if isinstance(holder, _Slots):
+        holder.put_back(before)
+    elif isinstance(before, dict):
         now, was = [*holder, *holder.values()], [*before, *before.values()]
         if len(now) != len(was) or any(a is not b for a, b in zip(now, was, strict=True)):
             # Not by methods of a subclass, which may do more; an OrderedDict has its own order.
