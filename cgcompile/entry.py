@@ -270,7 +270,8 @@ class CompiledGraph:
     ) -> tuple[Why | None, Any]:
         """Run and record a step; where a FULL graph is refused, as a PIECEWISE one."""
         self._bindings.reap()
-        recording = Recording(self._program, self._roles[batch.mode], batch, inputs)
+        roles, weights = self._roles[batch.mode], binding.starts
+        recording = Recording(self._program, roles, batch, inputs, weights)
         overlap = recording.overlap(inputs) or recording.own_memory(inputs)
         if overlap is not None:
             return overlap, None

@@ -30,6 +30,7 @@ from cgcompile.compat.capture import (
     cuda_stream_is_capturing,
     identities,
     is_plain_tensor,
+    laid_over,
     memory_at,
     outside_inference_mode,
     physical,
@@ -39,6 +40,7 @@ from cgcompile.compat.capture import (
     replay_of,
     stop_allocating_to,
     storage_identity,
+    weak_storage,
     weak_tensor,
     with_bits,
 )

@@ -20,15 +20,19 @@ def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
     gone is undefined.
     """
     storage = tensor.untyped_storage()
-    raw = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), tensor.device, storage.nbytes()
-    )
-    return _over(raw, tensor)
+    return laid_over(weak_storage(storage.data_ptr(), storage.nbytes(), tensor.device), tensor)
+
+
+def weak_storage(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage of memory that it does not keep alive."""
+    raw: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    found: torch.UntypedStorage = raw
+    return found
 
 
 def memory_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Raw memory as a uint8 tensor that does not keep it alive."""
-    raw = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    raw = weak_storage(address, nbytes, device)
     with outside_inference_mode():
         return torch.empty(0, dtype=torch.uint8, device=device).set_(raw, 0, (nbytes,), (1,))
 
@@ -41,25 +45,22 @@ def storage_identity(tensor: torch.Tensor) -> int:
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """As :func:`weak_tensor`, but keeping the memory alive."""
-    return _over(tensor.untyped_storage(), tensor)
+    return laid_over(tensor.untyped_storage(), tensor)
 
 
-def _over(storage: torch.UntypedStorage, layout: torch.Tensor) -> torch.Tensor:
+def laid_over(storage: torch.UntypedStorage, layout: torch.Tensor) -> torch.Tensor:
     """A tensor of the layout of another, outside of inference mode and of autograd."""
-    if not torch.is_inference_mode_enabled():
-        return _laid_over(storage, layout)
-    with torch._C._InferenceMode(False):
-        return _laid_over(storage, layout)
-
-
-def _laid_over(storage: torch.UntypedStorage, layout: torch.Tensor) -> torch.Tensor:
-    bits = layout.is_conj(), layout.is_neg()
-    if type(layout) is torch.Tensor and not any(bits):
-        found = layout.new_empty(0)  # a subclass has its own idea of it, and bits are resolved
-    else:
+    if torch.is_inference_mode_enabled():
+        with torch._C._InferenceMode(False):
+            return laid_over(storage, layout)
+    conjugate, negative = layout.is_conj(), layout.is_neg()
+    if type(layout) is not torch.Tensor or conjugate or negative:
+        # A subclass has its own idea of ``new_empty``, and bits would be resolved there.
         found = torch.empty(0, dtype=layout.dtype, device=layout.device)
-    found.set_(storage, layout.storage_offset(), layout.size(), layout.stride())
-    return with_bits(found, *bits) if any(bits) else found
+        found.set_(storage, layout.storage_offset(), layout.size(), layout.stride())
+        return with_bits(found, conjugate, negative)
+    found = layout.new_empty(0)
+    return found.set_(storage, layout.storage_offset(), layout.size(), layout.stride())
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:

@@ -61,8 +61,14 @@ def is_profiling() -> bool:
 PROFILING = ("profiler._is_profiler_enabled", profiler)
 
 
-def reserved_bytes(device: torch.device) -> int:
-    """What torch's allocator holds of a CUDA device, all pools together; microseconds."""
+def reserved_bytes(device: torch.device, ever: bool = False) -> int:
+    """What torch's allocator holds of a CUDA device, all pools together; microseconds.
+
+    Args:
+        device: the device.
+        ever: what it has taken in all instead, given back since or not; 0 if it does not tell.
+    """
     stats = torch.cuda.memory_stats_as_nested_dict(device)
-    found: int = stats.get("reserved_bytes", {}).get("all", {}).get("current", 0)
+    what = "allocated" if ever else "current"
+    found: int = stats.get("reserved_bytes", {}).get("all", {}).get(what, 0)
     return found

@@ -66,10 +66,9 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     kind = type(tree)
     if kind in _LEAVES:
         return function(tree)
-    if kind is tuple:
-        return tuple([tree_map(function, each) for each in tree])
-    if kind is list:
-        return [tree_map(function, each) for each in tree]
+    if kind is tuple or kind is list:
+        made = [function(x) if type(x) in _LEAVES else tree_map(function, x) for x in tree]
+        return tuple(made) if kind is tuple else made
     if kind is dict:
         return {key: tree_map(function, each) for key, each in tree.items()}
     return _pytree.tree_map(function, tree)

@@ -266,7 +266,11 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         return not compat.holds_compiled_code(self.runnable)  # it would compile again
 
     def record(
-        self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        descriptor: BatchDescriptor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        shown: str = "",
     ) -> Captured:
         """Capture ``runnable`` for a descriptor; it has been executed then.
 
@@ -277,14 +281,15 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             BaseException: what ``runnable`` raised, unchanged, with a note of how far it came.
         """
         assert self._pool is not None
+        shown = shown or str(descriptor)
         recorder = SegmentRecorder(
             self._pool,
-            self._log_capture(descriptor),
+            self._log_capture(shown),
             self.boundaries,
             execute=True,
             sees_composites=self.sees_composites,
             debug=self.options.debug_breaks,
-            batch=str(descriptor),
+            batch=shown,
         )
         recorder.start()
         try:
@@ -294,6 +299,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             recorder.abandon()
             raise
         sequence = recorder.finish()
+        sequence.name, sequence.batch = self.name, shown
         captured = self._captured(descriptor, sequence, result, args, kwargs, executed=True)
         if captured is None:
             raise GradientError.of_a_capture(self.name)

@@ -6,7 +6,7 @@ compiled model calls included.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,7 +64,7 @@ class BreakMode(compat.DispatchMode):
         self._boundaries = boundaries
         self._tensor_type = tensor_type
         self._sees_composites = sees_composites
-        self._known: dict[Any, SplittingOp | None] = {}
+        self._known: dict[Any, _Known] = {}
         self._sdpa_breaks = boundaries.match_call(_SDPA) is not None
         self._on = False  # whether it is on torch's stack of modes
         self._kept_by_torch = False  # whether torch puts it there again by itself
@@ -102,22 +102,37 @@ class BreakMode(compat.DispatchMode):
             self._kept_by_torch = True
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        entry = self._match(func, args)
-        if entry is not None:
-            return self._breaker.meet(entry, func, args, kwargs)
+        known = self._known.get(func) or self._look_up(func, args)
+        if known.entry is not None:
+            return self._breaker.meet(known.entry, func, args, kwargs)
         if func is _SAFE_SOFTMAX and self._sdpa_breaks and not self._sees_composites:
             raise CaptureError.math_attention()
         self._breaker.pass_by(func, args, kwargs)
-        kernel = compat.python_kernel(func, self._tensor_type)
+        kernel = known.kernel
         if kernel is None:
             return func(*args, **kwargs)
         return self._inside(lambda: kernel(*args, **kwargs))  # the ops in its body count
 
-    def _match(self, func: Any, args: tuple[Any, ...]) -> SplittingOp | None:
-        op = compat.functionalized_op(func, args) or func
-        if op not in self._known:
-            self._known[op] = self._boundaries.match_call(op)
-        return self._known[op]
+    def _look_up(self, func: Any, args: tuple[Any, ...]) -> "_Known":
+        """What is to be known of an op; asked once, as a segment calls dozens."""
+        op = compat.functionalized_op(func, args)
+        kernel = compat.python_kernel(func, self._tensor_type)
+        found = _Known(self._boundaries.match_call(op or func), kernel)
+        if op is None:  # else the next call is made for another one
+            self._known[func] = found
+        return found
+
+
+class _Known(NamedTuple):
+    """What a capture knows of an op.
+
+    Attributes:
+        entry: what it is registered as; None for one that is captured.
+        kernel: what runs for it, if that is written in Python.
+    """
+
+    entry: SplittingOp | None
+    kernel: Callable[..., Any] | None
 
 
 class Makers(compat.DispatchMode):

@@ -102,6 +102,7 @@ class CudaPool:
         self._device = device
         self._segments: list[tuple[int, int]] = []  # (address, bytes), in order
         self._starts: list[int] = []
+        self._taken = 0  # by the allocator, in all, when it was last asked for segments
         self._up_to_date = False
         self._captures = 0  # that are open, and may add memory
         self._anchor = CudaGraph(device)
@@ -120,9 +121,8 @@ class CudaPool:
         """Whether an address lies in memory of the pool. Asks the allocator when in doubt."""
         if self._in_known_segment(address):
             return True
-        if self._up_to_date:
+        if self._up_to_date or not self._look_again():
             return False
-        self._look_again()
         return self._in_known_segment(address)
 
     def grows(self) -> None:
@@ -140,10 +140,16 @@ class CudaPool:
         for start, size in self._segments:
             compat.memory_at(start, size, self._device).fill_(0xFF)
 
-    def _look_again(self) -> None:
+    def _look_again(self) -> bool:
+        """Ask the allocator for the memory of the pool; False if no pool has got any since."""
+        taken = compat.reserved_bytes(self._device, ever=True)
+        self._up_to_date = self._captures == 0
+        if taken and taken == self._taken:
+            return False
         self._segments = sorted(compat.pool_segments(self.id))
         self._starts = [start for start, _ in self._segments]
-        self._up_to_date = self._captures == 0
+        self._taken = taken
+        return True
 
     def _in_known_segment(self, address: int) -> bool:
         place = bisect_right(self._starts, address) - 1
@@ -260,8 +266,8 @@ class CudaDevice:
     def poison(self, pool: CudaPool) -> None:
         pool.poison()
 
-    def owns(self, pool: CudaPool, tensor: torch.Tensor) -> bool:
-        return pool.holds(tensor.untyped_storage().data_ptr())
+    def owns(self, pool: CudaPool, address: int) -> bool:
+        return pool.holds(address)
 
     def pool_bytes(self, pool: CudaPool) -> PoolBytes:
         return PoolBytes(*compat.pool_bytes(pool.id))

@@ -98,8 +98,8 @@ class CaptureDevice(Protocol):
     def poison(self, pool: Any) -> None:
         """Overwrite all memory of a pool, on the current stream, with what shows as wrong."""
 
-    def owns(self, pool: Any, tensor: torch.Tensor) -> bool:
-        """Whether the memory of ``tensor`` belongs to ``pool``."""
+    def owns(self, pool: Any, address: int) -> bool:
+        """Whether an address lies in memory of ``pool``."""
 
     def pool_bytes(self, pool: Any) -> PoolBytes:
         """What a pool holds. Asks the allocator, which takes milliseconds; does not synchronise."""

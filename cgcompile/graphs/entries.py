@@ -1,9 +1,9 @@
 """What a wrapper keeps of a capture: :class:`CUDAGraphEntry`; and how it captures."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,8 +12,9 @@ from cgcompile.errors import GuardError
 from cgcompile.forward_context import BatchDescriptor
 from cgcompile.graphs.device import DeviceGraph
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
-from cgcompile.graphs.lent import LentTree
+from cgcompile.graphs.lent import LentTree, can_be_lent
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.results import flatten, rebuilt
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 
 
@@ -121,12 +122,14 @@ class Captured:
         pool: whose graphs it has.
         entry: what later calls replay.
         result: what the captured call returned; tensors that hold nothing before :meth:`run`.
+        starts: where the memory of each leaf of the result begins; 0 for what has none.
         executed: whether it has been executed on the way.
     """
 
     pool: GraphPool
     entry: CUDAGraphEntry
     result: Any
+    starts: list[int]
     executed: bool
 
     def run(self) -> Any:
@@ -141,6 +144,50 @@ class Captured:
         return self.result
 
 
+class KeptOutput(NamedTuple):
+    """What an entry keeps of the result of a capture.
+
+    Attributes:
+        output: the result; weakly what the pool holds, if so asked. No plain tensor is one that
+            the caller gets, who may change it.
+        starts: where the memory of each leaf begins; 0 for what has none.
+    """
+
+    output: Any
+    starts: list[int]
+
+    @classmethod
+    def of(cls, result: Any, pool: GraphPool, weakly: bool) -> "KeptOutput":
+        starts: list[int] = []
+        known: dict[tuple[int, int], torch.UntypedStorage | None] = {}  # by address and bytes
+
+        def kept(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                if is_dataclass(leaf) and not isinstance(leaf, type):
+                    return rebuilt(leaf, [kept(each) for each in flatten(leaf)[0]])
+                starts.append(0)
+                return leaf
+            storage = leaf.untyped_storage()
+            nbytes = storage.nbytes()
+            start = storage.data_ptr() if nbytes else 0
+            starts.append(start)
+            place = (start, nbytes)
+            if place not in known:  # results that share memory are kept as such
+                if not pool.holds(start):
+                    known[place] = None
+                elif weakly:
+                    known[place] = compat.weak_storage(start, nbytes, leaf.device)
+                else:
+                    known[place] = storage
+            own = known[place]
+            if own is not None:
+                return compat.laid_over(own, leaf)
+            return compat.alias(leaf) if can_be_lent(leaf) else leaf
+
+        with compat.outside_inference_mode(), compat.below_autograd():  # once for all
+            return cls(compat.tree_map(kept, result), starts)
+
+
 def devices_of(runnable: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.device]:
     """Where the tensors of a call and of a module are; the CPU only if all are there."""
     found = compat.tree_tensors((args, kwargs))
@@ -152,9 +199,20 @@ def devices_of(runnable: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _weights(module: torch.nn.Module) -> list[torch.Tensor]:
     """All parameters, then all buffers, at a third of the cost of torch's own walk."""
-    modules = list(module.modules())
+    modules = _modules(module)
     tables = [each._parameters for each in modules] + [each._buffers for each in modules]
     return [weight for table in tables for weight in table.values() if weight is not None]
+
+
+def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """A module and all in it, each once, at a tenth of the cost of torch's own walk."""
+    found, seen = [module], {module}
+    for each in found:  # grows meanwhile
+        for inner in each._modules.values():
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                found.append(inner)
+    return found
 
 
 def gradients_due(needed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -169,4 +227,5 @@ def holds_parameters_with_grad(runnable: Any) -> bool:
     module = getattr(runnable, "__self__", runnable)  # of a bound method such as module.forward
     if not isinstance(module, torch.nn.Module):
         return False
-    return any(each.requires_grad for each in module.parameters())
+    tables = [each._parameters for each in _modules(module)]
+    return any([w.requires_grad for table in tables for w in table.values() if w is not None])

@@ -355,8 +355,8 @@ class HostDevice:
     def poison(self, pool: HostPool) -> None:
         pool.poison()
 
-    def owns(self, pool: HostPool, tensor: torch.Tensor) -> bool:
-        return pool.holds(tensor.untyped_storage().data_ptr())
+    def owns(self, pool: HostPool, address: int) -> bool:
+        return pool.holds(address)
 
     def pool_bytes(self, pool: HostPool) -> PoolBytes:
         return PoolBytes(pool.reserved, pool.live)

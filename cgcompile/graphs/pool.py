@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from cgcompile import compat
-from cgcompile.graphs.arena import Arena, address
+from cgcompile.graphs.arena import Arena
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph
 from cgcompile.graphs.usage import PoolBytes
 
@@ -103,13 +103,19 @@ class GraphPool:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor is this pool's."""
-        if self._memory is not None and self.device.owns(self._memory, tensor):
-            return True
-        return any([self.device.owns(memory, tensor) for memory in self._retired])
+        return self._owns(tensor.untyped_storage().data_ptr())
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a tensor is this pool's or its arena's."""
-        return self.owns(tensor) or self.arena.owns(address(tensor))
+    def holds(self, start: int) -> bool:
+        """Whether a storage that begins at an address is memory of this pool or of its arena."""
+        return start != 0 and (self._owns(start) or self.arena.owns(start))
+
+    def _owns(self, start: int) -> bool:
+        if self._memory is not None and self.device.owns(self._memory, start):
+            return True
+        for memory in self._retired:  # noqa: SIM110  (a generator costs a call)
+            if self.device.owns(memory, start):
+                return True
+        return False
 
     def follow_stream(self) -> None:
         """Call before a replay: work of the pool that another stream was given comes first."""

@@ -142,10 +142,14 @@ class GraphSequence:
             self.steps = self._padded_steps = tuple(replays)
             return
         done = self._done_after({slot.at for slot in kept})
-        self.steps = self._all_steps(done, False)
-        self._padded_steps = self.steps
-        if any([isinstance(each, EagerSegment) and each.tails for each in self.segments]):
-            self._padded_steps = self._all_steps(done, True)
+        pairs = [*zip(self.segments, done, strict=True)]
+        self.steps = tuple([self._step(each, ends, False) for each, ends in pairs])
+        self._padded_steps = tuple(
+            [
+                self._step(each, ends, True) if isinstance(each, EagerSegment) and each.tails else s
+                for (each, ends), s in zip(pairs, self.steps, strict=True)
+            ]
+        )
 
     # -------------------------------------------------------------- what a user may ask
 
@@ -254,10 +258,6 @@ class GraphSequence:
             if slot not in kept and slot not in given:
                 done[place].append(slot)
         return done
-
-    def _all_steps(self, done: list[list[int]], padded: bool) -> tuple[Callable[[], Any], ...]:
-        pairs = zip(self.segments, done, strict=True)
-        return tuple([self._step(each, ends, padded) for each, ends in pairs])
 
     def _step(self, segment: Segment, done: list[int], padded: bool) -> Callable[[], Any]:
         if isinstance(segment, GraphSegment):

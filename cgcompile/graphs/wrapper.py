@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -34,14 +35,13 @@ from cgcompile.graphs.entries import (
     Captured,
     CUDAGraphEntry,
     CUDAGraphOptions,
+    KeptOutput,
     devices_of,
     gradients_due,
     holds_parameters_with_grad,
 )
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
-from cgcompile.graphs.lent import can_be_lent
 from cgcompile.graphs.pool import LENT, GraphPool
-from cgcompile.graphs.results import flatten, rebuilt
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
@@ -66,8 +66,8 @@ class CUDAGraphWrapper(Transparent):
         cudagraph_options: how to capture.
         pool: memory shared with other wrappers; one of its own, on first use, if left out.
         name: what messages call it; made from ``runnable`` if left out.
-        guarded: compare arguments, and the weights of a module, at every replay; False is for
-            whoever does so for many wrappers at once.
+        guarded: compare arguments, and the weights of a module, at every replay, and ask whether
+            parameters need gradients; False is for whoever does so for many wrappers at once.
 
     Attributes:
         runnable: what is wrapped.
@@ -224,9 +224,13 @@ class CUDAGraphWrapper(Transparent):
         return self._plain(Reason.GRADIENTS, _GRADIENTS, args, kwargs)
 
     def record(
-        self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        descriptor: BatchDescriptor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        shown: str = "",
     ) -> "Captured | None":
-        """Capture ``runnable`` for a descriptor, without executing anything.
+        """Capture ``runnable`` for a descriptor (``shown`` as text), without executing anything.
 
         Returns:
             What has been captured, to be run once and then kept with :meth:`keep`; None if an
@@ -238,21 +242,22 @@ class CUDAGraphWrapper(Transparent):
         """
         pool = self._pool
         assert pool is not None, "a wrapper captures into a pool"
+        shown = shown or str(descriptor)
         with pool.device.around() if compat.holds_compiled_code(self.runnable) else nullcontext():
             graph, result = capture(
-                lambda: self.runnable(*args, **kwargs),
+                partial(self.runnable, *args, **kwargs),
                 pool,
-                self._log_capture(descriptor),
+                self._log_capture(shown),
                 collect=not self.options.gc_disable,
             )
-        segment = GraphSegment(self.name, graph)
-        return self._captured(descriptor, GraphSequence((segment,)), result, args, kwargs)
+        sequence = GraphSequence((GraphSegment(self.name, graph),), name=self.name, batch=shown)
+        return self._captured(descriptor, sequence, result, args, kwargs)
 
-    def _log_capture(self, descriptor: BatchDescriptor) -> str:
+    def _log_capture(self, shown: str) -> str:
         """What is about to be captured, in words."""
         level = logging.INFO if self.options.debug_log_enable else logging.DEBUG
-        log.log(level, "capturing %s (%s)", self.name, descriptor)
-        return f"{self.name} ({descriptor})"
+        log.log(level, "capturing %s (%s)", self.name, shown)
+        return f"{self.name} ({shown})"
 
     def _captured(
         self,
@@ -264,33 +269,24 @@ class CUDAGraphWrapper(Transparent):
         executed: bool = False,
     ) -> Captured | None:
         assert self._pool is not None
-        sequence.name, sequence.batch = self.name, str(descriptor)
         if gradients_due(False, (result,), {}):
             return None
-        with compat.outside_inference_mode():  # once for all; the caller may change what it gets
-            output = rebuilt(result, list(map(self._kept, flatten(result)[0])))
+        kept = KeptOutput.of(result, self._pool, self.options.weak_ref_output)
         entry = CUDAGraphEntry(
             descriptor,
             sequence,
-            output,
+            kept.output,
             ArgumentGuard(args, kwargs, self._pool.device.tensor_type) if self._guarded else None,
             WeightsGuard(self.unwrap()) if self._guarded else None,
-            holds_parameters_with_grad(self.runnable),
+            self._guarded and holds_parameters_with_grad(self.runnable),
         )
-        return Captured(self._pool, entry, result, executed)
+        return Captured(self._pool, entry, result, kept.starts, executed)
 
     def keep(self, entry: CUDAGraphEntry, mode: CUDAGraphMode | None = None) -> None:
         """Let later calls of the entry's descriptor replay it, in the wrapper's mode or another."""
         key = (mode or self.runtime_mode, entry.batch_descriptor)
         with self._lock:
             self._entries.setdefault(key, []).insert(0, entry)
-
-    def _kept(self, leaf: Any) -> Any:
-        """How an entry keeps an output: weakly where the pool owns the memory, if so asked."""
-        assert self._pool is not None
-        if not (isinstance(leaf, torch.Tensor) and address(leaf) and self._pool.holds(leaf)):
-            return compat.alias(leaf) if can_be_lent(leaf) else leaf
-        return compat.weak_tensor(leaf) if self.options.weak_ref_output else compat.alias(leaf)
 
     def _replay(self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._pool is not None
@@ -352,7 +348,7 @@ class CUDAGraphWrapper(Transparent):
         """The tensors that replays return and that do not hold their memory."""
         if self._pool is not None and self.options.weak_ref_output:
             outputs = compat.tree_tensors([entry.output for entry in self.entries])
-            yield from filter(self._pool.holds, outputs)
+            yield from [each for each in outputs if self._pool.holds(address(each))]
 
     def unwrap(self) -> Callable[..., Any]:
         """The innermost callable, through wrappers in wrappers."""

@@ -17,6 +17,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.config import CUDAGraphMode
+from cgcompile.graphs.arena import address
 from cgcompile.graphs.capture import captured_elsewhere
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.piecewise.recording import Program, Recording
@@ -36,6 +37,7 @@ class Binding:
         recordings: recorded steps by key; or why a step cannot be recorded.
         seen: how many warming calls each key has had.
         gone: whether one of its objects has died, or its memory.
+        starts: where the memory of each weight begins, by position, once graphs are captured.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Binding:
         self.recordings: dict[Hashable, Recording | Why] = {}
         self.seen: dict[Hashable, int] = {}
         self._held: list[torch.UntypedStorage] = []
+        self.starts: dict[int, int] = {}
         self._addresses = compat.Addresses((), ())
         self.gone = False
         self._written: list[compat.StorageLife] = []
@@ -64,6 +67,7 @@ class Binding:
         with it.
         """
         self._held = [inputs[place].untyped_storage() for place in static]
+        self.starts = {place: address(inputs[place]) for place in static}
         self._addresses = compat.Addresses(inputs, watched)
         self._written = [compat.StorageLife(inputs[place]) for place in written]
 

@@ -5,7 +5,7 @@ of what the piece's generated code costs; and an entry of the registry may name 
 own, which skips the dispatcher as well.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from cgcompile.boundaries import Boundaries
 from cgcompile.passes.nodes import written
 from cgcompile.passes.pieces import Piece
 from cgcompile.piecewise.compilers import Runnable
+from cgcompile.reasons import Reason
 
 
 class Named(NamedTuple):
@@ -128,6 +129,16 @@ def written_inputs(piece: Piece) -> list[str]:
     return list(dict.fromkeys(names[node] for node in found if node in names))
 
 
-def arguments(call: Call, source: Callable[[str], Any]) -> Sequence[Any]:
+def said(piece: Piece) -> str:
+    """What an eager piece runs, in a word or two: its first splitting op, or why it is eager."""
+    if not piece.why:
+        return "returned sizes"
+    first = piece.why[0]
+    if first.reason is Reason.SPLITTING_OP:
+        return first.detail.rpartition(" [")[0] or first.detail
+    return str(first.reason.value)
+
+
+def arguments(call: Call, source: Callable[[str], Any]) -> tuple[Any, ...]:
     """The arguments of a call, names replaced by what they stand for."""
-    return tuple([source(arg.name) if isinstance(arg, Named) else arg for arg in call.args])
+    return tuple([source(arg.name) if type(arg) is Named else arg for arg in call.args])

@@ -22,7 +22,7 @@ from cgcompile.forward_context import callers_context
 from cgcompile.graphs.arena import Block, address
 from cgcompile.graphs.bridges import Bridged, Place, crossings
 from cgcompile.graphs.entries import Captured, CUDAGraphEntry
-from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence, Segment, Slot
+from cgcompile.graphs.sequence import EagerSegment, GraphSequence, Segment, Slot
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.lines import raised_at
 from cgcompile.passes.nodes import tensors
@@ -161,11 +161,10 @@ class _Recorder:
         self._recording = recording
         self._uses = program.uses[recording.batch.own_context]
         self._segments: list[Segment] = []
-        self._kept: list[tuple[int, CUDAGraphEntry]] = []
+        self._kept: list[tuple[CUDAGraphWrapper, CUDAGraphEntry]] = []
         self._slots: list[Any] = []  # the values of this step
         self._inputs: list[tuple[Slot, int]] = []
         self._sources: dict[str, Any] = dict(program.split.constants)
-        self._positions = {each.name: p for p, each in enumerate(program.split.inputs)}
         self._bridges: list[tuple[Block, list[str]]] = []  # that something still reads
         self._lying: dict[str, int] = {}  # names whose memory begins at a fixed address
         self._batch = str(recording.batch.descriptor)
@@ -200,7 +199,7 @@ class _Recorder:
             returns.slots,
             batch=str(self._recording.batch.shown),
         )
-        made_here = {name for piece in self._program.split.pieces for name in piece.outputs}
+        made_here = self._uses.made
         known = {name: source for name, source in self._sources.items() if name in made_here}
         self._recording.finish(sequence, returns, known)
         return returns.make(self._slots, inputs)
@@ -214,15 +213,15 @@ class _Recorder:
 
     def drop(self) -> None:
         """Forget what was captured on the way."""
-        for index, entry in self._kept:
-            self._wrappers[index].drop(entry)
+        for wrapper, entry in self._kept:
+            wrapper.drop(entry)
 
     # -------------------------------------------------------------- where values are
 
     def _source(self, name: str) -> Any:
         """What later steps find in place of a value: an object, or the slot that it is put in."""
         if name not in self._sources:
-            position = self._positions[name]
+            position = self._program.positions[name]
             if self._recording.is_fixed(position):
                 self._sources[name] = self._recording.given[position]
             else:
@@ -241,18 +240,19 @@ class _Recorder:
     def _release(self, index: int) -> None:
         """Give back the bridges that no piece after this one reads, under whatever name."""
         for block, names in list(self._bridges):
+            if self._is_read_after(index, names):
+                continue
             names += [n for n, at in self._lying.items() if at == block.address and n not in names]
-            if all(self._uses.last.get(name, index) <= index for name in names):
+            if not self._is_read_after(index, names):
                 self._bridges.remove((block, names))
                 self._recording.frame.give(block)
                 self._fixed.discard(block.address)
                 for name in names:
                     self._lying.pop(name, None)
 
-    def _note(self, names: Sequence[str], made: Sequence[Any]) -> None:
-        for name, value in zip(names, made, strict=True):
-            if isinstance(value, torch.Tensor):
-                self._lying[name] = address(value)
+    def _is_read_after(self, index: int, names: Sequence[str]) -> bool:
+        last = self._uses.last
+        return any([last.get(name, index) > index for name in names])
 
     # -------------------------------------------------------------- pieces
 
@@ -261,35 +261,38 @@ class _Recorder:
 
     def _captured(self, piece: Piece) -> Runnable:
         plain = self._program.runnables[piece.index]
+        wrapper = self._wrappers[piece.index]
 
         def run(*given: Any) -> Sequence[Any]:
-            captured = self._capture(piece, given) if self.why is None else None
+            captured = self._capture(piece, wrapper, given) if self.why is None else None
             if captured is None:
                 return plain(*given)
             made: Sequence[Any] = captured.run()
-            self._wrappers[piece.index].keep(captured.entry)
-            self._kept.append((piece.index, captured.entry))
-            self._note(piece.outputs, made)
+            wrapper.keep(captured.entry)
+            self._kept.append((wrapper, captured.entry))
             self._release(piece.index)
             return made
 
         return run
 
-    def _capture(self, piece: Piece, given: tuple[Any, ...]) -> Captured | None:
-        wrapper = self._wrappers[piece.index]
+    def _capture(
+        self, piece: Piece, wrapper: CUDAGraphWrapper, given: tuple[Any, ...]
+    ) -> Captured | None:
+        """Capture a piece; what it makes lies where it will, though nothing has run."""
         try:
-            captured = wrapper.record(self._recording.batch.descriptor, given, {})
+            captured = wrapper.record(self._recording.batch.descriptor, given, {}, self._batch)
         except Exception as error:
             self.why = _why(self._program, error, piece.name, f" ({piece.where})")
             return None
         if captured is None:
             self.why = Why(Reason.GRADIENTS, f"a result of {piece.name} requires grad")
             return None
-        own = {address(leaf) for leaf in tensors(captured.result)} - {0} - self._fixed
+        own = set(captured.starts).difference(self._fixed, (0,))
         self._pool_memory |= own
         self._fixed |= own
+        self._lying.update(zip(piece.outputs, captured.starts, strict=True))
         self._sources.update(zip(piece.outputs, captured.entry.output, strict=True))
-        self._segments.append(GraphSegment(piece.name, captured.entry.graph))
+        self._segments += captured.entry.sequence.segments
         return captured
 
     def _eager(self, piece: Piece) -> Runnable:
@@ -314,7 +317,7 @@ class _Recorder:
     def _append(self, piece: Piece, call: Call, made: list[Any], across: Bridged) -> None:
         """Record an eager piece that has run; its results cross, here as at every replay."""
         uses, bridged = self._uses, across.replaced
-        args = tuple(arguments(call, self._source))
+        args = arguments(call, self._source)
         kept = [
             (item, self._slot(made[item]))
             for item, name in enumerate(piece.outputs)
@@ -329,10 +332,11 @@ class _Recorder:
             elif name in uses.live:
                 self._sources[name] = self._slot(made[item])
                 stores.append((item, self._sources[name]))
-        self._note(piece.outputs, made)
+        pairs = zip(piece.outputs, made, strict=True)
+        self._lying.update({n: address(x) for n, x in pairs if isinstance(x, torch.Tensor)})
         self._bridges += across.blocks
         tails = self._tails(piece)
-        context = callers_context()
+        context = callers_context() if tails else None
         if context is not None and context.num_unpadded_tokens is not None:
             for tail in tails:  # as every replay does
                 tail[context.num_unpadded_tokens :].zero_()
@@ -346,7 +350,7 @@ class _Recorder:
                 crossings=tuple(across.crossings),
                 stores=tuple(stores),
                 tails=tails,
-                what=_said(piece),
+                what=self._program.said[piece.index],
             )
         )
         for item, slot in kept:  # the caller gets these
@@ -362,16 +366,6 @@ class _Recorder:
         found = [name for name in piece.outputs if isinstance(sources.get(name), torch.Tensor)]
         for name in self._program.written.get(piece.index, ()):
             where = self._lying.get(name, 0)
-            if where in self._pool_memory or self._program.pool.arena.owns(where):
+            if where in self._pool_memory or (where and self._program.pool.arena.owns(where)):
                 found.append(name)
         return tuple([self._sources[name] for name in found if name in with_rows])
-
-
-def _said(piece: Piece) -> str:
-    """What an eager piece runs, in a word or two: its first splitting op, or why it is eager."""
-    if not piece.why:
-        return "returned sizes"
-    first = piece.why[0]
-    if first.reason is Reason.SPLITTING_OP:
-        return first.detail.rpartition(" [")[0] or first.detail
-    return str(first.reason.value)

@@ -27,7 +27,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence, Slot
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.split import SplitGraph
-from cgcompile.piecewise.calls import Call, call_of, written_inputs
+from cgcompile.piecewise.calls import Call, call_of, said, written_inputs
 from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.returns import Given, Returns
 from cgcompile.piecewise.roles import Roles
@@ -70,6 +70,17 @@ class Program:
             for piece in self.split.pieces
             if not piece.capture
         }
+
+    @cached_property
+    def said(self) -> dict[int, str]:
+        """What the eager pieces run, in a word or two, by index; that of sizes past the end."""
+        numbers = [] if self.split.numbers is None else [self.split.numbers]
+        return {each.index: said(each) for each in (*self.split.pieces, *numbers)}
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """Of the inputs, by name."""
+        return {each.name: position for position, each in enumerate(self.split.inputs)}
 
     @cached_property
     def written(self) -> dict[int, list[str]]:
@@ -136,6 +147,7 @@ class Recording:
         roles: of the inputs, in the mode of the batch.
         batch: what it is for.
         inputs: what the capturing call was given.
+        weights: where the memory of static inputs begins, by position.
 
     Attributes:
         batch: what it is for.
@@ -152,7 +164,14 @@ class Recording:
         padding: rows of all replays that were padding, as far as callers said.
     """
 
-    def __init__(self, program: Program, roles: Roles, batch: Batch, inputs: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        roles: Roles,
+        batch: Batch,
+        inputs: Sequence[Any],
+        weights: Mapping[int, int],
+    ) -> None:
         self.batch = batch
         self.roles = roles
         self.reserved = program.pool.reserved
@@ -167,7 +186,7 @@ class Recording:
         self._copied: list[tuple[int, OwnedCopy]] = []
         self.addresses: list[tuple[int, int]] = []
         self.numbers: list[tuple[int, Any]] = []
-        self._written_memory = {*_starts([inputs[p] for p in program.written_positions])} - {0}
+        self._written_memory = {*_starts([inputs[p] for p in program.written_positions], {})} - {0}
         if batch.copies:
             self._copied = [(p, OwnedCopy(inputs[p], self.frame)) for p in roles.read]
         if not batch.own_context:  # else these are part of the key
@@ -177,7 +196,7 @@ class Recording:
             self.numbers = [(p, number(inputs[p])) for p in (*roles.numbers, *roles.scalars)]
         self._fills = program.config.poison or bool(self._copied)
         self.given = self._filled(inputs)
-        self.starts = _starts(self.given)
+        self.starts = _starts(self.given, weights)
         self._returns: Returns
         self._generation = program.pool.generation
 
@@ -190,7 +209,7 @@ class Recording:
 
     def is_fixed(self, position: int) -> bool:
         """Whether an input is the same object at every replay: a buffer of ours, or frozen."""
-        if self._program.frozen and position in self.roles.static:
+        if self._program.frozen and position in self.roles.is_static:
             return True
         return any(position == each for each, _ in self._copied)
 
@@ -376,8 +395,11 @@ def number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _starts(values: Sequence[Any]) -> list[int]:
-    return [address(each) if isinstance(each, torch.Tensor) else 0 for each in values]
+def _starts(values: Sequence[Any], known: Mapping[int, int]) -> list[int]:
+    return [
+        known[place] if place in known else address(x) if isinstance(x, torch.Tensor) else 0
+        for place, x in enumerate(values)
+    ]
 
 
 def _rows(split: SplitGraph, wanted: str | None) -> sympy.Expr | None:

@@ -20,6 +20,7 @@ address where somebody did, because then they are the caller's persistent buffer
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -50,6 +51,11 @@ class Roles:
     scalars: tuple[int, ...]
     read: tuple[int, ...]
     written: tuple[int, ...]
+
+    @cached_property
+    def is_static(self) -> frozenset[int]:
+        """The positions of ``static``, to be asked for one."""
+        return frozenset(self.static)
 
     @classmethod
     def of(cls, split: SplitGraph, mode: CUDAGraphMode) -> "Roles":

@@ -12,6 +12,7 @@ class Uses:
         own: results are copied for the caller.
 
     Attributes:
+        made: names of the values that pieces make.
         read: names that graphs read at a fixed address, or that must be there for the caller.
         returned: names that the caller gets.
         originals: names of results that the caller gets as the eager piece made them, even where
@@ -22,6 +23,7 @@ class Uses:
     """
 
     def __init__(self, split: SplitGraph, own: bool) -> None:
+        self.made = {name for piece in split.pieces for name in piece.outputs}
         self.returned = set(returned_names(split)) - {""}
         values = split.values
         eager = {name for piece in split.pieces if not piece.capture for name in piece.outputs}

@@ -1,0 +1,50 @@
+"""What an entry keeps of the result of a capture."""
+
+import torch
+
+from cgcompile import compat
+from cgcompile.graphs.capture import capture
+from cgcompile.graphs.entries import KeptOutput
+from cgcompile.graphs.pool import GraphPool
+
+
+def test_results_are_kept_weakly_where_the_pool_holds_them_and_share_what_they_shared(
+    pool: GraphPool, device: str
+) -> None:
+    x = torch.randn(4, 6, device=device)
+
+    def step() -> tuple[object, ...]:
+        made = x * 2
+        return made[:, :3], {"rest": made[:, 3:]}, x, 7, torch.view_as_complex(x[:, :2]).conj()
+
+    with torch.inference_mode():
+        graph, result = capture(step, pool, "a step")
+        life = compat.StorageLife(result[0])
+        output, starts = KeptOutput.of(result, pool, True)
+    one, rest, given, number, conjugate = output
+    assert number == 7
+    assert given is x
+    assert conjugate is result[4]
+    mine, theirs = (each.untyped_storage().data_ptr() for each in (one, x))
+    assert starts == [mine, mine, theirs, 0, theirs]
+    assert compat.storage_identity(one) == compat.storage_identity(rest["rest"])
+    assert not one.is_inference()
+    assert not one.requires_grad
+    graph.replay()
+    torch.testing.assert_close(one, x[:, :3] * 2)
+    torch.testing.assert_close(rest["rest"], x[:, 3:] * 2)
+    del result
+    assert life.ended  # what is kept holds nothing
+
+
+def test_results_are_kept_strongly_where_they_shall_outlive_the_caller(
+    pool: GraphPool, device: str
+) -> None:
+    x = torch.randn(4, device=device)
+    graph, result = capture(lambda: [x + 1], pool, "a step")
+    life = compat.StorageLife(result[0])
+    kept = KeptOutput.of(result, pool, False)
+    del result
+    assert not life.ended
+    graph.replay()
+    torch.testing.assert_close(kept.output[0], x + 1)
