@@ -30,9 +30,10 @@ from cgcompile.piecewise.auto import AutoDispatch
 from cgcompile.piecewise.bindings import Binding, Bindings
 from cgcompile.piecewise.cache import Compilation
 from cgcompile.piecewise.compilers import Runnable
+from cgcompile.piecewise.program import Program
 from cgcompile.piecewise.ranges import artifacts_text
 from cgcompile.piecewise.recorder import record
-from cgcompile.piecewise.recording import Batch, Program, Recording
+from cgcompile.piecewise.recording import Batch, Recording
 from cgcompile.piecewise.roles import Roles, full_support, why_never
 from cgcompile.piecewise.stitch import Step
 from cgcompile.piecewise.verify import Observer

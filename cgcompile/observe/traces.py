@@ -14,7 +14,8 @@ from cgcompile.observe.comparing import Tolerance, named, without_gradients
 from cgcompile.passes.nodes import is_allocation, written
 from cgcompile.passes.pieces import Piece
 from cgcompile.passes.split import SplitGraph
-from cgcompile.piecewise.recording import Program, Recording
+from cgcompile.piecewise.program import Program
+from cgcompile.piecewise.recording import Recording
 from cgcompile.piecewise.returns import returned_names
 from cgcompile.piecewise.verify import Observer, filled_outputs, written_now
 from cgcompile.piecewise.ways import Way, left_by, run_step

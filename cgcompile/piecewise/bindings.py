@@ -20,7 +20,8 @@ from cgcompile.config import CUDAGraphMode
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.capture import captured_elsewhere
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
-from cgcompile.piecewise.recording import Program, Recording
+from cgcompile.piecewise.program import Program
+from cgcompile.piecewise.recording import Recording
 from cgcompile.reasons import Why
 
 _SEEN = 4096  # shapes whose warm-up is remembered, per binding

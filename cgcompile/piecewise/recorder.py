@@ -29,7 +29,8 @@ from cgcompile.passes.nodes import tensors
 from cgcompile.passes.pieces import Piece
 from cgcompile.piecewise.calls import Call, arguments
 from cgcompile.piecewise.compilers import Runnable
-from cgcompile.piecewise.recording import Program, Recording
+from cgcompile.piecewise.program import Program
+from cgcompile.piecewise.recording import Recording
 from cgcompile.piecewise.returns import returned_names
 from cgcompile.reasons import Reason, Why
 

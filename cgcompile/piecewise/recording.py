@@ -6,14 +6,11 @@ numbers that graphs have seen, the sequence of segments, and how the result of a
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-import sympy
 import torch
 
-from cgcompile.boundaries import Boundaries
-from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.config import CUDAGraphMode
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.forward_context import (
     BatchDescriptor,
@@ -23,93 +20,12 @@ from cgcompile.forward_context import (
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.copies import OwnedCopy
 from cgcompile.graphs.guards import same_value
-from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence, Slot
-from cgcompile.graphs.timeline import Timeline
-from cgcompile.passes.split import SplitGraph
-from cgcompile.piecewise.calls import Call, call_of, said, written_inputs
-from cgcompile.piecewise.compilers import Runnable
+from cgcompile.piecewise.program import Program
 from cgcompile.piecewise.returns import Given, Returns
 from cgcompile.piecewise.roles import Roles
-from cgcompile.piecewise.stitch import Step, restoring_grad_mode
-from cgcompile.piecewise.uses import Uses
+from cgcompile.piecewise.stitch import restoring_grad_mode
 from cgcompile.reasons import Reason, Why
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """What all recordings of one compiled graph share.
-
-    Attributes:
-        split: the split graph.
-        step: its generated function, to be bound.
-        runnables: the compiled form of each piece.
-        boundaries: the registry that it was split by.
-        pool: memory and capture stream.
-        config: the settings.
-        timeline: what was captured, and when.
-        frozen: static inputs are the same objects in all calls, which somebody else keeps.
-    """
-
-    split: SplitGraph
-    step: Step
-    runnables: Sequence[Runnable]
-    boundaries: Boundaries
-    pool: GraphPool
-    config: CompilationConfig
-    timeline: Timeline
-    frozen: bool = False
-
-    @cached_property
-    def calls(self) -> dict[int, Call]:
-        """How the eager pieces are called at replay, by index."""
-        return {
-            piece.index: call_of(
-                piece, self.runnables[piece.index], self.boundaries, self.split.device
-            )
-            for piece in self.split.pieces
-            if not piece.capture
-        }
-
-    @cached_property
-    def said(self) -> dict[int, str]:
-        """What the eager pieces run, in a word or two, by index; that of sizes past the end."""
-        numbers = [] if self.split.numbers is None else [self.split.numbers]
-        return {each.index: said(each) for each in (*self.split.pieces, *numbers)}
-
-    @cached_property
-    def positions(self) -> dict[str, int]:
-        """Of the inputs, by name."""
-        return {each.name: position for position, each in enumerate(self.split.inputs)}
-
-    @cached_property
-    def written(self) -> dict[int, list[str]]:
-        """The names of the inputs that eager pieces write, by index."""
-        pieces = self.split.pieces
-        return {each.index: written_inputs(each) for each in pieces if not each.capture}
-
-    @cached_property
-    def written_positions(self) -> tuple[int, ...]:
-        """Of the inputs that some piece writes."""
-        return tuple(p for p, each in enumerate(self.split.inputs) if each.written)
-
-    @cached_property
-    def uses(self) -> tuple[Uses, Uses]:
-        """Who uses each value: with a context of the caller's, with one of our own."""
-        return Uses(self.split, False), Uses(self.split, True)
-
-    @cached_property
-    def with_rows(self) -> frozenset[str]:
-        """The values that eager pieces leave which have a row for each row of the batch."""
-        rows = _rows(self.split, self.config.capture_dim)
-        eager = [each for each in self.split.pieces if not each.capture]
-        names = {n for each in eager for n in (*each.outputs, *self.written[each.index])}
-        return frozenset(name for name in names if rows in self._first_dim(name))
-
-    def _first_dim(self, name: str) -> list[sympy.Expr]:
-        meta = self.split.values[name].meta
-        sizes = meta.shape[:1] if isinstance(meta, torch.Tensor) else ()
-        return [self.split.symbols.number(size) for size in sizes]
 
 
 @dataclass(frozen=True)
@@ -400,12 +316,3 @@ def _starts(values: Sequence[Any], known: Mapping[int, int]) -> list[int]:
         known[place] if place in known else address(x) if isinstance(x, torch.Tensor) else 0
         for place, x in enumerate(values)
     ]
-
-
-def _rows(split: SplitGraph, wanted: str | None) -> sympy.Expr | None:
-    """The symbol of the rows of a batch, where it is plain which dimension that is."""
-    dims = [name for name, dim in split.symbols.dims.items() if wanted in (None, dim)]
-    if len(dims) != 1:
-        return None
-    found = [each.meta for each in split.inputs if each.name in dims]
-    return split.symbols.number(found[0]) if found else None

@@ -11,7 +11,8 @@ from cgcompile.graphs.verify import Difference, copies, first_difference, put_ba
 from cgcompile.passes.nodes import is_allocation
 from cgcompile.passes.pieces import Piece
 from cgcompile.piecewise.calls import written_inputs
-from cgcompile.piecewise.recording import Program, Recording
+from cgcompile.piecewise.program import Program
+from cgcompile.piecewise.recording import Recording
 from cgcompile.piecewise.ways import Way, run_step
 
 Observer = Callable[[Program, Recording, Sequence[Any], int | None], Any]

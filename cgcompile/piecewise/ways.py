@@ -16,7 +16,8 @@ from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.passes.pieces import Piece
 from cgcompile.piecewise.calls import written_inputs
 from cgcompile.piecewise.compilers import Runnable
-from cgcompile.piecewise.recording import Program, Recording
+from cgcompile.piecewise.program import Program
+from cgcompile.piecewise.recording import Recording
 from cgcompile.piecewise.returns import returned_names
 
 Around = Callable[[Piece, Runnable, tuple[Any, ...]], Sequence[Any]]
