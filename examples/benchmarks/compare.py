@@ -18,7 +18,8 @@ replay. Parts (``--parts``):
   with the same kind of call. A probe graph says in which pace the GPU replays.
 * ``memory``: seconds and bytes of capturing 20 sizes.
 * ``compile``: seconds of the first call, with empty caches and with all that it left, in processes
-  of their own, a few at a time, while the others compile.
+  of their own: those that a goal compares one by one before anything else, the rest a few at a
+  time, while the others compile.
 
 Results are ``compare.json``, ``compare.txt`` and, with matplotlib, ``compare.png`` in ``--out``,
 and the files of each part are written as soon as there is something, so that little is lost when
@@ -57,7 +58,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for llm_engine
 from rivals.decoder import Dims
 from rivals.plot import can_plot, plot
 from rivals.report import whole_text
-from rivals.starts import WAYS, starts
+from rivals.starts import COMPARED, WAYS, starts
 from rivals.variant import Setup
 from rivals.worker import Worker, work
 
@@ -258,6 +259,10 @@ def run_all(args: argparse.Namespace, given: Sequence[str]) -> Result:
     """All parts: the workers compile while cold starts are timed, then measure one by one."""
     end = time.monotonic() + args.seconds - LAST_SECONDS
     result = Result(args)
+    begins: dict[str, Any] = {}
+    until = end - 0.4 * args.seconds * bool({"time", "memory"} & set(args.parts))
+    if "compile" in args.parts:  # those that a goal compares have the machine for themselves
+        begins |= starts(given_to_starts(args), COMPARED, 1, until, result.add_starts)
     processes = []
     if {"time", "memory"} & set(args.parts):
         for place, model in enumerate(args.models):
@@ -266,11 +271,9 @@ def run_all(args: argparse.Namespace, given: Sequence[str]) -> Result:
             processes.append(Process(args, given, model, end - later))
     try:
         if "compile" in args.parts:
-            until = end - 0.4 * args.seconds * bool(processes)
-            ways = list(WAYS)
-            result.add_starts(
-                starts(given_to_starts(args), ways, args.at_once, until, result.add_starts)
-            )
+            others = [name for name in WAYS if name not in COMPARED]
+            add = lambda more: result.add_starts({**begins, **more})  # noqa: E731
+            add(starts(given_to_starts(args), others, args.at_once, until, add))
         for each in [each for each in processes if each.is_ready()]:
             each.go_on()
     finally:
