@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,24 @@ def test_every_way_of_ours_is_right_and_has_a_floor(setup: Setup) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         ran.append(variant.name)
     assert len(ran) == 8
+
+
+def test_what_can_wait_is_compiled_last_or_not_at_all(setup: Setup, tmp_path: Path) -> None:
+    for deadline, names in ((math.inf, {"other", "patient"}), (0.0, {"other"})):
+        order: list[str] = []
+        worker = Worker(setup, tmp_path / "w.json", few=True, only=("none",), deadline=deadline)
+        for name in ("patient", "other"):
+            each = Variant(setup, name)
+            each.prepare = partial(order.append, name)  # type: ignore[method-assign]
+            each.can_wait = name == "patient"
+            worker.variants.append(each)
+            worker.found["variants"][name] = {}
+        worker.prepare()
+        assert order == [name for name in ("other", "patient") if name in names]
+        kept = [each.name for each in worker.variants]
+        assert kept == ["eager", *[name for name in ("patient", "other") if name in names]]
+        why = worker.found["variants"]["patient"].get("left_out")
+        assert why == (None if "patient" in names else "no time left to compile it")
 
 
 class Wrong(Variant):

@@ -55,6 +55,7 @@ class ReduceOverhead(Plain):
     """``torch.compile(mode="reduce-overhead")``: torch's CUDA graph trees."""
 
     floor_name = "replay of the graph by hand"
+    can_wait = True  # it takes as long as all of cgcompile's together, and no goal needs it
 
     def __init__(self, setup: Setup, name: str, hand: "HandGraph") -> None:
         super().__init__(setup, name, {"mode": "reduce-overhead", "dynamic": True})

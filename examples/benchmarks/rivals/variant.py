@@ -79,6 +79,7 @@ class Variant:
         attention_calls: how often a step calls the op through the dispatcher; 0 where it lies in a
             graph or is called directly. What is really called is compared with this.
         batches: the batches it runs; None for all.
+        can_wait: whether it is compiled last, and left out where little time is left.
     """
 
     floor_name = ""
@@ -86,6 +87,7 @@ class Variant:
     batches: Sequence[int] | None = None
     is_eager = False  # what others are compared with
     takes_no_op = True  # whether attention can be switched off
+    can_wait = False
 
     def __init__(self, setup: Setup, name: str) -> None:
         self.setup = setup

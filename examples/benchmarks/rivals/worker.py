@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,19 @@ class Worker:
         return not bad
 
     def prepare(self) -> None:
-        """Compile everything."""
+        """Compile everything; what can wait only in the first half of the time."""
         self.setup.steps.draw(0)
-        kept = []
-        for each in self.variants:
-            if self.tried(each, "prepare", each.prepare):
-                kept.append(each)
+        half = (time.monotonic() + self.deadline) / 2
+
+        def run(variant: Variant) -> None:
+            if variant.can_wait and time.monotonic() > half:
+                raise LeftOut("no time left to compile it")
+            variant.prepare()
+
+        for each in sorted(self.variants, key=lambda each: each.can_wait):
+            if not self.tried(each, "prepare", partial(run, each)):
+                self.variants.remove(each)
             self.save()
-        self.variants = kept
         self.say(f"compiled; {self.deadline - time.monotonic():.0f} s left")
 
     def capture(self) -> None:
