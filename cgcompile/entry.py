@@ -260,11 +260,19 @@ class CompiledGraph:
         result = found.replay(inputs, real)
         again = self._config.on_input_change == "raise"
         if again and context is not None and found.batch.mode is context.cudagraph_runtime_mode:
-            others = self._bindings.others(binding, inputs)
-            pool, failed = self._program.pool, self._ledger.failed
-            self.turn.again = Again(self.turn, found, others, self._frozen, pool, failed)
+            self.turn.again = self._again(binding, found, inputs)
         self._ledger.replayed()
         return None, result
+
+    def _again(self, binding: Binding, found: Recording, inputs: tuple[Any, ...]) -> Again:
+        """What recognises a step that has just been replayed."""
+        again = self.turn.agains.get(found)
+        if again is None or again.names["epoch"] is not self.turn.epoch:
+            others = self._bindings.others(binding, inputs)
+            pool, failed = self._program.pool, self._ledger.failed
+            again = Again(self.turn, found, others, self._frozen, pool, failed)
+            self.turn.agains[found] = again
+        return again
 
     def _capture(
         self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]

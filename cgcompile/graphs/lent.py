@@ -118,4 +118,6 @@ def can_be_lent(leaf: Any) -> bool:
     """Whether another tensor over the same memory can stand for a leaf of a result."""
     if type(leaf) is not torch.Tensor or leaf.requires_grad:
         return False
+    if leaf.is_quantized or leaf.is_nested:  # more than a layout over memory
+        return False
     return compat.is_plain_tensor(leaf)

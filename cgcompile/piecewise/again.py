@@ -40,18 +40,20 @@ class Turn:
         owner: the thread that runs one; 0 if none does.
         epoch: another object as soon as nothing that was remembered before may run.
         again: the last step, as the compiled graph remembers it; set under the lock.
+        agains: all of these, by recording; to make one takes ten times as long as to run it.
         short: the last step, as a whole call of the model; None if there is none.
         shorts: all of these, by runtime mode and descriptor.
         replays: how many steps have gone these ways; counted under the lock.
     """
 
-    __slots__ = ("again", "epoch", "lock", "owner", "replays", "short", "shorts")
+    __slots__ = ("again", "agains", "epoch", "lock", "owner", "replays", "short", "shorts")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.owner = 0
         self.epoch = object()
         self.again: Again | None = None
+        self.agains: dict[Recording, Again] = {}
         self.short: Generated | None = None
         self.shorts: dict[Hashable, Generated] = {}
         self.replays = 0
@@ -81,6 +83,7 @@ class Turn:
         """Nothing that is remembered may run. Takes no lock: a collection may call it."""
         self.epoch = object()
         self.again = self.short = None
+        self.agains.clear()
         self.shorts.clear()
 
 

@@ -53,6 +53,7 @@ class FitsText(NamedTuple):
 
     Attributes:
         variables: the names of the arguments, positional ones first.
+        keywords: what callers call the others, in this order; a call may give them in another.
         leaves: the lines about each positional argument.
         rest: those about all others, but for what is asked of plain tensors of usual layouts:
             their types, devices, layouts and fixed sizes.
@@ -60,6 +61,7 @@ class FitsText(NamedTuple):
     """
 
     variables: list[str]
+    keywords: list[str]
     leaves: list[list[str]]
     rest: list[str]
     names: dict[str, Any]
@@ -311,7 +313,8 @@ def fits_function(
     fits: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
     pieces = [made.lines[start:end] for start, end in pairwise(begun)]
     *leaves, rest, _ = pieces
-    text = FitsText(variables, leaves, rest + made.lines[begun[-1] :], {"math": math, **made.names})
+    rest = rest + made.lines[begun[-1] :]
+    text = FitsText(variables, list(kwargs), leaves, rest, {"math": math, **made.names})
     fits.source, fits.text = source, text  # type: ignore[attr-defined]
     fits.references = made.references  # type: ignore[attr-defined]
     return fits

@@ -26,6 +26,7 @@ Whatever is not as it was, is for the longer way to judge.
 """
 
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,7 @@ class Shortcut:
         self.turn = graph.turn
         self._text, self._python = text, python
         self._attempts: dict[Any, int] = {}
+        self._epoch = self.turn.epoch  # of these attempts
 
     def learn(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], bound: Any, hooks: Sequence[Any]
@@ -78,6 +80,11 @@ class Shortcut:
         again, context = self.turn.again, callers_context()
         if again is None or context is None or any(hooks):
             return
+        if self.turn.owner == get_ident():
+            return  # a call inside of a step, which ran plain; the step holds the lock
+        if self._epoch is not self.turn.epoch:
+            self._attempts.clear()
+            self._epoch = self.turn.epoch
         key = again.recording.batch.mode, again.recording.batch.descriptor
         if key != (context.cudagraph_runtime_mode, context.batch_descriptor):
             return
@@ -103,7 +110,7 @@ class Shortcut:
         hooks: Sequence[Any],
     ) -> tuple[str, dict[str, Any]]:
         """The function of a step as text, and what it refers to."""
-        values = (*args, *kwargs.values())
+        values = (*args, *(kwargs[name] for name in self._text.keywords))
         if any(isinstance(each, _CONTAINERS) for each in values):
             raise _NoWay  # an item of it may be another one in the next call
         inputs, made = self._around(again, args, kwargs)
@@ -164,6 +171,7 @@ class _Way:
         self._again, self._recording, self._text = again, again.recording, text
         self._pairs = list(zip(text.variables, values, strict=True))
         self._variables = {id(value): variable for variable, value in self._pairs}
+        self._containers: set[int] = set()  # of the result
 
     def _unless(self, condition: str) -> None:
         self.lines += [f"if {condition}:", "    return another"]
@@ -242,16 +250,20 @@ class _Way:
             self._named(each) if isinstance(each, torch.Tensor) else self._bound(f"n_{place}", each)
             for place, each in enumerate(inputs)
         ]
-        return f"({', '.join(items)},)" + (" + frozen" if self._again.frozen else "")
+        return _tuple(items) + (" + frozen" if self._again.frozen else "")
 
     def result(self, made: Any) -> str:
         """What the call returns, of what the graph has made."""
         kind = type(made)
         if kind is _Mark:
             return self._item(made.item)
+        if kind is list or kind is dict:
+            if id(made) in self._containers:
+                raise _NoWay  # one object in two places
+            self._containers.add(id(made))
         if kind is tuple or kind is list:
             items = [self.result(each) for each in made]
-            return f"({', '.join(items)},)" if kind is tuple and items else f"[{', '.join(items)}]"
+            return _tuple(items) if kind is tuple else f"[{', '.join(items)}]"
         if kind is dict and all(type(key) is str for key in made):
             items = [f"{key!r}: {self.result(each)}" for key, each in made.items()]
             return f"{{{', '.join(items)}}}"
@@ -268,3 +280,8 @@ class _Way:
         if item in returned.lent_items:
             return f"out_{returned.lent_items.index(item)}"
         return self._bound(f"constant_{item}", returned.constants[item])
+
+
+def _tuple(items: Sequence[str]) -> str:
+    """A tuple as text; the empty one has no comma."""
+    return f"({', '.join(items)},)" if items else "()"

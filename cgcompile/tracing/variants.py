@@ -116,9 +116,13 @@ class Traces:
     ) -> None:
         """Let calls like this one take the shortest way, which :attr:`turn` knows."""
         shortcut.learn(args, kwargs, self._bound, self._hooks)
-        with self._lock:
-            if self.made and self.made[0] is variant:
-                self.turn = shortcut.turn
+        # Another thread may hold the lock for seconds, to trace; the next call tries again.
+        if self.turn is not shortcut.turn and self._lock.acquire(blocking=False):
+            try:
+                if self.made and self.made[0] is variant:
+                    self.turn = shortcut.turn
+            finally:
+                self._lock.release()
 
     def _look(self) -> None:
         """What is to be traced: with hooks, what runs them as well."""

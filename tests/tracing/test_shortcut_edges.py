@@ -1,0 +1,198 @@
+"""The shortest way where calls, results or callers are unusual: what it returns is what eager does."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from again_support import FULL, PIECEWISE, Deep, Engine
+from entry_support import Hook, operators
+from torch import nn
+
+import cgcompile
+from cgcompile import BatchDescriptor
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def context(mode: Any = FULL, rows: int = 3) -> Any:
+    return cgcompile.set_forward_context(
+        cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(rows)
+    )
+
+
+def compiled(model: nn.Module, **settings: Any) -> Any:
+    given = {"dynamic_dims": {"x": 0}, **settings}
+    return cgcompile.compile(
+        model.requires_grad_(False), compiler="eager", capture_device="host", guards="none", **given
+    )
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("kept", torch.randn(3, 4))
+
+
+class Empty(Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x), (), [()]
+
+
+def test_an_empty_tuple() -> None:
+    runs, x = compiled(Empty()), torch.randn(3, 4)
+    for _ in range(5):
+        with context():
+            assert runs(x)[1:] == ((), [()])
+    assert runs.backend.graphs[0].turn.replays == 2
+
+
+class Attends(Linear):
+    def forward(self, x: torch.Tensor, a: Any = None, b: Any = None) -> Any:
+        made = self.inner(x)
+        out = torch.empty_like(made)
+        torch.ops.cgentry.attend(made, a, b, out)
+        return self.inner(out), a
+
+
+def test_keywords_in_another_order() -> None:
+    operators()
+    model = Attends()
+    runs = compiled(model, splitting_ops=["cgentry::attend"])
+    x, a, b = (torch.randn(3, 4) for _ in range(3))
+    with context(PIECEWISE):
+        runs(x, a=a, b=b)
+    for _ in range(5):
+        with context(PIECEWISE):
+            made, same = runs(x, b=b, a=a)
+        assert torch.allclose(made, model(x, a, b)[0])
+        assert same is a
+    assert runs.backend.graphs[0].turn.short is not None
+
+
+class NoInputs(Linear):
+    def forward(self, factor: int) -> torch.Tensor:
+        out = torch.empty_like(self.kept)
+        torch.ops.cgentry.attend(self.kept, self.kept, self.kept, out)
+        return self.inner(out) * factor
+
+
+def test_a_graph_without_inputs() -> None:
+    operators()
+    model = NoInputs()
+    runs = compiled(model, splitting_ops=["cgentry::attend"], dynamic_dims=None)
+    for _ in range(5):
+        with context(PIECEWISE):
+            made = runs(2)
+        assert torch.allclose(made, model(2))
+    assert runs.backend.graphs[0].turn.replays == 2
+
+
+class Twice(Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        made = [self.inner(x)]
+        return made, made
+
+
+def test_one_container_in_two_places() -> None:
+    runs, x = compiled(Twice()), torch.randn(3, 4)
+    for _ in range(5):
+        with context():
+            one, other = runs(x)
+        assert one is other
+
+
+def test_a_call_inside_of_a_step_that_runs_plain() -> None:
+    engine = Engine(mode=PIECEWISE)
+    model = Deep(1, True).eval()  # its weights require grad
+    runs = cgcompile.compile(model, engine.backend, dynamic_dims={"x": 0}, guards="none")
+    for _ in range(4):
+        with engine.context:
+            runs(engine.x)
+    plain, inside = Hook.function, []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if not inside:
+            with torch.enable_grad():
+                inside.append(None)
+                inside.append(runs(engine.x))
+        return plain(x)
+
+    def call() -> None:
+        with torch.no_grad(), engine.context:
+            runs(engine.x)
+
+    try:
+        Hook.function = staticmethod(function)
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+    finally:
+        Hook.function = plain
+    assert inside[1].requires_grad
+
+
+def test_a_trace_of_another_thread_delays_nothing() -> None:
+    runs, x = compiled(Linear_()), torch.randn(3, 4)
+    for _ in range(4):
+        with context():
+            runs(x)
+    done = threading.Event()
+
+    def call() -> None:
+        with torch.no_grad(), context(PIECEWISE):  # not the remembered step: the longer way
+            runs(x)
+        done.set()
+
+    with runs._traces._lock:
+        threading.Thread(target=call, daemon=True).start()
+        assert done.wait(20)
+
+
+class Linear_(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_it_is_there_again_after_many_releases() -> None:
+    engine = Engine()
+    for _ in range(20):
+        engine.backend.release()
+        for _ in range(3):
+            engine.step()
+    assert engine.graph.turn.short is not None
+
+
+def test_steps_in_turn_are_not_made_anew() -> None:
+    """Without the shortest way of a whole call, a compiled graph remembers its steps as well."""
+    model = Linear_().requires_grad_(False)
+    runs = cgcompile.compile(
+        model, compiler="eager", capture_device="host", guards="keep", dynamic_dims={"x": 0}
+    )
+    x, known = torch.randn(4, 4), []
+    for _ in range(5):
+        for rows in (4, 3):
+            with context(FULL, rows):
+                assert torch.equal(runs(x[:rows]), model(x[:rows]))
+            known.append(runs.backend.graphs[0].turn.again)
+    assert known[-1] is known[-3] is not known[-2]
+
+
+def test_quantized_and_nested_results_from_outside() -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    config = cgcompile.CompilationConfig(capture_device="host")
+    wrapper = cgcompile.CUDAGraphWrapper(lambda x: (x * 2, quantized, nested), config, FULL)
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        with context():
+            made = wrapper(x)
+        assert made[1].q_scale() == pytest.approx(0.1)
+        assert made[2] is nested
+    assert wrapper.counters.replays == 2
