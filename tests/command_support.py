@@ -1,5 +1,6 @@
 """What commands of the command line look at, in tests."""
 
+import functools
 from typing import Any
 
 import torch
@@ -69,6 +70,19 @@ def wrong() -> Any:
 
 def sized(size: int, *, deep: bool = False) -> Any:
     return Net(), torch.randn(2, size, 8)
+
+
+def given(function: Any) -> Any:
+    @functools.wraps(function)
+    def inner() -> Any:
+        return function(2)
+
+    return inner
+
+
+@given
+def decorated(size: int) -> Any:
+    return sized(size)
 
 
 net = Net()

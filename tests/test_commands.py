@@ -212,6 +212,11 @@ def test_mistakes(run: Any, function: str, words: Any, status: int, said: str) -
     assert sys.path == before
 
 
+def test_a_decorator_gives_what_the_target_takes(run: Any) -> None:
+    status, out, _ = run("explain", "decorated")
+    assert (status, out.startswith("Net: 3 pieces: 2 captured, 1 eager")) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("target", "said"),
     [

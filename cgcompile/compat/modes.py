@@ -1,6 +1,7 @@
 """Dispatch modes, and what they ask of the ops they see. See ``cgcompile/compat/__init__.py``."""
 
 import operator
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType
@@ -118,11 +119,37 @@ def uncompiled() -> AbstractContextManager[Any]:
 
     Setting it there is an error of Dynamo's.
     """
-    try:
-        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    except RuntimeError:
-        return nullcontext()
-    return stance
+    return _UNCOMPILED
+
+
+class _Uncompiled:
+    """torch's switch is one for all threads: the first to enter sets it, the last puts it back.
+
+    Each for itself, two that overlap would leave the process uncompiled for good.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._stance: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                try:
+                    self._stance = torch.compiler.set_stance("force_eager")
+                except RuntimeError:
+                    self._stance = nullcontext()
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._stance.__exit__(None, None, None)
+
+
+_UNCOMPILED = _Uncompiled()
 
 
 def compiled_from(function: Any) -> Any:

@@ -20,7 +20,8 @@ class Memory:
         self._alone = alone
         self._known = {_address(tensor) for tensor in known}
         self._made: set[int] = set()  # no memory from before can begin where this call allocates
-        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._kept: dict[int, int] = {}  # by address: how many bytes from there on
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
     def made(self, results: list[torch.Tensor], given: list[torch.Tensor]) -> None:
@@ -29,7 +30,9 @@ class Memory:
         self._made |= {_address(tensor) for tensor in results} - theirs
 
     def about_to_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the bytes of what an op will write."""
+        """Keep the bytes of what an op will write, and the state of the generator it draws from."""
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            self.about_to_draw(kwargs["generator"])
         opaque = compat.compiled_region(func, args) is not None  # does not say what it writes
         given = compat.tree_tensors((args, kwargs))
         self.about_to_write(given if opaque else written(func, args, kwargs))
@@ -38,15 +41,18 @@ class Memory:
         """Keep the bytes of tensors, unless the call has made them itself."""
         for tensor in tensors:
             address = _address(tensor)
-            if not address or address in self._made or address in self._before:
+            if not address or address in self._made:
                 continue
             if self._alone and address not in self._known:
                 continue
             storage = tensor.untyped_storage()
+            if storage.nbytes() <= self._kept.get(address, 0):
+                continue
+            self._kept[address] = storage.nbytes()
             with torch.inference_mode(False), torch.no_grad():
                 whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                 whole.set_(storage, 0, (storage.nbytes(),), (1,))
-                self._before[address] = (whole, whole.clone())
+                self._before.append((whole, whole.clone()))
 
     def about_to_draw(self, generator: torch.Generator) -> None:
         """Keep the state of a random generator."""
@@ -54,16 +60,17 @@ class Memory:
 
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Whether the call has written the storage of a tensor."""
-        return _address(tensor) in self._before
+        return _address(tensor) in self._kept
 
     def put_back(self) -> None:
         """All kept bytes are again where they were, and generators draw again what they drew."""
         with torch.inference_mode(False), torch.no_grad():
-            for whole, before in self._before.values():
+            for whole, before in reversed(self._before):  # one may lie over an earlier one
                 whole.copy_(before)
         for generator, state in self._generators.values():
             generator.set_state(state)
         self._before.clear()
+        self._kept.clear()
         self._generators.clear()
 
 

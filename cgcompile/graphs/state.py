@@ -45,6 +45,11 @@ class Place(NamedTuple):
     owner: Any
     attribute: str
 
+    @property
+    def key(self) -> tuple[int, str]:
+        """Owner and attribute, to be compared; an owner may be equal to others, or unhashable."""
+        return id(self.owner), self.attribute
+
     def item(self, key: object) -> "Place":
         """An item of the container that is here."""
         return Place(f"{self.path}[{key!r}]", self.owner, self.attribute)
@@ -59,26 +64,26 @@ class _Slots:
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        self.members = {
-            name: member
+        self.members = [  # of one name there may be several, each with a value of its own
+            member
             for kind in type(owner).__mro__
             if "__slots__" in vars(kind)
-            for name, member in vars(kind).items()
+            for member in vars(kind).values()
             if isinstance(member, MemberDescriptorType)
-        }
+        ]
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> dict[MemberDescriptorType, Any]:
         found = {}
-        for name, member in self.members.items():
+        for member in self.members:
             with suppress(AttributeError):  # nothing is there
-                found[name] = member.__get__(self._owner)
+                found[member] = member.__get__(self._owner)
         return found
 
-    def put_back(self, before: dict[str, Any]) -> None:
-        for name in self.read().keys() - before.keys():
-            self.members[name].__delete__(self._owner)
-        for name, value in before.items():
-            self.members[name].__set__(self._owner, value)  # that of a frozen object too
+    def put_back(self, before: dict[MemberDescriptorType, Any]) -> None:
+        for member in self.read().keys() - before.keys():
+            member.__delete__(self._owner)
+        for member, value in before.items():
+            member.__set__(self._owner, value)  # that of a frozen object too
 
 
 @dataclass
@@ -124,13 +129,17 @@ class State:
             *calls: positional and keyword arguments of each.
         """
         roots: dict[str, Any] = {"self": getattr(model, "__self__", model)}
-        roots |= {name: value for value, name in _closure(model)}
+        cells = _cells(model)
+        for name, cell in cells.items():  # of which one may be called "self", as in a decorator
+            roots[name if name not in roots else f"outer {name}"] = cell.cell_contents
         for number, (args, kwargs) in enumerate(calls):
             prefix = "second " * number
             roots |= {f"{prefix}input {i}": each for i, each in enumerate(args)}
             roots |= {f"{prefix}input {name!r}": each for name, each in kwargs.items()}
         with compat.outside_inference_mode(), torch.no_grad():
-            return cls(roots)
+            state = cls(roots)
+        state._holders |= {id(cell): (cell, cell.cell_contents) for cell in cells.values()}
+        return state
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -172,14 +181,15 @@ class State:
 
     def _items(self, found: Any, place: Place) -> Iterator[tuple[Any, Place]]:
         if isinstance(found, dict):
-            self._holders[id(found)] = (found, dict(found))
-            for key in list(found) if len(found) < _LONG else ():
-                yield dict.__getitem__(found, key), place.item(key)
+            items = list(_plainly(found).items(found))
+            self._holders[id(found)] = (found, dict(items))
+            for key, each in items if len(items) < _LONG else ():
+                yield each, place.item(key)
         elif isinstance(found, (list, deque, set, tuple, frozenset)):
+            kept = list(_plainly(found).__iter__(found))
             if not isinstance(found, (tuple, frozenset)):
-                kept = set(found) if isinstance(found, set) else list(found)
                 self._holders[id(found)] = (found, kept)
-            for number, each in enumerate(list(found) if len(found) < _LONG else ()):
+            for number, each in enumerate(kept if len(kept) < _LONG else ()):
                 yield each, place.item(number)
         if isinstance(found, tuple):
             return
@@ -192,8 +202,8 @@ class State:
         if slots.members:
             self._holders.setdefault(id(found), (found, None))
             self._holders[id(slots)] = (slots, slots.read())
-            for name, value in slots.read().items():
-                yield value, place.of(found, name)
+            for member, value in slots.read().items():
+                yield value, place.of(found, member.__name__)
 
     def _attributes(
         self, found: Any, attributes: dict[str, Any], place: Place
@@ -218,32 +228,52 @@ def _is_librarys(found: Any) -> bool:
     return top in ("torch", "logging", "threading", "re", "weakref", "_thread", "functools")
 
 
-def _closure(function: Any) -> list[tuple[Any, str]]:
-    """The values that a function has from around it, as far as they are there already."""
+def _cells(function: Any) -> dict[str, CellType]:
+    """What holds the values that a function has from around it, as far as they are there."""
     cells = getattr(function, "__closure__", None) or ()
     names = function.__code__.co_freevars if cells else ()
-    empty = CellType()  # as of a name that is bound later; equal to no cell that holds something
-    pairs = [pair for pair in zip(cells, names, strict=True) if pair[0] != empty]
-    return [(cell.cell_contents, name) for cell, name in pairs]
+    return {name: cell for name, cell in zip(names, cells, strict=True) if _is_bound(cell)}
+
+
+def _is_bound(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # a name that is bound later
+        return False
+    return True
+
+
+def _plainly(container: Any) -> Any:
+    """The type whose methods do no more than they say; those of a subclass may.
+
+    An ``OrderedDict`` has its own order.
+    """
+    kinds = (OrderedDict, dict, list, deque, set, frozenset, tuple)
+    return next(kind for kind in kinds if isinstance(container, kind))
 
 
 def _restore(holder: Any, before: Any) -> None:
     if isinstance(holder, _Slots):
         holder.put_back(before)
-    elif isinstance(before, dict):
-        now, was = [*holder, *holder.values()], [*before, *before.values()]
-        if len(now) != len(was) or any(a is not b for a, b in zip(now, was, strict=True)):
-            # Not by methods of a subclass, which may do more; an OrderedDict has its own order.
-            kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+    elif isinstance(holder, CellType):
+        holder.cell_contents = before
+    elif isinstance(holder, dict):
+        kind = _plainly(holder)
+        now = [part for item in kind.items(holder) for part in item]
+        if _differ(now, [part for item in before.items() for part in item]):
             kind.clear(holder)
             for key, value in before.items():
                 kind.__setitem__(holder, key, value)
-    elif isinstance(before, list):
-        holder.clear()
-        holder.extend(before)
-    elif isinstance(before, set):
-        holder.clear()
-        holder.update(before)
+    elif isinstance(holder, (list, deque, set)):
+        kind = _plainly(holder)
+        if _differ(list(kind.__iter__(holder)), before):
+            kind.clear(holder)
+            put: Any = kind.update if kind is set else kind.extend
+            put(holder, before)
+
+
+def _differ(now: list[Any], was: list[Any]) -> bool:
+    return len(now) != len(was) or any(a is not b for a, b in zip(now, was, strict=True))
 
 
 class Change(NamedTuple):

@@ -55,8 +55,10 @@ class Undone:
             for path, (_, each) in self._state.values.items()
             if isinstance(each, torch.Tensor) and self._memory.was_written(each)
         }
-        self._state.put_back()
-        self._memory.put_back()
+        try:
+            self._state.put_back()
+        finally:
+            self._memory.put_back()
 
 
 def uncompile_parts(state: State) -> None:

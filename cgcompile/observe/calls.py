@@ -72,6 +72,8 @@ class PythonCalls:
     def __exit__(self, *error: Any) -> None:
         if self.sees:
             sys.setprofile(None)
+        while self._uncompiled:  # another profiler took over while one ran, so its end was not seen
+            self._uncompiled.pop().__exit__(None, None, None)
 
     def see(self, frame: FrameType, event: str, what: Any) -> None:
         """One event of the profile function."""

@@ -7,6 +7,7 @@ recorder (``graphs/host_rules.py``) and of the registry of boundaries. Read on i
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import CodeType
 from typing import Any
 
@@ -154,11 +155,12 @@ class _Examination:
                     after = State.of(self._model, self._second)
                     self._compare_state(start, between, after)
         finally:
-            if self._device.type == "cuda":  # the model may have used streams of its own
-                torch.cuda.synchronize(self._device)
-            self._before.put_back()
-            self._memory.put_back()
-            self._random.put_back()
+            with ExitStack() as stack:  # each, whatever the others raise; the last comes first
+                stack.callback(self._random.put_back)
+                stack.callback(self._memory.put_back)
+                stack.callback(self._before.put_back)
+                if self._device.type == "cuda":  # the model may have used streams of its own
+                    torch.cuda.synchronize(self._device)
         model = self._model
         name = getattr(model, "__qualname__", None) or type(model).__name__
         return Diagnosis.of(name, str(self._device), self._notes)
@@ -182,13 +184,13 @@ class _Examination:
         return True
 
     def _compare_state(self, start: State, between: State, after: State) -> None:
-        each_call = {change.place[1:] for change in changes(between, after)}
+        each_call = {change.place.key for change in changes(between, after)}
         for change in changes(between, after):
             kind, text = _what_changed(change)
             self._add(kind, text, change, self._ran[-1])
         for change in changes(start, between):
             place = change.place
-            if place[1:] not in each_call and place.path.startswith("self.") and place.attribute:
+            if place.key not in each_call and place.path.startswith("self.") and place.attribute:
                 self._add("lazy_attribute", "the first call sets it", change, self._ran[0])
 
     def _add(self, kind: str, text: str, change: Change, ran: set[CodeType]) -> None:

@@ -115,7 +115,9 @@ def _function(module: ModuleType, where: str, name: str) -> Any:
 def _called(target: str, function: Any) -> Any:
     inner = original_of(function)  # a model says what it takes, and is as callable as a function
     try:
-        signature = inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner)
+        # A decorator may give what the function inside of it takes.
+        taking = inner.forward if isinstance(inner, nn.Module) else inner
+        signature = inspect.signature(taking, follow_wrapped=False)
     except ValueError:  # of something that is not written in Python: nobody says
         return function()
     try:

@@ -225,8 +225,6 @@ class _Ops(compat.DispatchMode):
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         case, given = self._case, compat.tree_tensors((args, kwargs))
         case.memory.about_to_call(func, args, kwargs)
-        if isinstance(kwargs.get("generator"), torch.Generator):
-            case.memory.about_to_draw(kwargs["generator"])
         boundary = case.match(func) is not None
         if not boundary and self._notes.listens:
             self._before(func, args, kwargs, given)

@@ -12,6 +12,7 @@ from doctor_support import examine, found, worse_than_notes
 from torch import nn
 
 import cgcompile
+from cgcompile import compat
 from cgcompile.config import CompilationConfig
 from cgcompile.graphs.memory import Memory
 from cgcompile.observe.advice import Way
@@ -307,3 +308,42 @@ def test_what_a_traced_model_may_leave_out_is_a_note() -> None:
     assert seen.severity == "note"
     assert "asks whether it is traced" in seen.message
     assert found(diagnosis, "host_sync", Checks.inner, "plain").severity == "break"
+
+
+def test_the_switch_is_put_back_where_a_profiler_took_over() -> None:
+    def stops(x):
+        sys.setprofile(None)
+        return x * 2
+
+    ours = Compiles()
+    helper = torch.compile(stops, backend="eager")
+    examine(lambda x: helper(x), torch.ones(2))
+    torch.compile(torch.abs, backend=ours)(torch.ones(2))
+    assert ours.graphs == 1
+
+
+def test_the_switch_is_put_back_by_the_last_of_two_threads() -> None:
+    entered, left, ours = threading.Event(), threading.Event(), Compiles()
+
+    def read(x, ours_, theirs):
+        ours_.set()
+        assert theirs.wait(60)
+        return x * 2
+
+    helper = torch.compile(read, backend=ours)
+    other = threading.Thread(target=lambda: (entered.wait(60), second(), left.set()))
+
+    def second() -> None:
+        with compat.uncompiled():
+            inside.set()
+            assert done.wait(60)
+
+    inside, done = threading.Event(), threading.Event()
+    other.start()
+    examine(lambda x: helper(x, entered, inside), torch.ones(2))
+    assert ours.graphs == 0
+    done.set()
+    other.join(60)
+    assert left.is_set()
+    torch.compile(torch.abs, backend=ours)(torch.ones(2))
+    assert ours.graphs == 1

@@ -333,3 +333,25 @@ def test_a_function_that_has_a_name_from_around_it_which_is_bound_later() -> Non
 
     assert examine(forward, torch.randn(3)).ok
     later = 0
+
+
+@dataclass
+class Step:
+    """Equal to others, so it has no hash."""
+
+    number: int = 0
+
+
+def test_state_in_an_object_without_a_hash() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = Step()
+
+        def forward(self, x):
+            self.step.number += 1  # <number>
+            return x + 1
+
+    model = Model()
+    seen = found(examine(model, torch.ones(2)), "changing_attribute", Model.forward, "number")
+    assert (seen.op, model.step.number) == ("self.step.number", 0)
