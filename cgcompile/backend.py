@@ -90,7 +90,7 @@ class Backend:
         if any(each.is_cuda for each in own or ()):
             try:
                 compat.start_compile_workers()
-            except OSError as error:  # it will be told again where kernels are compiled
+            except (OSError, RuntimeError) as error:  # no process, no thread: told again later
                 log.info("no compile workers yet: %s", error)
 
     @property

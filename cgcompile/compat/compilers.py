@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile.compat.residuals import unfused_residuals
+from cgcompile.compat.residuals import scaled_apart, unfused_residuals
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
     import torch._inductor.config as config
 
     wanted = {**_PIECE_PATCHES, **patches}
+    wanted[_FIRST_PASS] = scaled_apart(wanted.get(_FIRST_PASS, getattr(config, _FIRST_PASS)))
     if torch.cuda.is_available():
         own = wanted.get(_LAST_PASS, getattr(config, _LAST_PASS))
         wanted[_LAST_PASS] = unfused_residuals(own)
@@ -135,7 +136,7 @@ _PIECE_PATCHES: Mapping[str, Any] = {
 # Kernels that do not depend on each other become one, as the rotations of queries and of keys.
 # Only pointwise ones: of reductions, those over a dynamic dimension do not compile (2.11, 2.13).
 _COMBINED_KERNELS: Mapping[str, Any] = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
-_LAST_PASS = "post_grad_custom_post_pass"
+_FIRST_PASS, _LAST_PASS = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
 
 
 def compile_aten(

@@ -1,6 +1,11 @@
-"""Additions of a whole tensor to a matrix product, taken apart again: :func:`unfused_residuals`.
+"""Additions to a matrix product, as Inductor must not fuse them: two passes over ATen graphs.
 
 See ``cgcompile/compat/__init__.py``.
+
+Note [Scaled additions]
+Inductor's pattern for ``mm(a, b) + x`` matches ``torch.add(mm(a, b), x, alpha=2)`` as well and
+forgets the 2 (2.11 and 2.13, with ``torch.compile`` too; 2.15 is right). So before its patterns the
+factor becomes a product of its own (:func:`scaled_apart`), everywhere.
 
 Note [Residual additions]
 Inductor turns ``mm(a, b) + x`` into ``addmm(x, a, b)``, unless all uses of the sum are pointwise;
@@ -19,6 +24,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Pass = Callable[[fx.Graph], None]
 
 
 def take_apart(graph: fx.Graph) -> None:
@@ -45,40 +52,60 @@ def _from_the_trace(node: fx.Node) -> bool:
 
 
 def _adds_whole_tensor(node: fx.Node) -> bool:
+    if node.kwargs or len(node.args) != 3:
+        return False
     value, result = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
     if not (isinstance(value, torch.Tensor) and isinstance(result, torch.Tensor)):
         return False
-    if node.kwargs or result.device.type != "cuda" or value.ndim != 2:
+    if result.device.type != "cuda" or value.ndim != 2:
         return False
     sizes = zip(value.shape, result.shape, strict=True)
     return all(statically_known_true(size == other) for size, other in sizes)
+
+
+def spell_out(graph: fx.Graph) -> None:
+    """Replace each addition of a scaled tensor by a product and an addition."""
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        alpha = node.kwargs.get("alpha", 1)
+        if alpha == 1 or not isinstance(node.args[1], fx.Node):
+            continue
+        one, other = node.args
+        with graph.inserting_before(node):
+            product = graph.call_function(aten.mul.Tensor, (other, alpha))
+            total = graph.call_function(aten.add.Tensor, (one, product))
+        product.meta.update(other.meta)
+        total.meta.update(node.meta)
+        product.meta["val"] = torch.empty_like(other.meta["val"])
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
 
 
 @cache
 def _pass_type() -> type:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class UnfusedResiduals(CustomGraphPass):
-        """:func:`take_apart` after Inductor's own passes, and the user's pass after it."""
+    class Own(CustomGraphPass):
+        """A pass of ours, and the user's pass after it."""
 
-        def __init__(self, then: Any) -> None:
-            self._then = then
+        def __init__(self, run: Pass, then: Any) -> None:
+            self._run, self._then = run, then
 
         def __call__(self, graph: fx.Graph) -> None:
-            take_apart(graph)
+            self._run(graph)
             if self._then is not None:
                 self._then(graph)
 
         def uuid(self) -> Any:
             # Of the user's own pass, None says: keep nothing.
             inner = "" if self._then is None else self._then.uuid()
-            return None if inner is None else f"unfused residuals 1, {inner!r}"
+            return None if inner is None else f"cgcompile {self._run.__name__} 1, {inner!r}"
 
-    return UnfusedResiduals
+    return Own
 
 
-def unfused_residuals(then: Callable[[fx.Graph], None] | None) -> Any:
-    """A pass for Inductor's ``post_grad_custom_post_pass``.
+def unfused_residuals(then: Pass | None) -> Any:
+    """A pass for Inductor's ``post_grad_custom_post_pass``. See Note [Residual additions].
 
     Args:
         then: the user's own pass, to be run after it.
@@ -87,6 +114,22 @@ def unfused_residuals(then: Callable[[fx.Graph], None] | None) -> Any:
         The pass; the user's own if that is a mere function, of which nobody can tell whether it is
         still the same.
     """
+    return _before(take_apart, then)
+
+
+def scaled_apart(then: Pass | None) -> Any:
+    """A pass for Inductor's ``post_grad_custom_pre_pass``. See Note [Scaled additions].
+
+    Args:
+        then: the user's own pass, to be run after it.
+
+    Returns:
+        The pass; the user's own if that is a mere function, likewise.
+    """
+    return _before(spell_out, then)
+
+
+def _before(run: Pass, then: Pass | None) -> Any:
     if then is not None and not hasattr(then, "uuid"):
         return then
-    return _pass_type()(then)
+    return _pass_type()(run, then)

@@ -95,7 +95,7 @@ if context.cudagraph_runtime_mode is not mode or grad_is_on() or capturing():
 asked = context.batch_descriptor
 if asked is not descriptor and asked != descriptor:
     return another
-if pool.generation != generation or turn.owner == thread:
+if turn.owner == thread:
     return another
 """
 
@@ -139,7 +139,7 @@ def step_source(signature: str, first: str, then: str, inputs: str | None, resul
     return (
         f"def step({signature}):\n{text(_ASKED + first, ' ' * 4)}"
         "    with lock:\n"
-        "        if turn.epoch is not epoch:\n"
+        "        if turn.epoch is not epoch or pool.generation != generation:\n"
         "            return another\n"
         "        turn.owner = thread\n"
         "        try:\n"

@@ -25,6 +25,7 @@ all three become one generated function for each recorded step, which looks like
 Whatever is not as it was, is for the longer way to judge.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -37,6 +38,8 @@ from cgcompile.errors import GuardError
 from cgcompile.forward_context import callers_context
 from cgcompile.piecewise.again import Again, made_step, step_source
 from cgcompile.tracing.arguments import FitsText
+
+log = logging.getLogger(__name__)
 
 _ATTEMPTS = 16  # at one step, of calls that differ in what no address and size tells
 _CONTAINERS = (tuple, list, dict, slice)
@@ -95,6 +98,9 @@ class Shortcut:
         try:
             found = self._text_of(again, args, kwargs, bound, hooks)
         except (_NoWay, GuardError):
+            return
+        except Exception as error:  # the call has been served, and so is the next one
+            log.warning("no shortest way: %s: %s", type(error).__name__, error)
             return
         step = made_step(*found)
         with self.turn.lock:

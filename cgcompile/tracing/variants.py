@@ -30,7 +30,6 @@ from cgcompile.tracing.dims import (
     with_two_rows,
 )
 from cgcompile.tracing.saved import CannotSave, KeptTraces, SavedTrace, facts_of_call, saved
-from cgcompile.tracing.shortcut import Shortcut
 from cgcompile.tracing.variant import Rules, Start, Variant
 
 log = logging.getLogger(__name__)
@@ -95,6 +94,7 @@ class Traces:
             result = ANOTHER if way is None else way(args, kwargs)
             if result is not ANOTHER:
                 return result
+        given, turn = args, self.turn
         if self._bound is not None:
             args = (self._bound, *args)
         made = self.made
@@ -102,35 +102,32 @@ class Traces:
             variant: Variant | None = made[0]
         else:
             variant = self._found(args, kwargs)
+            if self.turn is not turn:  # traces take turns, and this one may know a way
+                way = self.turn.other() or self.turn.short
+                result = ANOTHER if way is None else way(given, kwargs)
+                if result is not ANOTHER:
+                    return result
         if variant is not None and variant.proven:
             result = variant.run(*args, **kwargs)
             if variant.shortcut is not None and variant.shortcut.turn.again is not None:
-                self._learn(variant, variant.shortcut, args, kwargs)
+                variant.shortcut.learn(args, kwargs, self._bound, self._hooks)
             return result
         with self._lock:
             variant = self._found(args, kwargs) or self._traced(args, kwargs)
             return self._first(variant, args, kwargs)
-
-    def _learn(
-        self, variant: Variant, shortcut: Shortcut, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Let calls like this one take the shortest way, which :attr:`turn` knows."""
-        shortcut.learn(args, kwargs, self._bound, self._hooks)
-        # Another thread may hold the lock for seconds, to trace; the next call tries again.
-        if self.turn is not shortcut.turn and self._lock.acquire(blocking=False):
-            try:
-                if self.made and self.made[0] is variant:
-                    self.turn = shortcut.turn
-            finally:
-                self._lock.release()
 
     def _look(self) -> None:
         """What is to be traced: with hooks, what runs them as well."""
         self._hooked = sum(map(len, self._hooks))
         self._function, self._bound = compat.traced_function(self._called)
         self._signature = inspect.signature(self._function, follow_wrapped=False)
-        self.made: tuple[Variant, ...] = ()
-        self.turn = Turn()
+        self._set_made(())
+
+    def _set_made(self, made: tuple[Variant, ...]) -> None:
+        """These traces are there, the first to be tried first."""
+        shortcut = made[0].shortcut if made else None
+        self.made = made
+        self.turn = Turn() if shortcut is None else shortcut.turn
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
         """The trace that serves a call."""
@@ -152,7 +149,7 @@ class Traces:
             # The result is right: nothing had moved before. Later calls are traced again.
             log.info("%s replaces tensors of its own; they are looked up from now on", self.name)
             self._unfrozen = True
-            self.made, self.turn = tuple(each for each in self.made if not each.frozen), Turn()
+            self._set_made(tuple(each for each in self.made if not each.frozen))
         elif variant.keep is not None:
             variant.keep()
             variant.keep = None
@@ -175,7 +172,7 @@ class Traces:
         with self._lock:
             others = tuple(each for each in self.made if each is not variant)
             if len(others) < len(self.made):  # else it was dropped in the meantime
-                self.made, self.turn = (variant, *others), Turn()
+                self._set_made((variant, *others))
 
     def _names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The locals of a call, as Dynamo's guards and sources speak of them."""
@@ -190,7 +187,7 @@ class Traces:
     def clear(self) -> None:
         """Forget all traces."""
         with self._lock:
-            self.made, self.turn = (), Turn()
+            self._set_made(())
             self._unfrozen = False
 
     # -------------------------------------------------------------- a new trace
@@ -255,8 +252,7 @@ class Traces:
             yield
 
     def _add(self, variant: Variant) -> None:
-        self.made = (variant, *(each for each in self.made if each.is_alive))
-        self.turn = Turn()
+        self._set_made((variant, *(each for each in self.made if each.is_alive)))
         self._count += 1
         if self._count == _MANY:
             log.warning(

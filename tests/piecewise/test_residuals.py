@@ -11,8 +11,9 @@ from torch._inductor.exc import InductorError
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import cgcompile
 from cgcompile.compat import compilers
-from cgcompile.compat.residuals import take_apart, unfused_residuals
+from cgcompile.compat.residuals import spell_out, take_apart, unfused_residuals
 
 LAST = "post_grad_custom_post_pass"
 
@@ -78,6 +79,35 @@ def test_what_the_user_wrote_stays() -> None:
     addmm(gm).meta["seq_nr"] = 3
     take_apart(gm.graph)
     assert ops(gm) == ["aten.addmm.default"]
+
+
+@pytest.mark.parametrize("alpha", [2, -0.5])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_factor_is_not_forgotten(alpha: float, turned: bool) -> None:
+    """torch 2.11 and 2.13 forget it."""
+    w = torch.randn(8, 8)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.add(*((x, x @ w) if turned else (x @ w, x)), alpha=alpha)
+
+    backend = cgcompile.Backend(compiler="inductor", capture_device="host", cache_dir="off")
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(5, 8)
+            torch.testing.assert_close(compiled(x), function(x))
+    assert backend.counters.replays == 2
+
+
+def test_scaled_additions_are_spelled_out() -> None:
+    gm = traced(lambda x, y: torch.add(x, y, alpha=3) + torch.add(x, y), (4, 6), (4, 6))
+    spell_out(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    add = "aten.add.Tensor"
+    assert ops(gm) == ["aten.mul.Tensor", add, add, add]
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    torch.testing.assert_close(gm(x, y), x + 3 * y + (x + y))
 
 
 # ---------------------------------------------------------------- beside the user's own pass

@@ -56,7 +56,7 @@ def step(args, kwargs):
     asked = context.batch_descriptor
     if asked is not descriptor and asked != descriptor:
         return another
-    if pool.generation != generation or turn.owner == thread:
+    if turn.owner == thread:
         return another
     if hooks_0 or hooks_1:
         return another
@@ -73,7 +73,7 @@ def step(args, kwargs):
         if not alike(v2, out_0) or v2.data_ptr() != at_1 or out_0.data_ptr() != at_out_0:
             return another
     with lock:
-        if turn.epoch is not epoch:
+        if turn.epoch is not epoch or pool.generation != generation:
             return another
         turn.owner = thread
         try:
@@ -115,7 +115,7 @@ def step(args, kwargs):
     if not alike(v2) or v2.data_ptr() != at_1:
         return another
     with lock:
-        if turn.epoch is not epoch:
+        if turn.epoch is not epoch or pool.generation != generation:
             return another
         turn.owner = thread
         try:

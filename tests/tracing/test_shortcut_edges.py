@@ -1,12 +1,13 @@
 """The shortest way where calls, results or callers are unusual: what it returns is what eager does."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 from again_support import FULL, PIECEWISE, Deep, Engine
-from entry_support import Hook, operators
+from entry_support import Hook, assert_same, operators
 from torch import nn
 
 import cgcompile
@@ -196,3 +197,52 @@ def test_quantized_and_nested_results_from_outside() -> None:
         assert made[1].q_scale() == pytest.approx(0.1)
         assert made[2] is nested
     assert wrapper.counters.replays == 2
+
+
+class Sum(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + 1
+
+
+def test_two_traces_in_turn_keep_their_ways() -> None:
+    model = Sum()
+    runs = compiled(model)
+    given = [torch.randn(3, 4), torch.randn(3, 4, dtype=torch.float64)]
+
+    def round_of_calls() -> None:
+        for x in given:
+            x.copy_(torch.randn_like(x))
+            with context():
+                torch.testing.assert_close(runs(x), model(x))
+
+    for _ in range(5):
+        round_of_calls()
+    turns = [graph.turn for graph in runs.backend.graphs]
+    assert len(turns) == 2
+    ways = [dict(turn.shorts) for turn in turns]
+    assert all(ways)
+    before = [turn.replays for turn in turns]
+    for _ in range(20):
+        round_of_calls()
+    assert [turn.shorts for turn in turns] == ways
+    assert [turn.replays for turn in turns] == [count + 20 for count in before]
+
+
+def test_graphs_that_were_cleared_while_a_call_waited_are_not_replayed() -> None:
+    engine = Engine()
+    turn, pool = engine.graph.turn, engine.graph.pool
+    assert turn.short is not None
+    before, found = turn.replays, []
+
+    def call() -> None:
+        with torch.no_grad():
+            found.append(engine.step().clone())
+
+    with turn.lock:  # as if another step ran
+        thread = threading.Thread(target=call)
+        thread.start()
+        time.sleep(0.3)  # it waits for its turn
+        pool.generation += 1  # as clear_graphs() of a wrapper
+    thread.join(20)
+    assert turn.replays == before
+    assert_same([*found], [engine.model(engine.x)])
