@@ -263,7 +263,11 @@ def _setting_text(name: str, found: Any) -> str:
         rows = (f"{key!r}: {_setting_text(name, value)}" for key, value in found.items())
         return "{" + ", ".join(sorted(rows)) + "}"
     if callable(getattr(found, "uuid", None)):
-        return f"{type(found).__name__} {found.uuid()!r}"
+        told = found.uuid()
+        if told is None:
+            whose = type(getattr(found, "then", found)).__name__  # the user's, behind one of ours
+            raise ValueError(f"the setting {name} holds a {whose} without uuid()")
+        return f"{type(found).__name__} {told!r}"
     known = qualified_name(found)
     if known is None:
         raise ValueError(f"the setting {name} holds a {type(found).__name__} without uuid()")

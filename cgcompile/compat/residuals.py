@@ -89,16 +89,17 @@ def _pass_type() -> type:
         """A pass of ours, and the user's pass after it."""
 
         def __init__(self, run: Pass, then: Any) -> None:
-            self._run, self._then = run, then
+            self._run, self.then = run, then
 
         def __call__(self, graph: fx.Graph) -> None:
             self._run(graph)
-            if self._then is not None:
-                self._then(graph)
+            if self.then is not None:
+                self.then(graph)
 
         def uuid(self) -> Any:
-            # Of the user's own pass, None says: keep nothing.
-            inner = "" if self._then is None else self._then.uuid()
+            # None says: keep nothing. Of a mere function nobody can tell whether it is the same.
+            tell = getattr(self.then, "uuid", lambda: None)
+            inner = "" if self.then is None else tell()
             return None if inner is None else f"cgcompile {self._run.__name__} 1, {inner!r}"
 
     return Own
@@ -114,7 +115,9 @@ def unfused_residuals(then: Pass | None) -> Any:
         The pass; the user's own if that is a mere function, of which nobody can tell whether it is
         still the same.
     """
-    return _before(take_apart, then)
+    if then is not None and not hasattr(then, "uuid"):
+        return then
+    return _pass_type()(take_apart, then)
 
 
 def scaled_apart(then: Pass | None) -> Any:
@@ -124,12 +127,6 @@ def scaled_apart(then: Pass | None) -> Any:
         then: the user's own pass, to be run after it.
 
     Returns:
-        The pass; the user's own if that is a mere function, likewise.
+        The pass. Results depend on it, so it runs before a mere function too.
     """
-    return _before(spell_out, then)
-
-
-def _before(run: Pass, then: Pass | None) -> Any:
-    if then is not None and not hasattr(then, "uuid"):
-        return then
-    return _pass_type()(run, then)
+    return _pass_type()(spell_out, then)

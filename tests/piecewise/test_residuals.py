@@ -82,21 +82,28 @@ def test_what_the_user_wrote_stays() -> None:
 
 
 @pytest.mark.parametrize("alpha", [2, -0.5])
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_factor_is_not_forgotten(alpha: float, turned: bool) -> None:
+@pytest.mark.parametrize(("turned", "own"), [(False, False), (True, False), (False, True)])
+def test_a_factor_is_not_forgotten(alpha: float, turned: bool, own: bool) -> None:
     """torch 2.11 and 2.13 forget it."""
     w = torch.randn(8, 8)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.add(*((x, x @ w) if turned else (x @ w, x)), alpha=alpha)
 
-    backend = cgcompile.Backend(compiler="inductor", capture_device="host", cache_dir="off")
+    saw = []
+    options = {"post_grad_custom_pre_pass": saw.append} if own else {}
+    backend = cgcompile.Backend(
+        compiler="inductor", capture_device="host", inductor_options=options
+    )
     compiled = torch.compile(function, backend=backend, dynamic=True)
     with torch.no_grad():
         for _ in range(4):
             x = torch.randn(5, 8)
             torch.testing.assert_close(compiled(x), function(x))
     assert backend.counters.replays == 2
+    assert bool(saw) is own
+    (piece,) = backend.graphs[0].compilation.pieces
+    assert (piece.key is None) is own  # nobody knows what a mere function does tomorrow
 
 
 def test_scaled_additions_are_spelled_out() -> None:
