@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.compiler import is_dynamo_compiling
 
 from cgcompile.backend import Backend
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
@@ -165,7 +166,7 @@ class CompiledModel(Transparent):
             CGCompileError: what compiling or replaying raises.
             BaseException: what the model raises.
         """
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return self.runnable(*args, **kwargs)  # part of what somebody else compiles
         traces = self._traces
         if traces is not None:

@@ -86,6 +86,9 @@ class ForwardContext:
 _Entry = tuple[ForwardContext | None, ForwardContext | None, int, "Task[Any] | None"]
 _current: ContextVar[_Entry | None] = ContextVar("cgcompile_forward_context", default=None)
 
+# Of a context that was entered: (the last, those before). A list costs two calls more at each step.
+_Tokens = tuple[Token[Any], Any] | None
+
 
 def entered() -> _Entry | None:
     """What this thread or task has entered last, in one call, as every step asks for it.
@@ -146,18 +149,20 @@ class override_forward_context:
     """Context manager: make ``context`` (or None) current in this thread or task; re-entrant."""
 
     __slots__ = ("_callers", "_context", "_tokens")
+    _tokens: _Tokens
 
     def __init__(self, context: ForwardContext | None) -> None:
         if torch.compiler.is_compiling():
             raise ForwardContextError.traced(type(self).__name__ + "()")
         self._context = context
         self._callers = None if context is None or context.is_synthetic else context
-        self._tokens: list[Token[Any]] = []
+        self._tokens = None
 
     def __enter__(self) -> ForwardContext | None:
         context, loop = self._context, _get_running_loop()
         task = None if loop is None else current_task(loop)
-        self._tokens.append(_current.set((context, self._callers, get_ident(), task)))
+        token = _current.set((context, self._callers, get_ident(), task))
+        self._tokens = token, self._tokens
         return context
 
     def __exit__(
@@ -166,7 +171,9 @@ class override_forward_context:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _current.reset(self._tokens.pop())
+        assert self._tokens is not None, "left more often than entered"
+        token, self._tokens = self._tokens
+        _current.reset(token)
 
 
 class set_forward_context(override_forward_context):
@@ -218,7 +225,7 @@ class set_forward_context(override_forward_context):
             inputs_ready=inputs_ready,
             **additional,
         )
-        self._tokens = []
+        self._tokens = None
 
 
 def is_forward_context_available() -> bool:

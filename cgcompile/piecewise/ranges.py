@@ -332,7 +332,9 @@ class Ranged:
     ) -> None:
         single = [each for each in artifacts if each.sizes.first == each.sizes.last]
         ranges = [each for each in artifacts if each.sizes.first != each.sizes.last]
-        self._single = {each.sizes.first: each for each in single}
+        self._single: dict[int, list[Artifact]] = {}  # a range may be of one size, too
+        for each in single:
+            self._single.setdefault(each.sizes.first, []).append(each)
         self._ranges = sorted(ranges, key=lambda each: each.sizes.first)
         self._firsts = [each.sizes.first for each in self._ranges]
         self.artifacts = (*single, *self._ranges)
@@ -350,8 +352,7 @@ class Ranged:
 
     def serving(self, size: int) -> Iterator[Artifact]:
         """The artifacts that are for a size, the narrowest first."""
-        if size in self._single:
-            yield self._single[size]
+        yield from self._single.get(size, ())
         position = bisect_right(self._firsts, size) - 1
         if position >= 0 and size in self._ranges[position].sizes:
             yield self._ranges[position]

@@ -55,15 +55,23 @@ class FitsText(NamedTuple):
         variables: the names of the arguments, positional ones first.
         keywords: what callers call the others, in this order; a call may give them in another.
         leaves: the lines about each positional argument.
-        rest: those about all others, but for what is asked of plain tensors of usual layouts:
-            their types, devices, layouts and fixed sizes.
+        others: those about the others. Here, as in ``leaves``, nothing is asked of the types,
+            devices, layouts and fixed sizes of plain tensors of usual layouts.
+        sizes: those about the sizes and strides of tensors that are not fixed.
+        foreign: those that tell arguments from tensors that the trace reaches in another way.
+        distinct: those that tell arguments that are tensors from each other.
+        autocast: those about it.
         names: what the lines refer to.
     """
 
     variables: list[str]
     keywords: list[str]
     leaves: list[list[str]]
-    rest: list[str]
+    others: list[str]
+    sizes: list[str]
+    foreign: list[str]
+    distinct: list[str]
+    autocast: list[str]
     names: dict[str, Any]
 
 
@@ -205,8 +213,8 @@ class _Lines:
                 self._read.update(symbols)
                 self.unless(f"not ({text})")
 
-    def relations(self) -> None:
-        """Sizes that are equal, or follow from others, and tensors that are different objects."""
+    def sizes(self, conditions: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+        """Sizes that are equal, or follow from others, and what else was assumed of them."""
         for places in self._sizes.values():
             for other in places[1:]:
                 self.unless(f"{places[0]} != {other}")
@@ -216,11 +224,17 @@ class _Lines:
         for text, place in derived:
             symbols = tuple(name for name in _SYMBOL.findall(text) if name != "math")
             self.conditions([(f"{place} == ({text})", symbols)])
-        self.conditions(self._derived)
+        self.conditions([*self._derived, *conditions])
+
+    def foreign(self) -> None:
+        """None is a tensor that the trace reaches in another way."""
         if self._tensors and self.others:
             ids = self.bound("f", self.others)
             objects = " or ".join(f"id({name}) in {ids}" for name in self._tensors.values())
             self.unless(objects)
+
+    def distinct(self) -> None:
+        """Tensors that are different objects."""
         names = list(self._tensors.values())
         if 1 < len(names) <= _FEW:
             pairs = combinations(names, 2)
@@ -304,17 +318,19 @@ def fits_function(
     begun.append(len(made.lines))
     made.usual()
     begun.append(len(made.lines))
-    made.relations()
-    made.conditions(conditions)
-    made.autocast()
+    made.sizes(conditions)
+    for asked in (made.foreign, made.distinct, made.autocast):
+        begun.append(len(made.lines))
+        asked()
+    begun.append(len(made.lines))
     source = "\n".join(["def fits(args, kwargs):", *made.lines, "    return True"]) + "\n"
     namespace = {"math": math, **made.names}
     exec(compile(source, "<cgcompile fits>", "exec"), namespace)
     fits: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
     pieces = [made.lines[start:end] for start, end in pairwise(begun)]
-    *leaves, rest, _ = pieces
-    rest = rest + made.lines[begun[-1] :]
-    text = FitsText(variables, list(kwargs), leaves, rest, {"math": math, **made.names})
+    leaves, (others_, _, *rest) = pieces[: len(args)], pieces[len(args) :]
+    names = {"math": math, **made.names}
+    text = FitsText(variables, list(kwargs), leaves, others_, *rest, names)
     fits.source, fits.text = source, text  # type: ignore[attr-defined]
     fits.references = made.references  # type: ignore[attr-defined]
     return fits

@@ -122,7 +122,7 @@ class Shortcut:
         inputs, made = self._around(again, args, kwargs)
         lines = _Way(again, self._text, values)
         lines.hooks(hooks)
-        lines.arguments(len(args), list(kwargs), 0 if bound is None else 1)
+        lines.arguments(len(args), list(kwargs), 0 if bound is None else 1, inputs)
         lines.layouts(inputs)
         alone = again.alone
         if alone is not None:
@@ -191,20 +191,37 @@ class _Way:
             names = [self._bound(f"hooks_{place}", each) for place, each in enumerate(hooks)]
             self._unless(" or ".join(names))
 
-    def arguments(self, count: int, keywords: Sequence[str], bound: int) -> None:
+    def arguments(
+        self, count: int, keywords: Sequence[str], bound: int, inputs: Sequence[Any]
+    ) -> None:
         """What ``fits`` asks, but for the first argument, if no caller passes it.
+
+        Nothing of sizes: they are as they were, see :meth:`layouts`.
 
         Args:
             count: of positional arguments, that one included.
             keywords: the others.
             bound: how many no caller passes.
+            inputs: of the graph.
         """
         many = "kwargs" if not keywords else f"len(kwargs) != {len(keywords)}"
         self._unless(f"len(args) != {count - bound} or {many}")
         if count > bound:
             self.lines.append(f"({', '.join(self._text.variables[bound:count])},) = args")
-        asked = [line for leaf in self._text.leaves[bound:] for line in leaf] + self._text.rest
+        text = self._text
+        asked = [line for leaf in text.leaves[bound:] for line in leaf] + text.others + text.foreign
+        if not self._lie_apart(inputs):
+            asked += text.distinct
+        asked += text.autocast
         self.lines += [line[4:].replace("return False", "return another") for line in asked]
+
+    def _lie_apart(self, inputs: Sequence[Any]) -> bool:
+        """Whether :meth:`layouts` asks of each tensor to begin where none of the others does."""
+        addresses = self._recording.addresses
+        places = {id(inputs[place]): at for place, at in addresses if place < len(inputs)}
+        tensors = [value for _, value in self._pairs if isinstance(value, torch.Tensor)]
+        begins = [places.get(id(each)) for each in tensors]
+        return None not in begins and len(set(begins)) == len(begins)
 
     def layouts(self, inputs: Sequence[Any]) -> None:
         """Tensors have the sizes and strides that they had, and lie where graphs read them."""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from cases import CASES, D, Decoder
 from expecttest import assert_expected_inline
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support import build, check_against_eager
 from torch import nn
@@ -112,6 +112,7 @@ def test_each_size_is_in_one_range(endpoints: list[int], size: int) -> None:
 
 
 @given(increasing, st.sets(st.integers(1, 60)), st.sets(st.integers(0, 5)), st.integers(0, 80))
+@example([5, 6], {1, 6}, set(), 6)  # one size by itself, and as a range
 def test_the_narrowest_artifact_that_holds_is_taken(
     endpoints: list[int], single: set[int], left_out: set[int], size: int
 ) -> None:

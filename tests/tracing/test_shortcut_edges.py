@@ -12,6 +12,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor
+from cgcompile.errors import AddressChangedError, HostValueChangedError
 
 
 @pytest.fixture(autouse=True)
@@ -246,3 +247,34 @@ def test_graphs_that_were_cleared_while_a_call_waited_are_not_replayed() -> None
     thread.join(20)
     assert turn.replays == before
     assert_same([*found], [engine.model(engine.x)])
+
+
+class Tells(Linear):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        made = torch.cat([self.inner(x), y])
+        return made * 2 if x is y else made
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_what_follows_from_addresses_and_sizes_is_not_asked_again(apart: bool) -> None:
+    model = Tells()
+    dims = {"x": {0: "n"}, "y": {0: "n"}}
+    runs, x = compiled(model, dynamic_dims=dims), torch.randn(3, 4)
+    y = torch.randn(3, 4) if apart else x[:]
+    for _ in range(5):
+        with context():
+            runs(x, y)
+    turn = runs.backend.graphs[0].turn
+    asked = turn.short.__code__
+    assert "shape" not in asked.co_names
+    assert turn.replays == 2
+    for other in [x, y, x, y, y]:
+        x.copy_(torch.randn(3, 4))
+        with context():
+            assert_same([runs(x, other)], [model(x, other)])
+    assert turn.replays > 2, "the step is still remembered"
+    with context(), pytest.raises(HostValueChangedError, match=r"y.size\(\)\[0\]' is 2, was 3"):
+        runs(x, y[:2])
+    if apart:
+        with context(), pytest.raises(AddressChangedError):
+            runs(y, x)
