@@ -51,13 +51,14 @@ Shapes = Mapping[str, tuple[int | str, ...]]
 class FitsText(NamedTuple):
     """The lines of a ``fits`` function, for other functions to be made of; indented by 4.
 
+    Without those for whoever compares whole layouts: about the types, devices, layouts and fixed
+    sizes of plain tensors of usual layouts, and about sizes that are not fixed.
+
     Attributes:
         variables: the names of the arguments, positional ones first.
         keywords: what callers call the others, in this order; a call may give them in another.
         leaves: the lines about each positional argument.
-        others: those about the others. Here, as in ``leaves``, nothing is asked of the types,
-            devices, layouts and fixed sizes of plain tensors of usual layouts.
-        sizes: those about the sizes and strides of tensors that are not fixed.
+        others: those about the others.
         foreign: those that tell arguments from tensors that the trace reaches in another way.
         distinct: those that tell arguments that are tensors from each other.
         autocast: those about it.
@@ -68,7 +69,6 @@ class FitsText(NamedTuple):
     keywords: list[str]
     leaves: list[list[str]]
     others: list[str]
-    sizes: list[str]
     foreign: list[str]
     distinct: list[str]
     autocast: list[str]
@@ -328,9 +328,18 @@ def fits_function(
     exec(compile(source, "<cgcompile fits>", "exec"), namespace)
     fits: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
     pieces = [made.lines[start:end] for start, end in pairwise(begun)]
-    leaves, (others_, _, *rest) = pieces[: len(args)], pieces[len(args) :]
-    names = {"math": math, **made.names}
-    text = FitsText(variables, list(kwargs), leaves, others_, *rest, names)
+    leaves, rest = pieces[: len(args)], pieces[len(args) :]
+    keyworded, _usual, _sizes, foreign, distinct, autocast = rest
+    text = FitsText(
+        variables=variables,
+        keywords=list(kwargs),
+        leaves=leaves,
+        others=keyworded,
+        foreign=foreign,
+        distinct=distinct,
+        autocast=autocast,
+        names={"math": math, **made.names},
+    )
     fits.source, fits.text = source, text  # type: ignore[attr-defined]
     fits.references = made.references  # type: ignore[attr-defined]
     return fits
