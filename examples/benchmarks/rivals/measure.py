@@ -104,17 +104,24 @@ def rows_of(variants: Iterable[Variant], batch: int) -> tuple[dict[str, Row], di
     return rows, floors
 
 
-def one_round(rows: dict[str, Row], device: str, repeats: int) -> None:
-    """A few samples of each metric, rows in turn."""
+def beside_floors(rows: dict[str, Row], floors: dict[str, str]) -> list[list[Row]]:
+    """All rows, those together that have one floor, with that floor."""
+    groups: dict[str, list[Row]] = {}
+    for name, row in rows.items():
+        groups.setdefault(floors.get(name, name), []).append(row)
+    return list(groups.values())
+
+
+def one_round(groups: list[list[Row]], device: str, repeats: int) -> None:
+    """A few samples of each metric, group after group, the rows of one in turn."""
 
     def in_turn(sample: Callable[[Row], None]) -> None:
-        for row in rows.values():
-            for _ in range(repeats):
-                if row.error is None:
-                    try:
-                        sample(row)
-                    except Exception as error:
-                        row.error = f"{type(error).__name__}: {error}"
+        for row in [row for group in groups for _ in range(repeats) for row in group]:
+            if row.error is None:
+                try:
+                    sample(row)
+                except Exception as error:
+                    row.error = f"{type(error).__name__}: {error}"
 
     def host_noop(row: Row) -> None:
         if row.takes_no_op:
@@ -166,13 +173,14 @@ def measure(
         metric; ``rows``: by variant, microseconds by metric, its own and its floor's.
     """
     rows, floors = rows_of(variants, batch)
+    groups = beside_floors(rows, floors)
     paces: list[float] = []
     done, longest = 0, 0.0
     for _ in range(rounds):
         begun = time.monotonic()
         if probe is not None:
             paces.append(probe.pace())
-        one_round(rows, setup.device, repeats)
+        one_round(groups, setup.device, repeats)
         done += 1
         longest = max(longest, time.monotonic() - begun)
         if time.monotonic() + longest > until:

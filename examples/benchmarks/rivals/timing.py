@@ -25,10 +25,15 @@ def wait(device: str) -> None:
 
 
 def memory(device: str) -> tuple[int, int]:
-    """Bytes that torch's allocator holds, and bytes of the device that are in use."""
+    """Bytes that torch's allocator holds, and bytes of the device that are in use.
+
+    cuBLAS's scratch of the current stream is always part of it. torch's own CUDA graphs throw it
+    away, and whoever multiplies next would be charged for it.
+    """
     gc.collect()
     if device != "cuda":
         return 0, 0
+    torch.cuda.current_blas_handle()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
