@@ -59,8 +59,7 @@ class FitsText(NamedTuple):
         keywords: what callers call the others, in this order; a call may give them in another.
         leaves: the lines about each positional argument.
         others: those about the others.
-        foreign: those that tell arguments from tensors that the trace reaches in another way.
-        distinct: those that tell arguments that are tensors from each other.
+        objects: those that tell tensors from each other, and from those that no argument is.
         autocast: those about it.
         names: what the lines refer to.
     """
@@ -69,8 +68,7 @@ class FitsText(NamedTuple):
     keywords: list[str]
     leaves: list[list[str]]
     others: list[str]
-    foreign: list[str]
-    distinct: list[str]
+    objects: list[str]
     autocast: list[str]
     names: dict[str, Any]
 
@@ -226,15 +224,12 @@ class _Lines:
             self.conditions([(f"{place} == ({text})", symbols)])
         self.conditions([*self._derived, *conditions])
 
-    def foreign(self) -> None:
-        """None is a tensor that the trace reaches in another way."""
+    def objects(self) -> None:
+        """Tensors that are different objects, and none that the trace reaches in another way."""
         if self._tensors and self.others:
             ids = self.bound("f", self.others)
             objects = " or ".join(f"id({name}) in {ids}" for name in self._tensors.values())
             self.unless(objects)
-
-    def distinct(self) -> None:
-        """Tensors that are different objects."""
         names = list(self._tensors.values())
         if 1 < len(names) <= _FEW:
             pairs = combinations(names, 2)
@@ -319,7 +314,7 @@ def fits_function(
     made.usual()
     begun.append(len(made.lines))
     made.sizes(conditions)
-    for asked in (made.foreign, made.distinct, made.autocast):
+    for asked in (made.objects, made.autocast):
         begun.append(len(made.lines))
         asked()
     begun.append(len(made.lines))
@@ -329,14 +324,13 @@ def fits_function(
     fits: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
     pieces = [made.lines[start:end] for start, end in pairwise(begun)]
     leaves, rest = pieces[: len(args)], pieces[len(args) :]
-    keyworded, _usual, _sizes, foreign, distinct, autocast = rest
+    keyworded, _usual, _sizes, objects, autocast = rest
     text = FitsText(
         variables=variables,
         keywords=list(kwargs),
         leaves=leaves,
         others=keyworded,
-        foreign=foreign,
-        distinct=distinct,
+        objects=objects,
         autocast=autocast,
         names={"math": math, **made.names},
     )

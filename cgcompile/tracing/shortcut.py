@@ -53,6 +53,7 @@ class Shortcut:
         graph: what was compiled.
         text: what is asked of arguments.
         python: the Python around the graph, which must be plain, around something else.
+        frozen: the tensors that are bound, not looked up.
 
     Attributes:
         turn: of the compiled graph; it keeps the functions, as long as they are worth something.
@@ -63,9 +64,10 @@ class Shortcut:
         graph: CompiledGraph,
         text: FitsText,
         python: Callable[[Callable[..., Any]], Callable[..., Any]],
+        frozen: Sequence[torch.Tensor],
     ) -> None:
         self.turn = graph.turn
-        self._text, self._python = text, python
+        self._text, self._python, self._frozen = text, python, frozen
         self._attempts: dict[Any, int] = {}
         self._epoch = self.turn.epoch  # of these attempts
 
@@ -122,7 +124,8 @@ class Shortcut:
         inputs, made = self._around(again, args, kwargs)
         lines = _Way(again, self._text, values)
         lines.hooks(hooks)
-        lines.arguments(len(args), list(kwargs), 0 if bound is None else 1, inputs)
+        apart = lines.lie_apart(inputs, self._frozen)
+        lines.arguments(len(args), list(kwargs), 0 if bound is None else 1, apart)
         lines.layouts(inputs)
         alone = again.alone
         if alone is not None:
@@ -191,9 +194,25 @@ class _Way:
             names = [self._bound(f"hooks_{place}", each) for place, each in enumerate(hooks)]
             self._unless(" or ".join(names))
 
-    def arguments(
-        self, count: int, keywords: Sequence[str], bound: int, inputs: Sequence[Any]
-    ) -> None:
+    def lie_apart(self, inputs: Sequence[Any], frozen: Sequence[torch.Tensor]) -> bool:
+        """Whether :meth:`layouts` asks of each tensor to begin where nothing else does.
+
+        Then no argument is another argument, nor a frozen tensor, unless that has been given other
+        memory since, which nobody looks at.
+
+        Args:
+            inputs: of the graph.
+            frozen: the tensors that are bound.
+        """
+        addresses = self._recording.addresses
+        places = {id(inputs[place]): at for place, at in addresses if place < len(inputs)}
+        tensors = [value for _, value in self._pairs if isinstance(value, torch.Tensor)]
+        begins = [places.get(id(each)) for each in tensors]
+        if None in begins or len(set(begins)) < len(begins):
+            return False
+        return all(compat.is_plain_tensor(x) and x.data_ptr() not in begins for x in frozen)
+
+    def arguments(self, count: int, keywords: Sequence[str], bound: int, apart: bool) -> None:
         """What ``fits`` asks, but for the first argument, if no caller passes it.
 
         Nothing of sizes: they are as they were, see :meth:`layouts`.
@@ -202,26 +221,16 @@ class _Way:
             count: of positional arguments, that one included.
             keywords: the others.
             bound: how many no caller passes.
-            inputs: of the graph.
+            apart: whether addresses tell which tensors they are.
         """
         many = "kwargs" if not keywords else f"len(kwargs) != {len(keywords)}"
         self._unless(f"len(args) != {count - bound} or {many}")
         if count > bound:
             self.lines.append(f"({', '.join(self._text.variables[bound:count])},) = args")
         text = self._text
-        asked = [line for leaf in text.leaves[bound:] for line in leaf] + text.others + text.foreign
-        if not self._lie_apart(inputs):
-            asked += text.distinct
-        asked += text.autocast
+        asked = [line for leaf in text.leaves[bound:] for line in leaf] + text.others
+        asked += text.autocast if apart else text.objects + text.autocast
         self.lines += [line[4:].replace("return False", "return another") for line in asked]
-
-    def _lie_apart(self, inputs: Sequence[Any]) -> bool:
-        """Whether :meth:`layouts` asks of each tensor to begin where none of the others does."""
-        addresses = self._recording.addresses
-        places = {id(inputs[place]): at for place, at in addresses if place < len(inputs)}
-        tensors = [value for _, value in self._pairs if isinstance(value, torch.Tensor)]
-        begins = [places.get(id(each)) for each in tensors]
-        return None not in begins and len(set(begins)) == len(begins)
 
     def layouts(self, inputs: Sequence[Any]) -> None:
         """Tensors have the sizes and strides that they had, and lie where graphs read them."""

@@ -63,8 +63,6 @@ def step(args, kwargs):
     if len(args) != 1 or kwargs:
         return another
     (v2,) = args
-    if id(v2) in f11:
-        return another
     if a12():
         return another
     (out_0,) = lent.tensors
@@ -108,8 +106,6 @@ def step(args, kwargs):
     if len(args) != 1 or kwargs:
         return another
     (v2,) = args
-    if id(v2) in f11:
-        return another
     if a12():
         return another
     if not alike(v2) or v2.data_ptr() != at_1:

@@ -265,8 +265,9 @@ def test_what_follows_from_addresses_and_sizes_is_not_asked_again(apart: bool) -
         with context():
             runs(x, y)
     turn = runs.backend.graphs[0].turn
-    asked = turn.short.__code__
-    assert "shape" not in asked.co_names
+    asked = turn.short.__code__.co_names
+    assert "shape" not in asked
+    assert ("id" in asked) != apart
     assert turn.replays == 2
     for other in [x, y, x, y, y]:
         x.copy_(torch.randn(3, 4))
@@ -278,3 +279,23 @@ def test_what_follows_from_addresses_and_sizes_is_not_asked_again(apart: bool) -
     if apart:
         with context(), pytest.raises(AddressChangedError):
             runs(y, x)
+
+
+class Knows(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.cat([self.inner(x), self.kept])
+        return made * 2 if x is self.kept else made
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_frozen_tensor_where_an_argument_lies(apart: bool) -> None:
+    model = Knows()
+    runs, x = compiled(model), torch.randn(3, 4) if apart else model.kept[:]
+    for _ in range(5):
+        with context():
+            runs(x)
+    assert ("id" in runs.backend.graphs[0].turn.short.__code__.co_names) != apart
+    for given in [x, model.kept, x, x, model.kept]:
+        given.copy_(torch.randn(3, 4))
+        with context():
+            assert_same([runs(given)], [model(given)])
