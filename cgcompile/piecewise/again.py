@@ -20,7 +20,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import CaptureError
-from cgcompile.forward_context import ENTERED, ENTERED_NAMES, callers_context
+from cgcompile.forward_context import ENTERED, ENTERED_NAMES, ForwardContext, callers_context
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
@@ -79,6 +79,19 @@ class Turn:
             self.short = found or self.short
             return found
 
+    def switched(self, context: ForwardContext, *call: Any) -> Any:
+        """Run the step that a context asks for, if it is remembered; else :data:`ANOTHER`.
+
+        Args:
+            context: it asks for another step than the last one, :attr:`short`.
+            *call: what that is given.
+        """
+        found = self.shorts.get((context.cudagraph_runtime_mode, context.batch_descriptor))
+        if found is None:
+            return ANOTHER
+        self.short = found
+        return found(*call)
+
     def forget(self) -> None:
         """Nothing that is remembered may run. Takes no lock: a collection may call it."""
         self.epoch = object()
@@ -87,17 +100,17 @@ class Turn:
         self.shorts.clear()
 
 
-# What is asked of a call whose inputs are those of the step.
-_ASKED = f"""\
-{ENTERED}\
-if context.cudagraph_runtime_mode is not mode or grad_is_on() or capturing():
-    return another
+# What is asked of a call before its inputs, with what is returned for another step.
+_ASKED = (
+    ENTERED
+    + """\
 asked = context.batch_descriptor
-if asked is not descriptor and asked != descriptor:
-    return another
-if turn.owner == thread:
+if context.cudagraph_runtime_mode is not mode or asked is not descriptor and asked != descriptor:
+    return {other}
+if turn.owner == thread or grad_is_on() or capturing():
     return another
 """
+)
 
 _ALONE = f"""\
 if stream_key() != pool.stream_key:
@@ -124,7 +137,9 @@ for place, number in numbers:
 """
 
 
-def step_source(signature: str, first: str, then: str, inputs: str | None, result: str) -> str:
+def step_source(
+    signature: str, first: str, then: str, inputs: str | None, result: str, other: str = "another"
+) -> str:
     """The text of a function that runs one remembered step, or returns ``another``.
 
     Args:
@@ -133,11 +148,12 @@ def step_source(signature: str, first: str, then: str, inputs: str | None, resul
         then: lines that run when it is the turn of the call.
         inputs: the inputs of the graph; None for one graph that reads them where they were.
         result: what the function returns, where ``made`` is what the graph returned.
+        other: what it returns where the context asks for another step.
     """
     text = textwrap.indent
     run = _ALONE if inputs is None else f"made = replay({inputs}, context.num_unpadded_tokens)\n"
     return (
-        f"def step({signature}):\n{text(_ASKED + first, ' ' * 4)}"
+        f"def step({signature}):\n{text(_ASKED.format(other=other) + first, ' ' * 4)}"
         "    with lock:\n"
         "        if turn.epoch is not epoch or pool.generation != generation:\n"
         "            return another\n"

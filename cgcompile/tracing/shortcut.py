@@ -136,6 +136,7 @@ class Shortcut:
             "",
             lines.inputs(inputs) if alone is None else None,
             lines.result(made),
+            "turn.switched(context, args, kwargs)",
         )
         return source, lines.names
 

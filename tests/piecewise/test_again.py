@@ -82,6 +82,23 @@ def test_a_full_step_takes_as_many_calls_as_there_are_questions(layers: int) -> 
     assert native["is_grad_enabled"] == native["check"] == 1, native
 
 
+def test_another_step_takes_few_calls_more() -> None:
+    engine = Engine(1)
+    contexts = engine.context, engine.context_of(FULL, ROWS - 1)
+    views = engine.x, engine.x[:-1]
+    for _ in range(4):
+        for x, context in zip(views, contexts, strict=True):
+            engine.step(x, context)
+    before = engine.graph.turn.replays
+    same, _ = calls_of(lambda: engine.step(views[1], contexts[1]))
+    python, _ = calls_of(lambda: engine.step(views[0], contexts[0]))
+    assert engine.graph.turn.replays == before + 2
+    assert python - same == {"step": 1, "switched": 1, "__hash__": 1}
+    engine.step(views[1], contexts[1])
+    again, _ = calls_of(lambda: engine.step(views[1], contexts[1]))
+    assert again == same, "the step before is the one that is tried first"
+
+
 def test_a_break_takes_the_calls_of_its_op() -> None:
     found = []
     for layers in (1, 6):

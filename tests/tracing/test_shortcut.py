@@ -51,12 +51,10 @@ def step(args, kwargs):
     loop = running_loop()
     if task is not (None if loop is None else current_task(loop)):
         return another
-    if context.cudagraph_runtime_mode is not mode or grad_is_on() or capturing():
-        return another
     asked = context.batch_descriptor
-    if asked is not descriptor and asked != descriptor:
-        return another
-    if turn.owner == thread:
+    if context.cudagraph_runtime_mode is not mode or asked is not descriptor and asked != descriptor:
+        return turn.switched(context, args, kwargs)
+    if turn.owner == thread or grad_is_on() or capturing():
         return another
     if hooks_0 or hooks_1:
         return another
