@@ -276,15 +276,15 @@ class Backend:
             return self.compile_graph(gm, example_inputs)
 
     def compile_graph(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: bool = False
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: int = 0
     ) -> Callable[..., Any]:
         """Compile one traced graph in the mode of the settings; :meth:`__call__` without doors.
 
         Args:
             gm: a pre-grad graph of Dynamo.
             example_inputs: what it was traced with.
-            frozen: the tensors of modules are the same objects at the same addresses in all calls;
-                nobody needs to look.
+            frozen: how many of the last inputs are the same objects, at the same addresses, in all
+                calls; nobody needs to look.
         """
         config = self.config
         if config.cudagraph_mode is CUDAGraphMode.NONE:
@@ -304,7 +304,7 @@ class Backend:
 
 
 def _compile_unsplit(
-    gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache, frozen: bool
+    gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache, frozen: int
 ) -> CompiledGraph:
     """Compile a whole graph for FULL graphs, if the boundaries that it holds allow them."""
     split, nothing = split_as_set(gm, config)
@@ -318,7 +318,7 @@ def _compile_unsplit(
 
 
 def _compile_piecewise(
-    gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache, frozen: bool
+    gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache, frozen: int
 ) -> CompiledGraph:
     """Split, check, compile, stitch."""
     compat.make_floats_constant(gm)

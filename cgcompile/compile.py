@@ -227,7 +227,7 @@ class CompiledModel(Transparent):
             self._traces.clear()
 
     def _compile(
-        self, graph: fx.GraphModule, inputs: list[Any], frozen: bool
+        self, graph: fx.GraphModule, inputs: list[Any], frozen: int
     ) -> Callable[..., Any]:
         return self.backend.compile_graph(graph, inputs, frozen=frozen)
 

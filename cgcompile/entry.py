@@ -53,7 +53,8 @@ class CompiledGraph:
         boundaries: the registry that it was split by.
         config: the settings.
         compilation: where the callables came from.
-        frozen: tensors of modules are the same objects at the same addresses in all calls.
+        frozen: how many of the last inputs are the same objects, at the same addresses, in all
+            calls.
 
     Attributes:
         split: the split graph; ``print(graph.split)`` shows it.
@@ -73,7 +74,7 @@ class CompiledGraph:
         config: CompilationConfig,
         compilation: Compilation,
         *,
-        frozen: bool = False,
+        frozen: int = 0,
     ) -> None:
         self.split = split
         self.compilation = compilation
@@ -99,7 +100,7 @@ class CompiledGraph:
         self._prepare(step, runnables, boundaries, frozen)
 
     def _prepare(
-        self, step: Step, runnables: Sequence[Runnable], boundaries: Boundaries, frozen: bool
+        self, step: Step, runnables: Sequence[Runnable], boundaries: Boundaries, frozen: int
     ) -> None:
         """Work out what can be captured, once."""
         split, config = self.split, self._config
@@ -118,7 +119,7 @@ class CompiledGraph:
         )
         static = self._roles[FULL].static
         forget = self.turn.forget
-        self._bindings = Bindings(self._program, self._run, forget, static, watched=not frozen)
+        self._bindings = Bindings(self._program, self._run, forget, static)
         captured = any(piece.capture for piece in split.pieces)
         self._has_pieces = captured and wanted.has_mode(PIECEWISE)
         self._admission = Admission(

@@ -203,10 +203,11 @@ class Again:
             an eager piece raise, and has counted that.
         recording: the step.
         frozen: as given, where a replay looks at them.
+        watches_weights: whether a call may bring others.
         names: what the text of such a step refers to.
     """
 
-    __slots__ = ("frozen", "names", "recording", "step")
+    __slots__ = ("frozen", "names", "recording", "step", "watches_weights")
 
     def __init__(
         self,
@@ -218,6 +219,7 @@ class Again:
         failed: Callable[[], None],
     ) -> None:
         self.recording = recording
+        self.watches_weights = bool(weights)
         self.frozen = frozen if recording.reads_last(len(frozen)) else ()
         self.names: dict[str, Any] = {
             **ENTERED_NAMES,

@@ -134,8 +134,8 @@ class Bindings:
         program: what is recorded.
         whole: runs the whole step.
         forget: called as soon as a binding is gone; it may be in the midst of a collection.
-        static: positions of parameters, buffers and module attributes.
-        watched: whether they may be other objects, or lie elsewhere, in another call.
+        static: positions of parameters, buffers and module attributes. Those that are not frozen
+            may be other objects, or lie elsewhere, in another call.
     """
 
     def __init__(
@@ -144,13 +144,11 @@ class Bindings:
         whole: Callable[..., Any],
         forget: Callable[[], None],
         static: Sequence[int],
-        *,
-        watched: bool = True,
     ) -> None:
         self._program = program
         self._whole, self._gone = whole, forget
         self._static = tuple(static)
-        self._watched = self._static if watched else ()
+        self._watched = tuple([each for each in static if not program.is_frozen(each)])
         self._statics = picker(self._watched)
         size = len(compat.identities((None,)))
         self._stretches = _stretches(self._watched)

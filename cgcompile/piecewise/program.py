@@ -30,7 +30,7 @@ class Program:
         pool: memory and capture stream.
         config: the settings.
         timeline: what was captured, and when.
-        frozen: static inputs are the same objects in all calls, which somebody else keeps.
+        frozen: how many of the last inputs are the same objects in all calls; somebody keeps them.
     """
 
     split: SplitGraph
@@ -40,7 +40,11 @@ class Program:
     pool: GraphPool
     config: CompilationConfig
     timeline: Timeline
-    frozen: bool = False
+    frozen: int = 0
+
+    def is_frozen(self, position: int) -> bool:
+        """Whether an input is the same object in all calls, which somebody else keeps."""
+        return position >= len(self.split.inputs) - self.frozen
 
     @cached_property
     def calls(self) -> dict[int, Call]:

@@ -125,7 +125,7 @@ class Recording:
 
     def is_fixed(self, position: int) -> bool:
         """Whether an input is the same object at every replay: a buffer of ours, or frozen."""
-        if self._program.frozen and position in self.roles.is_static:
+        if position in self.roles.is_static and self._program.is_frozen(position):
             return True
         return any(position == each for each, _ in self._copied)
 

@@ -88,6 +88,7 @@ class _Lines:
         self._derived: list[tuple[str, tuple[str, ...]]] = []  # strides that follow from sizes
         self._read: set[str] = set()  # of these, those that have a variable
         self._tensors: dict[int, str] = {}  # by identity: the variable that is it
+        self._same: dict[int, str] = {}  # likewise, of those that must be what they were
         self._usual: list[tuple[str, torch.Tensor, tuple[int | str, ...]]] = []
         self._closer: list[str] = []  # lines for these, where they are not alike at first sight
 
@@ -108,6 +109,7 @@ class _Lines:
         kind = self.bound("t", type(value))
         if isinstance(value, torch.Tensor) and path in self._pinned:
             self._object(name, value)
+            self._same.setdefault(id(value), name)
         elif isinstance(value, torch.Tensor):
             self._tensor(name, kind, value, path)
         elif isinstance(value, (float, complex)):  # tells -0.0 from 0.0, and nan is itself
@@ -149,6 +151,8 @@ class _Lines:
         grad = f"{'not ' if value.requires_grad else ''}{name}.requires_grad"
         unlike = f"{name}.dtype is not {dtype} or {name}.device != {device} or {grad}"
         self.unless(f"type({name}) is not {kind} or {unlike}")
+        conjugate = f"{'not ' if value.is_conj() else ''}{name}.is_conj()"
+        self.unless(f"{conjugate} or {'not ' if value.is_neg() else ''}{name}.is_neg()")
         shape = self.fresh("s")
         self.lines.append(f"    {shape} = {name}.shape")
         sizes = self._shapes.get(path, tuple(value.shape))
@@ -230,7 +234,7 @@ class _Lines:
             ids = self.bound("f", self.others)
             objects = " or ".join(f"id({name}) in {ids}" for name in self._tensors.values())
             self.unless(objects)
-        names = list(self._tensors.values())
+        names = [*self._tensors.values(), *self._same.values()]
         if 1 < len(names) <= _FEW:
             pairs = combinations(names, 2)
             self.unless(" or ".join(f"{one} is {other}" for one, other in pairs))

@@ -121,6 +121,8 @@ class Shortcut:
         values = (*args, *(kwargs[name] for name in self._text.keywords))
         if any(isinstance(each, _CONTAINERS) for each in values):
             raise _NoWay  # an item of it may be another one in the next call
+        if again.watches_weights:
+            raise _NoWay  # the longer way finds the graphs of those that come
         inputs, made = self._around(again, args, kwargs)
         lines = _Way(again, self._text, values)
         lines.hooks(hooks)

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 _RESTARTS = 4  # of one trace, as a compiler asks for them
 
-# Compiles a graph: (graph, its example inputs, whether the last ones are frozen) -> callable.
-Compile = Callable[[fx.GraphModule, list[Any], bool], Callable[..., Any]]
+# Compiles a graph: (graph, its example inputs, how many of the last are frozen) -> callable.
+Compile = Callable[[fx.GraphModule, list[Any], int], Callable[..., Any]]
 
 _MANY = 256  # traces of one function: more than a class has layers, so worth a warning
 
@@ -323,7 +323,7 @@ class Traces:
         compiled = None
         if trace.graph is not None:
             with trace.compiling():
-                compiled = self._compile(trace.graph, trace.inputs, bool(trace.frozen))
+                compiled = self._compile(trace.graph, trace.inputs, len(trace.frozen))
         check_dims(self.name, dims, trace.sizes)  # a compiler may fix a size as well
         fits = self._fits(trace, args, kwargs, dims)
         seconds = traced - start, time.perf_counter() - traced
@@ -356,6 +356,7 @@ class Traces:
             if one in places and other not in places
         }
         others = {id(each) for each in trace.global_tensors}
+        others |= {id(places[place]) for place in pinned}
         pinned |= {place for place, leaf in places.items() if id(leaf) in others}
         collected = [name for name in kwargs if name not in self._signature.parameters]
         bound = frozenset(id(each.tensor) for each in trace.frozen)
