@@ -25,7 +25,7 @@ from cgcompile.errors.encoder import (
     EncoderPackError,
     EncoderShardError,
 )
-from cgcompile.errors.root import CGCompileError
+from cgcompile.errors.root import CGCompileError, with_article
 from cgcompile.errors.running import (
     AddressChangedError,
     CaptureBusyError,

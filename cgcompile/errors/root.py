@@ -14,5 +14,10 @@ def close(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
+def with_article(name: str) -> str:
+    """``a Linear``, ``an Attention``: a kind of thing."""
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+
+
 class CGCompileError(Exception):
     """The root: ``except CGCompileError`` catches whatever cgcompile itself refuses."""

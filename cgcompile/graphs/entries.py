@@ -1,7 +1,7 @@
 """What a wrapper keeps of a capture: :class:`CUDAGraphEntry`; and how it captures."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from cgcompile.graphs.device import DeviceGraph
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.lent import LentTree, can_be_lent
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.results import flatten, rebuilt
+from cgcompile.graphs.results import flatten, is_record, rebuilt
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 
 
@@ -163,7 +163,7 @@ class KeptOutput(NamedTuple):
 
         def kept(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
-                if is_dataclass(leaf) and not isinstance(leaf, type):
+                if is_record(leaf):
                     return rebuilt(leaf, [kept(each) for each in flatten(leaf)[0]])
                 starts.append(0)
                 return leaf

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile import compat
-from cgcompile.errors import AddressChangedError, HostValueChangedError
+from cgcompile.errors import AddressChangedError, HostValueChangedError, with_article
 
 _BY_VALUE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), torch.Size)
 _BY_VALUE += (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -46,7 +46,9 @@ def layout_text(leaf: Any) -> str:
     """A value as messages show it: the layout of a tensor, a plain value, or a kind of object."""
     if isinstance(leaf, torch.Tensor):
         return str(_Layout.of(leaf))
-    return repr(leaf) if isinstance(leaf, _BY_VALUE) else f"a {type(leaf).__name__} object"
+    if isinstance(leaf, _BY_VALUE):
+        return repr(leaf)
+    return f"{with_article(type(leaf).__name__)} object"
 
 
 def is_plain_value(leaf: Any) -> bool:

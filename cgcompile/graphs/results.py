@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile import compat
-from cgcompile.errors import CaptureError, HostValueChangedError
+from cgcompile.errors import CaptureError, HostValueChangedError, with_article
 from cgcompile.graphs.guards import is_plain_value
 
 
@@ -30,6 +30,16 @@ class Structure(NamedTuple):
     leaves: tuple[_Fields | None, ...]
 
 
+def is_record(value: Any) -> bool:
+    """Whether a value is a dataclass, with fields to look into."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def field_names(record: Any) -> tuple[str, ...]:
+    """The names of the fields of a dataclass, in order."""
+    return tuple(field.name for field in dataclasses.fields(record))
+
+
 def flatten(value: Any) -> tuple[list[Any], Structure]:
     """The leaves of a value in order, and what is around them."""
     found: list[Any] = []
@@ -39,10 +49,10 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
 
 
 def _fields(leaf: Any, found: list[Any]) -> _Fields | None:
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+    if not is_record(leaf):
         found.append(leaf)
         return None
-    names = tuple(field.name for field in dataclasses.fields(leaf))
+    names = field_names(leaf)
     inside = []
     for name in names:
         leaves, structure = flatten(getattr(leaf, name))
@@ -59,13 +69,13 @@ def rebuilt(value: Any, leaves: Sequence[Any]) -> Any:
 def _rebuilt(value: Any, leaves: Iterator[Any]) -> Any:
     tops = []
     for leaf in compat.tree_leaves(value):
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        if not is_record(leaf):
             tops.append(next(leaves))
             continue
         made = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            inner = _rebuilt(getattr(leaf, field.name), leaves)
-            object.__setattr__(made, field.name, inner)  # a frozen one too: it is a copy
+        for name in field_names(leaf):
+            inner = _rebuilt(getattr(leaf, name), leaves)
+            object.__setattr__(made, name, inner)  # a frozen one too: it is a copy
         tops.append(made)
     return compat.tree_unflatten(tops, compat.tree_spec(value))
 
@@ -82,10 +92,10 @@ def check_leaves(leaves: Sequence[Any], name: str) -> None:
                 raise CaptureError.under_transform(name, compat.functorch_transform() or "vmap")
             if not compat.is_plain_tensor(leaf):
                 raise CaptureError.opaque_result(
-                    name, f"a {type(leaf).__name__} of no dense memory"
+                    name, f"{with_article(type(leaf).__name__)} of no dense memory"
                 )
         elif not is_plain_value(leaf):
-            raise CaptureError.opaque_result(name, f"a {type(leaf).__name__} object")
+            raise CaptureError.opaque_result(name, f"{with_article(type(leaf).__name__)} object")
 
 
 def opener(

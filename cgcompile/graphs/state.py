@@ -59,7 +59,7 @@ class Place(NamedTuple):
         return Place(f"{self.path}.{attribute}", owner, attribute)
 
 
-class _Slots:
+class Slots:
     """The attributes of an object that are in no ``__dict__``."""
 
     def __init__(self, owner: Any) -> None:
@@ -198,7 +198,7 @@ class State:
         attributes = getattr(found, "__dict__", None)
         if isinstance(attributes, dict):
             yield from self._attributes(found, attributes, place)
-        slots = _Slots(found)
+        slots = Slots(found)
         if slots.members:
             self._holders.setdefault(id(found), (found, None))
             self._holders[id(slots)] = (slots, slots.read())
@@ -253,7 +253,7 @@ def _plainly(container: Any) -> Any:
 
 
 def _restore(holder: Any, before: Any) -> None:
-    if isinstance(holder, _Slots):
+    if isinstance(holder, Slots):
         holder.put_back(before)
     elif isinstance(holder, CellType):
         holder.cell_contents = before

@@ -5,6 +5,7 @@ twice, the result is wrong without an error; :func:`first_difference` and :func:
 say where it begins.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ from cgcompile.graphs.breaks import Breaker, BreakMode
 from cgcompile.graphs.capture import capture_turn
 from cgcompile.graphs.copies import flat, numbers_as_bytes
 from cgcompile.graphs.entries import CUDAGraphEntry
-from cgcompile.graphs.guards import layout_text, same_value
+from cgcompile.graphs.opened import alike, named_values, names_compared, uncompared, value_text
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.graphs.undone import Undone
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ def first_difference(
 ) -> Difference | None:
     """Compare values of the same names; synchronises.
 
+    What nobody can compare is no difference; see :func:`~cgcompile.graphs.opened.uncompared`.
+
     Args:
         where: the part of the step that has them.
         plain: as the plain step made them.
@@ -66,12 +71,13 @@ def first_difference(
         rtol: relative tolerance; 0 for bitwise.
         atol: absolute tolerance.
     """
-    for name, expected in plain.items():
-        found = replayed[name]
+    for name in names_compared(plain, replayed):
+        expected, found = plain[name], replayed.get(name)
         tensor = isinstance(expected, torch.Tensor)
-        same = _same_kind(found, expected) if tensor else same_value(found, expected)
-        if not same:
-            text = f"{layout_text(found)} in the replay, {layout_text(expected)} in the plain step"
+        same = _same_kind(found, expected) if tensor else alike(found, expected) is not False
+        if name not in replayed or not same:
+            now = value_text(found) if name in replayed else "nothing"
+            text = f"{now} in the replay, {value_text(expected)} in the plain step"
             return Difference(where, name, float("nan"), (), text)
         if tensor and not _close(found, expected, rtol, atol):
             return _of_numbers(where, name, expected, found, rtol, atol)
@@ -144,9 +150,10 @@ def verify_wrapper(
     """Replay a step of a wrapper and run it plain, on the same inputs; compare every break.
 
     The arguments of each eager break are compared as it leaves them, tensors and plain values, and
-    what comes out in the end. What the plain step changes is put back before the replay: tensors
-    among the arguments, and tensors, attributes and containers that the model leads to, weights
-    included. What is written elsewhere, such as a global or a cache that the forward context leads
+    what comes out in the end. Of dataclasses and plain objects what is in them is compared; what has
+    no fields and no ``==`` of its own is not, with a line in the log. What the plain step changes
+    is put back before the replay: tensors among the arguments, and tensors, attributes and
+    containers that the model leads to, weights included. What is written elsewhere, such as a global or a cache that the forward context leads
     to, is written twice. Of a model with compiled code all tensors are copied, as nobody sees what
     that writes; else those that are written, the arguments and the buffers. Synchronises.
 
@@ -173,7 +180,7 @@ def verify_wrapper(
     breaks = [each for each in entry.sequence.segments if isinstance(each, EagerSegment)]
     with put_back([*compat.tree_tensors((args, kwargs)), *state]), undone:
         watcher = _Watcher(wrapper)
-        plain = copies(_named(watcher.run(args, kwargs)))
+        plain = copies(named_values(watcher.run(args, kwargs)))
     names = [name for name, _ in watcher.seen]
     if wrapper.pool is not None:
         wrapper.pool.follow_stream()
@@ -181,14 +188,17 @@ def verify_wrapper(
     for segment, step in zip(entry.sequence.segments, entry.sequence.steps, strict=True):
         step()
         if isinstance(segment, EagerSegment):
-            replayed.append(copies(_named((segment.args, dict(segment.kwargs)))))
+            replayed.append(copies(named_values((segment.args, dict(segment.kwargs)))))
     if names != [each.name for each in breaks]:
         raise DispatchError.other_breaks(wrapper.name, names, [each.name for each in breaks])
     for place, (name, given) in enumerate(watcher.seen):
         found = first_difference(f"break {place} ({name})", given, replayed[place], rtol, atol)
         if found is not None:
             return found
-    return first_difference("the result", plain, copies(_named(entry.output)), rtol, atol)
+    output = copies(named_values(entry.output))
+    for name in uncompared(plain, output):
+        log.warning("%s: %s of the result is not compared: nobody can", wrapper.name, name)
+    return first_difference("the result", plain, output, rtol, atol)
 
 
 def _entry(wrapper: CUDAGraphWrapper) -> CUDAGraphEntry:
@@ -202,11 +212,6 @@ def _entry(wrapper: CUDAGraphWrapper) -> CUDAGraphEntry:
         detail = f"{wrapper.name} has nothing for {mode.name}, {descriptor}"
         raise DispatchError.nothing_verified(detail)
     return found
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    """The tensors and plain values of a tree, by their paths."""
-    return dict(compat.tree_paths(tree))
 
 
 class _Watcher(Breaker):
@@ -263,7 +268,7 @@ class _Watcher(Breaker):
         self._in_break = True
         try:
             made = function(*args, **(kwargs or {}))
-            self.seen.append((name, copies(_named((args, dict(kwargs or {}))))))
+            self.seen.append((name, copies(named_values((args, dict(kwargs or {}))))))
             return made
         finally:
             self._in_break = False

@@ -7,6 +7,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.errors import with_article
 from cgcompile.forward_context import callers_context
 from cgcompile.graphs.guards import is_plain_value, layout_text, same_value
 from cgcompile.graphs.memory import Memory
@@ -74,7 +75,7 @@ def _look_at_input(
     notes: Notes, path: str, leaf: torch.Tensor, device: torch.device, source: Line | None
 ) -> None:
     if leaf.layout is not torch.strided or not compat.is_plain_tensor(leaf):
-        text = f"it is a {type(leaf).__name__} of layout {leaf.layout}, which no graph takes"
+        text = f"it is {with_article(type(leaf).__name__)} of layout {leaf.layout}, which no graph takes"
         notes.add("unsupported_input", path, text, source)
     elif leaf.device != device and (leaf.dim() or leaf.device != _CPU):
         kind = "cpu_tensor" if leaf.device == _CPU else "other_device"

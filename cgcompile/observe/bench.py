@@ -30,6 +30,7 @@ class Way:
         ratio: eager's time divided by this one; above 1 is faster than eager.
         difference: how its result differs from eager's, in words; None if it is close enough.
         replays: of graphs, in the measured calls; None of ways that have none.
+        uncompared: what of its result nobody can compare; see ``Check.uncompared``.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Way:
     ratio: float
     difference: str | None
     replays: int | None
+    uncompared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Bench:
         for way in self.ways:
             replays = "-" if way.replays is None else str(way.replays)
             result = "as eager" if way.difference is None else way.difference
+            if way.uncompared:
+                result += f"; not compared: {', '.join(way.uncompared)}"
             rows.append(
                 (way.name, f"{way.seconds * 1e3:.3f} ms", f"{way.ratio:.2f} x", replays, result)
             )
@@ -119,8 +123,8 @@ def bench(
         ways["cgcompile"] = subject.call
         without = subject.until_replayed(call)
         expected = subject.outcome(subject.original, call)
-        differences = {
-            name: _difference(subject, run, call, expected, tolerance) for name, run in ways.items()
+        verdicts = {
+            name: _verdict(subject, run, call, expected, tolerance) for name, run in ways.items()
         }
         times: dict[str, list[float]] = {name: [] for name in ways}
         before = subject.counters.replays
@@ -140,8 +144,9 @@ def bench(
                     name,
                     medians[name],
                     medians["eager"] / medians[name],
-                    differences[name],
+                    verdicts[name][0],
                     replays if name == "cgcompile" else None,
+                    verdicts[name][1],
                 )
                 for name in ways
             ),
@@ -151,14 +156,17 @@ def bench(
         subject.release()
 
 
-def _difference(
+def _verdict(
     subject: Subject, run: Any, call: Call, expected: dict[str, Any], tolerance: Tolerance
-) -> str | None:
+) -> tuple[str | None, tuple[str, ...]]:
+    """(how a result differs from eager's, what of it nobody can compare)."""
     if run is subject.original:
-        return None
+        return None, ()
     looser = tolerance if run is subject.call else Tolerance()
-    found = looser.first("the result", expected, subject.outcome(run, call))
-    return None if found is None else str(found)
+    found = subject.outcome(run, call)
+    difference = looser.first("the result", expected, found)
+    unsaid, blind = subject.uncompared(call, expected, found)
+    return blind or None if difference is None else str(difference), unsaid
 
 
 def _time(run: Callable[..., Any], call: Call, calls: int) -> float:

@@ -173,6 +173,9 @@ class _Search:
             self._note(f"inputs {number}, all replayed: {'wrong' if difference else 'right'}")
             if difference is not None:
                 return difference
+            unsaid, _ = self._subject.uncompared(self._call, self._expected, found)
+            if unsaid:
+                self._note(f"not compared: {', '.join(unsaid)}")
         return None
 
     # -------------------------------------------------------------- the stages

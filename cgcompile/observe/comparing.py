@@ -1,13 +1,14 @@
 """How close is close enough: :class:`Tolerance`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cgcompile import compat
+from cgcompile.graphs.guards import layout_text
+from cgcompile.graphs.opened import Opened, named_values, names_compared, uncompared
 from cgcompile.graphs.verify import Difference, first_difference
 
 # (relative, absolute): what other kernels for the same model may differ by. Others: not at all.
@@ -47,7 +48,8 @@ class Tolerance:
         self, where: str, plain: Mapping[str, Any], found: Mapping[str, Any]
     ) -> Difference | None:
         """The first value that differs; see :func:`~cgcompile.graphs.verify.first_difference`."""
-        for name, value in plain.items():
+        for name in names_compared(plain, found):
+            value = plain[name]
             tensor = isinstance(value, torch.Tensor)
             rtol, atol = self.of(value.dtype) if tensor else (0.0, 0.0)
             difference = first_difference(where, {name: value}, found, rtol, atol)
@@ -61,9 +63,25 @@ class Tolerance:
         return "bitwise" if self.exact else "by dtype"
 
 
+def uncomparable(
+    plain: Mapping[str, Any], found: Mapping[str, Any], written: Collection[str]
+) -> tuple[tuple[str, ...], bool]:
+    """What of a result nobody can compare, in words, and whether that is all there is of it.
+
+    Args:
+        plain: what the plain step returned and wrote.
+        found: likewise of another run.
+        written: the names of what was written.
+    """
+    names = uncompared(plain, found)
+    results = [n for n in plain if n not in written and not isinstance(plain[n], Opened)]
+    said = tuple(f"{name} ({layout_text(plain[name])})" for name in names)
+    return said, bool(names) and set(results) <= set(names)
+
+
 def named(result: Any) -> dict[str, Any]:
-    """The leaves of a result by their paths."""
-    return {path or "result": leaf for path, leaf in compat.tree_paths(result)}
+    """The values in a result by their paths."""
+    return named_values(result, "result")
 
 
 def without_gradients() -> AbstractContextManager[Any]:

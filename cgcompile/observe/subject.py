@@ -15,7 +15,7 @@ from cgcompile.errors import ConfigError
 from cgcompile.graphs.undone import Undone
 from cgcompile.graphs.verify import buffers_of, copies, put_back
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.observe.comparing import Tolerance, named, without_gradients
+from cgcompile.observe.comparing import Tolerance, named, uncomparable, without_gradients
 from cgcompile.observe.inputs import Call
 from cgcompile.piecewise.verify import Observer
 from cgcompile.reasons import Counters
@@ -124,13 +124,24 @@ class Subject:
     def outcome(self, run: Callable[..., Any], call: Call) -> dict[str, Any]:
         """What a call returns and writes, as copies; everything is put back after it."""
         args, kwargs = call
-        own = self.written(call)
+        self.written(call)
         with put_back([*compat.tree_tensors(call), *self.kept]), without_gradients():
             result = named(run(*args, **kwargs))
-            written = {f"input {path}": leaf for path, leaf in compat.tree_paths((args, kwargs))}
-            written |= {f"buffer {place}": each for place, each in enumerate(self.buffers)} | own
-            tensors = {n: v for n, v in written.items() if isinstance(v, torch.Tensor)}
-            return copies({**result, **tensors})
+            return copies({**result, **self._left(call)})
+
+    def _left(self, call: Call) -> dict[str, torch.Tensor]:
+        """What a call may write: its arguments, the buffers, and what :meth:`written` found."""
+        left = {f"input {path}": leaf for path, leaf in compat.tree_paths(call)}
+        left |= {f"buffer {place}": each for place, each in enumerate(self.buffers)}
+        tensors = {n: v for n, v in left.items() if isinstance(v, torch.Tensor)}
+        return tensors | self.written(call)
+
+    def uncompared(
+        self, call: Call, plain: dict[str, Any], found: dict[str, Any]
+    ) -> tuple[tuple[str, ...], str]:
+        """What of a result nobody can compare; and why nothing was, where that is all there is."""
+        said, blind = uncomparable(plain, found, self._left(call))
+        return said, "nothing that it returns can be compared" if blind else ""
 
     def until_replayed(self, call: Call) -> str:
         """Warm and capture a call until it replays; why it does not, or empty."""

@@ -64,7 +64,10 @@ class Check:
         replays: how many replays took part.
         tolerance: how close numbers have to be, in words.
         findings: what differs, at most one for each set.
-        missing: why fewer replays took part than were asked for; empty if none is missing.
+        missing: why fewer replays took part than were asked for, or why nothing was compared; empty
+            if nothing is missing.
+        uncompared: what of the results was not compared: objects without fields and without an
+            ``==`` of their own, such as functions.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Check:
     tolerance: str
     findings: tuple[Finding, ...] = ()
     missing: str = ""
+    uncompared: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -122,6 +126,8 @@ class Verification(Shown):
         rows = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
         verdict = "ok" if self.ok else "not ok"
         found = [str(each) for each in self.differences]
+        unsaid = dict.fromkeys(name for check in self.checks for name in check.uncompared)
+        rows += [f"not compared: {', '.join(unsaid)}"] if unsaid else []
         return "\n".join([f"{self.subject}: {verdict}", *map(str.rstrip, rows), *found])
 
 

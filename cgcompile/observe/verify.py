@@ -7,7 +7,7 @@ they differ, the step is run once more, piece by piece, in all ways: see ``trace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -106,11 +106,11 @@ def verify(
 
 
 def _replays(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolerance) -> Check:
-    def compare(number: int) -> tuple[int, str, Finding | None]:
+    def compare(number: int) -> Outcome:
         call = inputs.fill(number)
         missing = subject.until_replayed(call) if number == 0 else ""
         if missing:
-            return 0, missing, None
+            return Outcome(0, missing)
         expected = subject.outcome(subject.original, call)
         before = subject.counters.replays
         found = subject.outcome(subject.call, call)
@@ -121,27 +121,52 @@ def _replays(subject: Subject, inputs: InputSets, sets: int, tolerance: Toleranc
             replays = int(not missing)
         difference = tolerance.first("the result", expected, found)
         if difference is None or not replays:
-            return replays, missing, None
-        return replays, missing, _located(subject, call, number, difference, tolerance)
+            return _equal(subject, call, replays, missing, expected, found)
+        finding = _located(subject, call, number, difference, tolerance)
+        return Outcome(replays, missing, finding)
 
     return _check("eager against replay", sets, tolerance, compare)
 
 
-Compare = Callable[[int], tuple[int, str, Finding | None]]
+class Outcome(NamedTuple):
+    """Of one set of inputs: replays, why there are fewer, what differs, what nobody can compare."""
+
+    replays: int
+    missing: str = ""
+    finding: Finding | None = None
+    uncompared: tuple[str, ...] = ()
 
 
-def _check(name: str, sets: int, tolerance: Tolerance, compare: Compare) -> Check:
+def _equal(
+    subject: Subject,
+    call: Call,
+    replays: int,
+    missing: str,
+    plain: dict[str, Any],
+    found: dict[str, Any],
+) -> Outcome:
+    """Of two runs that do not differ."""
+    uncompared, blind = subject.uncompared(call, plain, found)
+    return Outcome(replays, missing or blind, None, uncompared)
+
+
+def _check(
+    name: str, sets: int, tolerance: Tolerance, compare: Callable[[int], Outcome]
+) -> Check:
     replays, compared, missing = 0, 0, ""
+    uncompared: dict[str, None] = {}
     findings: list[Finding] = []
     for number in range(sets):
-        more, why, finding = compare(number)
+        more, why, finding, unsaid = compare(number)
         replays += more
         compared += bool(more)
         missing = missing or why
+        uncompared |= dict.fromkeys(unsaid)
         findings += [] if finding is None else [finding]
         if why and not replays:
             break  # the others would not replay either
-    return Check(name, compared, replays, str(tolerance), tuple(findings), missing)
+    text, found = str(tolerance), tuple(findings)
+    return Check(name, compared, replays, text, found, missing, tuple(uncompared))
 
 
 def _located(
@@ -186,26 +211,27 @@ def _padded(
     if not 0 < real < size:
         return Check(name, 0, 0, str(tolerance), (), f"the batch has {real} rows, not fewer")
 
-    def compare(number: int) -> tuple[int, str, Finding | None]:
+    def compare(number: int) -> Outcome:
         call = inputs.fill(number)
         generator = torch.Generator().manual_seed(seed + 1000 + number)
         larger = padded(call, size, tails, generator)
         missing = subject.until_replayed(larger)
         if missing:
-            return 0, missing, None
+            return Outcome(0, missing)
         expected = subject.outcome(subject.original, call)
         before = subject.counters.replays
         found = subject.outcome(subject.call, larger)
         replays = subject.counters.replays - before
-        cut = {n: real_part(found[n], value, size) for n, value in expected.items()}
+        pairs = [(n, value) for n, value in expected.items() if n in found]
+        cut = {n: real_part(found[n], value, size) for n, value in pairs}
         difference = tolerance.first("the result", expected, cut)
         if difference is None:
-            return replays, "", None
+            return _equal(subject, call, replays, "", expected, cut)
         missing = subject.until_replayed(call)
         place = padding_place(subject, call, larger, real, tolerance) if not missing else Place()
         detail = place.detail or "a replay of the exact size could not be had"
         place = replace(place, detail=f"real rows depend on padding, {detail}")
-        return replays, "", made("padding", number, difference, real, place)
+        return Outcome(replays, "", made("padding", number, difference, real, place))
 
     return _check(name, sets, tolerance, compare)
 
@@ -229,11 +255,11 @@ def _breakable(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolera
         subject.original, CompilationConfig(**settings), CUDAGraphMode.PIECEWISE
     )
 
-    def compare(number: int) -> tuple[int, str, Finding | None]:
+    def compare(number: int) -> Outcome:
         call = inputs.fill(number)
         missing = subject.until_replayed(call)
         if missing:
-            return 0, missing, None
+            return Outcome(0, missing)
         found = subject.outcome(subject.call, call)
         before = wrapper.counters.replays
         try:
@@ -241,15 +267,15 @@ def _breakable(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolera
                 for _ in range(2 if number == 0 else 1):
                     other = subject.outcome(wrapper, call)
         except CGCompileError as error:
-            return 0, str(error).splitlines()[0], None
+            return Outcome(0, str(error).splitlines()[0])
         replays = wrapper.counters.replays - before
         why = "" if replays else f"breakable: {wrapper.counters}"
         difference = tolerance.first("the result", found, other)
         if difference is None or not replays:
-            return replays, why, None
+            return _equal(subject, call, replays, why, found, other)
         with _in_piecewise(call):
             place = wrapper_place(wrapper, call, tolerance, subject.kept)
-        return replays, why, made("breakable", number, difference, real_rows(), place)
+        return Outcome(replays, why, made("breakable", number, difference, real_rows(), place))
 
     try:
         return _check(name, sets, tolerance, compare)

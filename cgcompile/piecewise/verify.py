@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from cgcompile import compat
+from cgcompile.graphs.opened import named_values
 from cgcompile.graphs.verify import Difference, copies, first_difference, put_back
 from cgcompile.passes.nodes import is_allocation
 from cgcompile.passes.pieces import Piece
@@ -63,7 +63,7 @@ def verify_recording(
 
     with put_back(written_now(program, inputs)):
         made = run_step(program, recording, inputs, real, {}, remember)
-        expected = copies(dict(compat.tree_paths(made)))
+        expected = copies(named_values(made))
     found: list[Difference] = []
 
     def compare(piece: Piece, values: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ def verify_recording(
     replayed = {piece.index: Way.REPLAYED for piece in split.pieces}
     result = run_step(program, recording, inputs, real, replayed, compare)
     if not found:
-        last = first_difference("the result", expected, dict(compat.tree_paths(result)), rtol, atol)
+        last = first_difference("the result", expected, named_values(result), rtol, atol)
         found.extend([last] if last is not None else [])
     return Verified(result, found[0] if found else None)
 

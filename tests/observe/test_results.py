@@ -1,0 +1,286 @@
+"""Results that are objects are compared by what is in them; what nobody can compare is said."""
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import D
+from torch import nn
+from verify_support import config
+
+import cgcompile
+from cgcompile import CUDAGraphMode, CUDAGraphWrapper, set_forward_context, verify, verify_wrapper
+from cgcompile.graphs.opened import alike, named_values, uncompared
+from cgcompile.graphs.verify import first_difference
+from cgcompile.observe.bench import bench
+from cgcompile.observe.subject import Subject
+
+
+@dataclasses.dataclass
+class Scores:
+    scores: torch.Tensor
+    more: Any = None
+    count: int = 3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frozen:
+    scores: torch.Tensor
+
+
+class Bag:
+    def __init__(self, scores: torch.Tensor, **more: Any) -> None:
+        self.scores = scores
+        self.__dict__.update(more)
+
+
+class Slotted:
+    __slots__ = ("scores",)
+
+    def __init__(self, scores: torch.Tensor) -> None:
+        self.scores = scores
+
+
+class Empty:
+    """Has no fields, and no ``==`` of its own."""
+
+
+class Equal:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Torn:
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("ambiguous")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Returns(nn.Module):
+    def __init__(self, pack: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.pack = nn.Linear(D, D), pack
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.pack(self.linear(x))
+
+
+Pair = collections.namedtuple("Pair", "first second")  # noqa: PYI024
+
+PACKS = {
+    "dataclass": lambda y: Scores(y),
+    "nested": lambda y: Scores(y, Scores(y + 1, {"k": [Frozen(y * 2)]})),
+    "in containers": lambda y: {"a": [Scores(y), Pair(y, Frozen(y - 1))]},
+    "plain object": lambda y: Bag(y),
+    "object in an object": lambda y: Bag(y, more=[Bag(y * 2, kind="b")]),
+}
+
+
+def returning(pack: Callable[[torch.Tensor], Any]) -> tuple[nn.Module, torch.Tensor]:
+    return Returns(pack).eval(), torch.randn(3, D)
+
+
+@pytest.mark.parametrize("pack", PACKS.values(), ids=PACKS.keys())
+def test_right_models_are_right(pack: Any) -> None:
+    model, x = returning(pack)
+    found = verify(model, x, config=config())
+    assert found.ok, str(found)
+    assert (found.checks[0].compared, found.replays) == (3, 3)
+    assert found.checks[0].uncompared == ()
+    assert cgcompile.bisect(model, x, config=config()).ok
+
+
+def test_padded_and_breakable_runs_are_compared() -> None:
+    model, x = returning(lambda y: Scores(y, {"k": Frozen(y)}))
+    found = verify(model, x, config=config(), sets=1, padded_sizes=(5,), breakable=True)
+    assert found.ok, str(found)
+    assert [check.replays for check in found.checks] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("pack", "value"), [(Scores, "scores"), (Bag, "scores")])
+def test_what_differs_inside_is_found(pack: Any, value: str) -> None:
+    def double(gm: Any, inputs: Any) -> Any:
+        return lambda *given: tuple(each * 2 for each in gm(*given))
+
+    model, x = returning(pack)
+    found = verify(model, x, config=config(compiler=double), sets=1)
+    (difference,) = found.differences
+    assert (difference.stage, difference.op) == ("compilation", "torch._C._nn.linear")
+    subject = Subject(model, config(compiler=double))
+    call = ((x,), {})
+    subject.until_replayed(call)
+    outcomes = [subject.outcome(run, call) for run in (subject.original, subject.call)]
+    told = first_difference("the result", *outcomes, 0.0, 0.0)
+    assert told is not None
+    assert told.what == f"result.{value}"
+    assert told.rows == (0, 1, 2)
+    subject.release()
+
+
+def wrapped(pack: Any) -> tuple[CUDAGraphWrapper, torch.Tensor]:
+    model, x = returning(pack)
+    return CUDAGraphWrapper(model, config(), CUDAGraphMode.FULL), x
+
+
+def in_full(wrapper: CUDAGraphWrapper, x: torch.Tensor, run: Callable[[], Any]) -> Any:
+    batch = cgcompile.BatchDescriptor(len(x))
+    with (
+        torch.inference_mode(),
+        set_forward_context(cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=batch),
+    ):
+        for _ in range(3):
+            wrapper(x)
+        assert wrapper.counters.replays == 2
+        return run()
+
+
+@pytest.mark.parametrize("pack", [Scores, Bag, Frozen, lambda y: {"k": Scores(y, Bag(y))}])
+def test_of_a_wrapper(pack: Any) -> None:
+    wrapper, x = wrapped(pack)
+    assert in_full(wrapper, x, lambda: verify_wrapper(wrapper, x)) is None
+    found = in_full(*(each := wrapped(pack)), lambda: verify(each[0], each[1], config=None))
+    assert found.ok, str(found)
+
+
+def test_of_a_wrapper_that_is_wrong() -> None:
+    scale = [1.0]
+    wrapper, x = wrapped(lambda y: Scores(y * scale[0]))
+
+    def run() -> Any:
+        scale[0] = 2.0
+        return verify_wrapper(wrapper, x)
+
+    found = in_full(wrapper, x, run)
+    assert (found.where, found.what) == ("the result", ".scores")
+    assert found.rows == (0, 1, 2)
+
+
+# ---------------------------------------------------------------- what nobody can compare
+
+
+def test_what_nobody_can_compare_is_said_and_blames_nobody() -> None:
+    model, x = returning(lambda y: {"y": y, "it": Empty()})
+    found = verify(model, x, config=config(), sets=2)
+    assert found.ok, str(found)
+    assert found.checks[0].uncompared == ("['it'] (an Empty object)",)
+    assert str(found).splitlines()[-1] == "not compared: ['it'] (an Empty object)"
+    assert found.to_dict()["checks"][0]["uncompared"] == ["['it'] (an Empty object)"]
+    told = cgcompile.bisect(model, x, config=config(), sets=1)
+    assert told.ok
+    assert told.steps[-1] == "not compared: ['it'] (an Empty object)"
+
+
+def test_where_nothing_can_be_compared_nothing_is_ok() -> None:
+    def hides(y: torch.Tensor) -> Any:
+        kept.append(y)
+        return Empty()
+
+    kept: list[torch.Tensor] = []
+    wrapper, x = wrapped(hides)
+    found = in_full(wrapper, x, lambda: verify(wrapper, x, sets=1))
+    assert not found.ok
+    assert found.differences == ()
+    assert found.checks[0].missing == "nothing that it returns can be compared"
+    assert found.checks[0].uncompared == ("result (an Empty object)",)
+
+
+def test_a_wrapper_says_it_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    wrapper, x = wrapped(lambda y: (y, Empty()))
+    with caplog.at_level(logging.WARNING, logger="cgcompile"):
+        assert in_full(wrapper, x, lambda: verify_wrapper(wrapper, x)) is None
+    assert "[1] of the result is not compared" in caplog.text
+
+
+def test_bench_says_it() -> None:
+    model, x = returning(lambda y: (Scores(y), Empty()))
+    found = bench(model, ((x,), {}), config=config(), rounds=1, calls=1)
+    assert found.ok, str(found)
+    assert found.ways[1].uncompared == ("[1] (an Empty object)",)
+    assert str(found).endswith("as eager; not compared: [1] (an Empty object)")
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def test_names() -> None:
+    y = torch.ones(1)
+    found = named_values({"k": Scores(y, [Slotted(y), 2])}, "result")
+    assert list(found) == [
+        "['k']",
+        "['k'].scores",
+        "['k'].more[0]",
+        "['k'].more[0].scores",
+        "['k'].more[1]",
+        "['k'].count",
+    ]
+    assert str(found["['k']"]) == "a Scores object with count, more, scores"
+    assert found["['k']"].inside == tuple(found)[1:]
+    assert named_values(y, "result") == {"result": y}
+    assert list(named_values(Bag(y), "result")) == ["result", "result.scores"]
+
+
+def test_objects_that_lead_to_themselves() -> None:
+    bag = Bag(torch.ones(1))
+    bag.__dict__["parts"] = [Bag(torch.ones(1), owner=bag)]
+    found = named_values(bag, "result")
+    assert found["result.parts[0].owner"] == "the object 2 levels up"
+    other = Bag(torch.ones(1))
+    other.__dict__["parts"] = [Bag(torch.ones(1), owner=other)]
+    assert first_difference("r", found, named_values(other, "result"), 0.0, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (3, 3, True),
+        (3, 4, False),
+        (3, 3.0, False),
+        (Equal(), Equal(), True),
+        ({1, 2}, {2, 1}, True),
+        ({1, 2}, {1}, False),
+        (Empty(), Equal(), False),
+        (Empty(), Empty(), None),
+        (Torn(), Torn(), None),
+        (lambda: 1, lambda: 1, None),
+        (Empty().__init__, Empty().__init__, None),
+    ],
+)
+def test_alike(one: Any, other: Any, same: bool | None) -> None:
+    assert alike(one, other) is same
+    assert alike(one, one) is True
+    assert bool(uncompared({"a": one}, {"a": other})) is (same is None)
+
+
+@pytest.mark.parametrize(
+    ("plain", "found", "text"),
+    [
+        (Bag, Scores, "a Scores object with count, more, scores in the replay, a Bag object with"),
+        (Bag, lambda y: Bag(y, late=1), "a Bag object with late, scores in the replay, a Bag obj"),
+        (lambda y: [y, y], lambda y: [y], "nothing in the replay, a tensor (2,) with strides"),
+        (lambda y: Bag(y + 1), Bag, "2 of 2 numbers differ"),
+    ],
+)
+def test_what_is_built_otherwise_differs(plain: Any, found: Any, text: str) -> None:
+    y = torch.ones(2)
+    one, other = named_values(plain(y), "result"), named_values(found(y), "result")
+    difference = first_difference("the result", one, other, 0.0, 0.0)
+    assert difference is not None
+    assert difference.detail.startswith(text)
+
+
+def test_an_object_that_both_runs_return_is_itself_whatever_became_of_it() -> None:
+    kept = Bag(torch.ones(2), calls=1)
+    before = named_values([kept, 1], "result")
+    kept.scores, kept.calls = torch.zeros(3), 2  # type: ignore[attr-defined]
+    assert first_difference("r", before, named_values([kept, 1], "result"), 0.0, 0.0) is None
+    told = first_difference("r", before, named_values([kept, 2], "result"), 0.0, 0.0)
+    assert told is not None
+    assert told.what == "[1]"
