@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 after a finding, a difference or an error, which was printed; 2 after
-        words that cannot be.
+        words that cannot be, such as a target, a setting or a key that does not exist.
     """
     given = command_line().parse_args(arguments)
     try:
@@ -35,15 +35,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough
         sys.stderr.close()
         return 0
+    except SystemExit as error:  # of the user's code, whose statuses are not ours
+        print(f"cgcompile: {_told(error)}", file=sys.stderr)
+        if given.traceback:
+            traceback.print_exception(error)
+        return 1
     except Exception as error:  # of the user's code as well
         if given.traceback:
             raise
         print(f"cgcompile: {_told(error)}", file=sys.stderr)
-        return 2 if isinstance(error, (CommandError, ConfigError)) else 1
+        return 2 if isinstance(error, (CacheError, CommandError, ConfigError)) else 1
     return int(answer.status)
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """An error in words; of one that is not ours, where it comes from."""
     if isinstance(error, CGCompileError):
         return str(error)

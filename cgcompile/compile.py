@@ -82,11 +82,7 @@ def compile(
             dynamic_shapes=dynamic_shapes,
             **settings,
         )
-    if isinstance(model, type) or not isinstance(
-        model, (torch.nn.Module, types.FunctionType, types.MethodType)
-    ):
-        found = f"the class {model.__name__}" if isinstance(model, type) else repr(model)
-        raise ConfigError.not_compilable(found)
+    check_compilable(model, "compile")
     if isinstance(config, Backend):
         if settings:
             raise ConfigError.settings_are_fixed()
@@ -95,6 +91,23 @@ def compile(
         backend = Backend(config, **settings)
     rules = _rules(backend.config, guards, check_guards, dynamic_shapes)
     return CompiledModel(model, backend, dynamic_dims, rules)
+
+
+def check_compilable(model: Any, function: str) -> None:
+    """Refuse what is none of the things that can be compiled.
+
+    Args:
+        model: what a user gave.
+        function: the one that was called.
+
+    Raises:
+        ConfigError: a class, None or another object.
+    """
+    if isinstance(model, type) or not isinstance(
+        model, (torch.nn.Module, types.FunctionType, types.MethodType)
+    ):
+        found = f"the class {model.__name__}" if isinstance(model, type) else repr(model)
+        raise ConfigError.not_compilable(found, function)
 
 
 def _rules(config: CompilationConfig, guards: str | None, check_guards: bool, shapes: str) -> Rules:
@@ -139,7 +152,6 @@ class CompiledModel(Transparent):
     ) -> None:
         self.runnable = runnable
         self.backend = backend
-        self._given = (dict(dynamic_dims or {}), rules)
         self._traces: Traces | None = None
         self._call = _untraced(runnable, backend.config)
         if self._call is None:
@@ -153,6 +165,7 @@ class CompiledModel(Transparent):
                 "mode NONE and splitting='breakable' trace nothing",
                 "Leave them out, or use mode PIECEWISE with splitting='fx'.",
             )
+        self._given = (dict(dynamic_dims or {}), rules)
         if self.wrapper is not None:
             backend.adopt(self.wrapper)
 
@@ -226,9 +239,7 @@ class CompiledModel(Transparent):
         if self._traces is not None:
             self._traces.clear()
 
-    def _compile(
-        self, graph: fx.GraphModule, inputs: list[Any], frozen: int
-    ) -> Callable[..., Any]:
+    def _compile(self, graph: fx.GraphModule, inputs: list[Any], frozen: int) -> Callable[..., Any]:
         return self.backend.compile_graph(graph, inputs, frozen=frozen)
 
 

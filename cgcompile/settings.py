@@ -96,6 +96,15 @@ def parse_sizes(value: Any) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
+def sizes_given(name: str, where: str, value: Any) -> tuple[int, ...]:
+    """Sizes that a user gave to a function, as ``parse_sizes`` takes them, or none.
+
+    Raises:
+        ConfigError: something else.
+    """
+    return parsed(name, where, value, parse_sizes) if items_of(value) else ()
+
+
 ALL_CAPTURE_SIZES = "cudagraph_capture_sizes"
 
 
@@ -227,6 +236,11 @@ def setting(name: str, default: Any, parse: Parser, doc: str, needs: str | None 
 
 
 def parsed(name: str, where: str, value: Any, parse: Parser) -> Any:
+    """What a parser makes of a value.
+
+    Raises:
+        ConfigError: it refuses it.
+    """
     try:
         return parse(value)
     except (TypeError, ValueError) as error:

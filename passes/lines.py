@@ -7,6 +7,7 @@ import inspect
 import linecache
 import os
 import sysconfig
+import traceback
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -67,6 +68,12 @@ def running_line(frame: FrameType | None, until: CodeType) -> Line | None:
             return line_at(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def came_by_us(error: BaseException) -> bool:
+    """Whether an error was raised by code of ours, or by what that called."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_filename.startswith(_SKIPPED[1:]) for frame, _ in frames)
 
 
 def raised_at(error: BaseException, until: CodeType | None = None) -> Line | None:

@@ -1,12 +1,34 @@
 """What commands of the command line look at, in tests."""
 
 import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import cgcompile
+from cgcompile.__main__ import main
+
+HERE = Path(__file__)
+
+
+def runner(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """(status, what was printed, what was said of errors) of a command on a function here."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(command: str, function: str, *words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main([command, f"{HERE}:{function}", *words])
+        printed = capsys.readouterr()
+        return status, printed.out.rstrip("\n"), printed.err.replace(str(HERE), "FILE").rstrip("\n")
+
+    return run
 
 
 class Net(nn.Module):
@@ -102,3 +124,16 @@ def four() -> Any:
 
 def raises() -> Any:
     raise RuntimeError("boo")
+
+
+def leaves() -> Any:
+    sys.exit(5)
+
+
+def misses() -> Any:
+    model, _ = pair()
+    return model, ()
+
+
+def alone() -> Any:
+    return Net()

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_support import runner
 from expecttest import TestCase
 from page_support import Page
 
 import cgcompile
 from cgcompile.__main__ import main
 
-HERE = Path(__file__).with_name("command_support.py")
 EAGER = ("--set", "compiler=eager")
 
 
@@ -27,16 +27,7 @@ class Snapshot(TestCase):
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """(status, what was printed, what was said of errors) of a command on a function here."""
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def found(command: str, function: str, *words: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main([command, f"{HERE}:{function}", *words])
-        printed = capsys.readouterr()
-        return status, printed.out.rstrip("\n"), printed.err.replace(str(HERE), "FILE").rstrip("\n")
-
-    return found
+    return runner(capsys, monkeypatch)
 
 
 def test_explain(run: Any, tmp_path: Path) -> None:
@@ -173,69 +164,6 @@ def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CGCOMPILE_STRCT", "1")
     assert main(["env"]) == 2
     assert "CGCOMPILE_STRICT" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("function", "words", "status", "said"),
-    [
-        ("par", (), 2, "FILE has no function 'par'. Did you mean 'pair'?"),
-        ("number", (), 2, "FILE:number returned a model of type int; expected a model and its"),
-        (
-            "sized",
-            (),
-            2,
-            "FILE:sized takes arguments, (size: int, *, deep: bool = False) -> Any; ex",
-        ),
-        (
-            "Wide",
-            (),
-            2,
-            "FILE:Wide takes arguments, (width: int) -> None; expected a function that",
-        ),
-        ("net", (), 2, "FILE:net takes arguments, (x: torch.Tensor, scale: float = 1.0) -> torch."),
-        ("confuses", (), 1, "TypeError: sized() missing 1 required positional argument: 'size'\n"),
-        ("four", (), 2, "FILE:four returned a tuple of 4; expected a model and its inputs."),
-        ("ran", (), 2, "FILE:ran returned a model without inputs, and verify calls it."),
-        ("wrong", EAGER, 2, "--set for a model that FILE:wrong has compiled already: its"),
-        ("pair", ("--set", "compilr=eager"), 2, "options: there is no setting 'compilr'. Did"),
-        ("pair", ("--set", "compiler"), 2, "--set compiler: expected key=value, such as --set"),
-        ("pair", ("--set", "num_warmups=-1"), 2, "options: num_warmups = '-1'; expected a whole"),
-        ("raises", (), 1, "RuntimeError: boo\n  at FILE:"),
-    ],
-)
-def test_mistakes(run: Any, function: str, words: Any, status: int, said: str) -> None:
-    before = list(sys.path)
-    found, out, err = run("verify", function, *words)
-    assert (found, out) == (status, "")
-    assert err.startswith(f"cgcompile: {said}")
-    assert "Traceback" not in err
-    assert sys.path == before
-
-
-def test_a_decorator_gives_what_the_target_takes(run: Any) -> None:
-    status, out, _ = run("explain", "decorated")
-    assert (status, out.startswith("Net: 3 pieces: 2 captured, 1 eager")) == (0, True)
-
-
-@pytest.mark.parametrize(
-    ("target", "said"),
-    [
-        (
-            "model.py",
-            "'model.py' is no target; expected module:function or path/to/file.py:function",
-        ),
-        ("nowhere.py:f", "cannot import 'nowhere.py': there is no such file."),
-        ("no_such_module:f", "cannot import 'no_such_module': No module named 'no_such_module'."),
-    ],
-)
-def test_targets_that_are_none(target: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", target]) == 2
-    assert capsys.readouterr().err.startswith(f"cgcompile: {said}")
-
-
-def test_a_traceback_is_there_for_those_who_ask(run: Any) -> None:
-    with pytest.raises(RuntimeError, match="boo"):
-        main(["--traceback", "explain", f"{HERE}:raises"])
 
 
 def test_a_module_by_name(capsys: pytest.CaptureFixture[str]) -> None:

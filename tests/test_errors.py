@@ -9,6 +9,7 @@ from cgcompile import errors
 from cgcompile.errors import (
     AddressChangedError,
     AgreementError,
+    ArgumentsError,
     BatchError,
     BoundaryError,
     CacheError,
@@ -50,6 +51,8 @@ EXAMPLES: dict[str, CGCompileError] = {
     "ConfigError.unknown_torch_mode": ConfigError.unknown_torch_mode("reduce", ("default",)),
     "ConfigError.settings_are_fixed": ConfigError.settings_are_fixed(),
     "ConfigError.not_compiled_here": ConfigError.not_compiled_here("Linear"),
+    "ConfigError.handle_is_attribute": ConfigError.handle_is_attribute("CompiledModel"),
+    "ConfigError.captures_nothing": ConfigError.captures_nothing("coverage", "Attention"),
     "ConfigError.unknown_inductor_option": ConfigError.unknown_inductor_option(
         "max_autotun", ("max_autotune",)
     ),
@@ -58,6 +61,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "ConfigError.unknown_pass": ConfigError.unknown_pass("eliminate_noop", ("eliminate_noops",)),
     "ConfigError.needed_pass": ConfigError.needed_pass("bind_symbols", ("eliminate_noops",)),
     "ConfigError.which_dimension": ConfigError.which_dimension(["x.size()[0]", "y.size()[0]"]),
+    "ConfigError.sizes_of_which": ConfigError.sizes_of_which(["x.size()[0]", "y.size()[0]"]),
     "DescriptorError.field": DescriptorError.field("num_reqs", 0, "a whole number"),
     "DescriptorError.not_uniform": DescriptorError.not_uniform(7, 2),
     "ForwardContextError.missing": ForwardContextError.missing(),
@@ -83,6 +87,8 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CommandError.bad_result": CommandError.bad_result("model.py:make", "a tuple of 4"),
     "CommandError.no_inputs": CommandError.no_inputs("model.py:make", "verify"),
     "CommandError.bad_setting": CommandError.bad_setting("compiler"),
+    "CommandError.bad_splitting_ops": CommandError.bad_splitting_ops("splitting op 'x': unknown."),
+    "CommandError.no_page": CommandError.no_page("/page.html", "Permission denied"),
     "CommandError.settings_are_fixed": CommandError.settings_are_fixed("model.py:make"),
     "CacheError.unknown_entry": CacheError.unknown_entry("77", "/home/me/.cache/cgcompile"),
     "CacheError.ambiguous_entry": CacheError.ambiguous_entry("7", ["7a00", "7b00"]),
@@ -206,6 +212,9 @@ EXAMPLES: dict[str, CGCompileError] = {
     "TraceError.no_such_dimension": TraceError.no_such_dimension("x", 2, "[4, 8]"),
     "TraceError.fixed": TraceError.fixed("Decoder.forward", "x.shape[0] is 8"),
     "TraceError.writes_globals": TraceError.writes_globals("step", "count"),
+    "ArgumentsError.refused": ArgumentsError.refused(
+        "Decoder.forward", "(x, scale=1.0)", "missing a required argument: 'x'"
+    ),
     "RecompileError.closed": RecompileError.closed("Decoder.forward", "L['x'].size()[0] == 8"),
     "RecompileError.dropped_guard": RecompileError.dropped_guard(
         "Decoder.forward", "L['self'].scale == 2.0"
@@ -279,7 +288,7 @@ def test_every_message_has_an_example() -> None:
 def test_errors_are_of_the_tree_and_ascii(name: str) -> None:
     error = EXAMPLES[name]
     assert isinstance(error, CGCompileError)
-    assert isinstance(error, (ValueError, RuntimeError))
+    assert isinstance(error, (ValueError, RuntimeError, TypeError))
     assert str(error).isascii()
     assert max(map(len, str(error).splitlines())) < 250
 
@@ -288,6 +297,14 @@ class Messages(TestCase):
     def check(self, kind: str, expected: str) -> None:
         texts = [f"{n}: {e}" for n, e in EXAMPLES.items() if n.startswith(kind + ".")]
         self.assertExpectedInline("\n".join(texts), expected, skip=1)
+
+    def test_arguments(self) -> None:
+        self.check(
+            "ArgumentsError",
+            """\
+ArgumentsError.refused: Decoder.forward takes (x, scale=1.0), and cannot be called with these inputs: missing a required argument: 'x'.
+  Give the inputs of one call of the model, as it takes them.""",
+        )
 
     def test_trace(self) -> None:
         self.check(
@@ -331,6 +348,10 @@ ConfigError.settings_are_fixed: settings beside a cgcompile.Backend object: the 
   Give them to cgcompile.Backend(...), or use backend='cgcompile' with options.
 ConfigError.not_compiled_here: cgcompile.runtime(): found a Linear; expected a module that torch.compile returned for this backend.
   For a function, keep the object of backend=cgcompile.Backend(...).
+ConfigError.handle_is_attribute: cgcompile.runtime(): found a CompiledModel, which knows its handle by itself; expected a module that torch.compile returned for this backend.
+  Take its attribute: model.backend.
+ConfigError.captures_nothing: cgcompile.coverage(): found an Attention, which captures nothing; expected a compiled model, its handle (a Backend), a wrapper or a manager.
+  Compile the model first: cgcompile.compile(model), or torch.compile(model, backend='cgcompile').
 ConfigError.unknown_inductor_option: inductor_options: this torch has no Inductor setting 'max_autotun'. Did you mean 'max_autotune'?
   The names are those of torch._inductor.config.
 ConfigError.trace_once_needs_guards_dropped: mode DYNAMO_TRACE_ONCE traces once and drops Dynamo's guards, but torch.compile gives a backend no say over guards.
@@ -343,6 +364,8 @@ ConfigError.needed_pass: disabled_passes: pass 'bind_symbols' cannot be disabled
   What can be disabled: eliminate_noops.
 ConfigError.which_dimension: cudagraph_capture_sizes, compile_sizes and compile_ranges_endpoints must speak of one dynamic dimension of the inputs, but the graph has 2 of them.
   Set capture_dim to one of: x.size()[0], y.size()[0].
+ConfigError.sizes_of_which: sizes: they are sizes of one dynamic dimension of the inputs, and the graph has 2 of them.
+  Say which, beside sizes: capture_dim='x.size()[0]'. There are: x.size()[0], y.size()[0].
 ConfigError.unknown_parameter: dynamic_dims: the function has no parameter 'y'.
   Parameters: self, x.
 ConfigError.not_compilable: cgcompile.compile(): found the class Decoder; expected a module, a bound method of one, or a function.
@@ -593,6 +616,9 @@ CommandError.bad_result: model.py:make returned a tuple of 4; expected a model a
 CommandError.no_inputs: model.py:make returned a model without inputs, and verify calls it.
   Return (model, args) or (model, args, kwargs).
 CommandError.bad_setting: --set compiler: expected key=value, such as --set compiler=eager.
+CommandError.bad_splitting_ops: splitting_ops: splitting op 'x': unknown.
+CommandError.no_page: --html /page.html: no page can be written there: Permission denied.
+  Give the path of a file, such as page.html.
 CommandError.settings_are_fixed: --set for a model that model.py:make has compiled already: its settings are fixed.
   Give them where it is compiled, or return the model before that.""",
         )

@@ -128,7 +128,7 @@ equal: inductor, compiler""",
 
 def test_unknown_and_ambiguous_keys(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     status, printed = run(capsys, store, "why", "xyz")
-    assert status == 1
+    assert status == 2
     Snapshot().check(
         printed,
         """\
@@ -136,10 +136,10 @@ cgcompile: no entry of FOLDER has a key that starts with 'xyz'.
   'cgcompile cache list' shows what is there; --dir names another folder.""",
     )
     status, printed = run(capsys, store, "why", "")
-    assert status == 1
+    assert status == 2
     assert "3 entries have a key that starts with ''" in printed
     status, printed = run(capsys, store, "clear", "11", "xyz")
-    assert status == 1
+    assert status == 2
     assert len(list(store.entries())) == 3  # nothing is removed if one of the keys is wrong
 
 
@@ -169,7 +169,7 @@ def test_clear_all(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_folder_of_the_settings(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["cache", "list"]) == 1
+    assert main(["cache", "list"]) == 2
     assert "cache_dir is 'off'" in capsys.readouterr().err
     monkeypatch.setenv("CGCOMPILE_CACHE_DIR", str(store.folder))
     assert main(["cache", "list"]) == 0

@@ -45,6 +45,7 @@ from cgcompile.errors.serving import (
     SizesError,
 )
 from cgcompile.errors.tracing import (
+    ArgumentsError,
     RecompileError,
     SavedGraphError,
     TraceError,

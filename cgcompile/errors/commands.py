@@ -57,6 +57,17 @@ class CommandError(CGCompileError, ValueError):
         return cls(f"--set {given}: expected key=value, such as --set compiler=eager.")
 
     @classmethod
+    def bad_splitting_ops(cls, why: str) -> "CommandError":
+        return cls(f"splitting_ops: {why}")
+
+    @classmethod
+    def no_page(cls, path: str, why: str) -> "CommandError":
+        return cls(
+            f"--html {path}: no page can be written there: {why}.\n"
+            "  Give the path of a file, such as page.html."
+        )
+
+    @classmethod
     def settings_are_fixed(cls, target: str) -> "CommandError":
         return cls(
             f"--set for a model that {target} has compiled already: its settings are fixed.\n"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from cgcompile.errors.root import CGCompileError, close, listed
+from cgcompile.errors.root import CGCompileError, close, listed, with_article
 
 
 class ConfigError(CGCompileError, ValueError):
@@ -40,9 +40,26 @@ class ConfigError(CGCompileError, ValueError):
     @classmethod
     def not_compiled_here(cls, found: str) -> "ConfigError":
         return cls(
-            f"cgcompile.runtime(): found a {found}; expected a module that torch.compile "
-            "returned for this backend.\n  For a function, keep the object of "
+            f"cgcompile.runtime(): found {with_article(found)}; expected a module that "
+            "torch.compile returned for this backend.\n  For a function, keep the object of "
             "backend=cgcompile.Backend(...)."
+        )
+
+    @classmethod
+    def handle_is_attribute(cls, found: str) -> "ConfigError":
+        return cls(
+            f"cgcompile.runtime(): found {with_article(found)}, which knows its handle by itself; "
+            "expected a module that torch.compile returned for this backend.\n"
+            "  Take its attribute: model.backend."
+        )
+
+    @classmethod
+    def captures_nothing(cls, function: str, found: str) -> "ConfigError":
+        what = "None" if found == "NoneType" else with_article(found)
+        return cls(
+            f"cgcompile.{function}(): found {what}, which captures nothing; expected a compiled "
+            "model, its handle (a Backend), a wrapper or a manager.\n  Compile the model first: "
+            "cgcompile.compile(model), or torch.compile(model, backend='cgcompile')."
         )
 
     @classmethod
@@ -77,10 +94,10 @@ class ConfigError(CGCompileError, ValueError):
         )
 
     @classmethod
-    def not_compilable(cls, found: str) -> "ConfigError":
+    def not_compilable(cls, found: str, function: str = "compile") -> "ConfigError":
         return cls(
-            f"cgcompile.compile(): found {found}; expected a module, a bound method of one, or a "
-            "function.\n  Of a class, compile its instances, or decorate its forward."
+            f"cgcompile.{function}(): found {found}; expected a module, a bound method of one, or "
+            "a function.\n  Of a class, compile its instances, or decorate its forward."
         )
 
     @classmethod
@@ -111,6 +128,14 @@ class ConfigError(CGCompileError, ValueError):
             "cudagraph_capture_sizes, compile_sizes and compile_ranges_endpoints must speak of one "
             f"dynamic dimension of the inputs, but the graph has {len(dims)} of them.\n"
             f"  Set capture_dim to one of: {listed(dims)}."
+        )
+
+    @classmethod
+    def sizes_of_which(cls, dims: Sequence[str]) -> "ConfigError":
+        return cls(
+            "sizes: they are sizes of one dynamic dimension of the inputs, and the graph has "
+            f"{len(dims)} of them.\n"
+            f"  Say which, beside sizes: capture_dim={dims[0]!r}. There are: {listed(dims)}."
         )
 
 

@@ -45,6 +45,17 @@ class TraceError(CGCompileError, RuntimeError):
         )
 
 
+class ArgumentsError(CGCompileError, TypeError):
+    """Arguments that a model does not take."""
+
+    @classmethod
+    def refused(cls, name: str, signature: str, why: str) -> "ArgumentsError":
+        return cls(
+            f"{name} takes {signature}, and cannot be called with these inputs: {why}.\n"
+            "  Give the inputs of one call of the model, as it takes them."
+        )
+
+
 class RecompileError(CGCompileError, RuntimeError):
     """A call that no trace serves, where nothing may be traced any more or guards were dropped."""
 

@@ -17,7 +17,7 @@ from cgcompile.graphs.results import field_names, is_record
 from cgcompile.graphs.state import Slots
 
 _DEEPEST = 16  # objects in objects
-_CLOSED = (torch.Tensor, torch.nn.Module, type, ModuleType, Enum)
+_CLOSED: tuple[type, ...] = (torch.Tensor, torch.nn.Module, type, ModuleType, Enum)
 _CLOSED += (FunctionType, MethodType, BuiltinFunctionType)  # code: its attributes say nothing
 
 
@@ -105,7 +105,8 @@ def alike(found: Any, expected: Any) -> bool | None:
         return True
     if type(found) is not type(expected) or is_plain_value(expected):
         return False
-    if callable(expected) or type(expected).__eq__ is object.__eq__:
+    own: Any = type(expected).__eq__
+    if callable(expected) or own is object.__eq__:
         return None
     try:
         same = found == expected

@@ -72,7 +72,8 @@ def first_difference(
         atol: absolute tolerance.
     """
     for name in names_compared(plain, replayed):
-        expected, found = plain[name], replayed.get(name)
+        expected: Any = plain[name]
+        found: Any = replayed.get(name)
         tensor = isinstance(expected, torch.Tensor)
         same = _same_kind(found, expected) if tensor else alike(found, expected) is not False
         if name not in replayed or not same:
@@ -150,12 +151,13 @@ def verify_wrapper(
     """Replay a step of a wrapper and run it plain, on the same inputs; compare every break.
 
     The arguments of each eager break are compared as it leaves them, tensors and plain values, and
-    what comes out in the end. Of dataclasses and plain objects what is in them is compared; what has
-    no fields and no ``==`` of its own is not, with a line in the log. What the plain step changes
-    is put back before the replay: tensors among the arguments, and tensors, attributes and
-    containers that the model leads to, weights included. What is written elsewhere, such as a global or a cache that the forward context leads
-    to, is written twice. Of a model with compiled code all tensors are copied, as nobody sees what
-    that writes; else those that are written, the arguments and the buffers. Synchronises.
+    what comes out in the end. Of dataclasses and plain objects what is in them is compared; what
+    has no fields and no ``==`` of its own is not, with a line in the log. What the plain step
+    changes is put back before the replay: tensors among the arguments, and tensors, attributes and
+    containers that the model leads to, weights included. What is written elsewhere, such as a
+    global or a cache that the forward context leads to, is written twice. Of a model with compiled
+    code all tensors are copied, as nobody sees what that writes; else those that are written, the
+    arguments and the buffers. Synchronises.
 
     Args:
         wrapper: whose step it is.

@@ -1,5 +1,6 @@
 """What can be said of a call before it runs: its arguments, its weights, and the mode it is in."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from cgcompile.graphs.memory import Memory
 from cgcompile.observe.notes import Notes
 from cgcompile.observe.stores import forward_line
 from cgcompile.passes.lines import Line
+from cgcompile.tracing.dims import bind_arguments
 
 _CPU = torch.device("cpu")
 
@@ -42,6 +44,26 @@ class Call(NamedTuple):
         for top, tree in tops:
             for path, leaf in compat.tree_paths(tree):
                 yield top + path, leaf
+
+
+def check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a model by name.
+
+    Args:
+        model: a module, a method or a function.
+        args: of the call.
+        kwargs: of the call.
+
+    Raises:
+        ArgumentsError: it does not take these.
+    """
+    called = model.forward if isinstance(model, torch.nn.Module) else model
+    name = getattr(model, "__qualname__", None) or type(model).__name__
+    try:
+        signature = inspect.signature(called)
+    except ValueError:  # of something that is not written in Python: nobody says
+        return dict(kwargs)
+    return dict(bind_arguments(name, signature, args, kwargs).arguments)
 
 
 def look_at_call(notes: Notes, model: Any, call: Call, device: torch.device, varies: bool) -> None:
@@ -75,7 +97,8 @@ def _look_at_input(
     notes: Notes, path: str, leaf: torch.Tensor, device: torch.device, source: Line | None
 ) -> None:
     if leaf.layout is not torch.strided or not compat.is_plain_tensor(leaf):
-        text = f"it is {with_article(type(leaf).__name__)} of layout {leaf.layout}, which no graph takes"
+        kind = with_article(type(leaf).__name__)
+        text = f"it is {kind} of layout {leaf.layout}, which no graph takes"
         notes.add("unsupported_input", path, text, source)
     elif leaf.device != device and (leaf.dim() or leaf.device != _CPU):
         kind = "cpu_tensor" if leaf.device == _CPU else "other_device"

@@ -18,6 +18,7 @@ from cgcompile.observe.comparing import Tolerance, without_gradients
 from cgcompile.observe.inputs import Call
 from cgcompile.observe.subject import Subject, tolerance_of
 from cgcompile.observe.text import table
+from cgcompile.settings import parse_count, parsed
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,9 @@ def bench(
         ConfigError: settings for a compiled model, or that cannot be.
         BaseException: what the model raised.
     """
-    subject = Subject(model, config)
+    rounds = parsed("rounds", "bench", rounds, parse_count(1))
+    calls = parsed("calls", "bench", calls, parse_count(1))
+    subject = Subject(model, config, "bench")
     try:
         tolerance = tolerance_of(subject, call, None, None)
         ways: dict[str, Callable[..., Any]] = {"eager": subject.original}

@@ -26,6 +26,7 @@ from cgcompile.observe.verify import real_rows
 from cgcompile.observe.wrappers import wrapper_place
 from cgcompile.piecewise.verify import Observer
 from cgcompile.piecewise.ways import Way, run_step
+from cgcompile.settings import parse_count, parsed
 
 Item = tuple[int, int]
 """(number of the compiled graph, index of the piece); -1 is all of a FULL graph."""
@@ -104,10 +105,12 @@ def bisect(
 
     Raises:
         DispatchError: nothing was replayed.
-        ConfigError: settings for a model that has its own.
+        ConfigError: settings for a model that has its own, something that is no model, or ``sets``
+            below 1.
         BaseException: what the model raised.
     """
-    subject = Subject(model, config)
+    sets = parsed("sets", "bisect", sets, parse_count(1))
+    subject = Subject(model, config, "bisect")
     try:
         given = InputSets(inputs, seed)
         with put_back(given.tensors):

@@ -7,17 +7,20 @@ The rule: a command answers with lines and a status, and prints nothing itself.
 import argparse
 import inspect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from cgcompile import compat
 from cgcompile.backend import handle_of
+from cgcompile.boundaries import Boundaries
 from cgcompile.compile import compile
 from cgcompile.config import CompilationConfig
-from cgcompile.errors import CommandError
+from cgcompile.errors import BoundaryError, CommandError
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.observe.arguments import check_arguments
 from cgcompile.observe.bench import bench
 from cgcompile.observe.coverage import coverage
 from cgcompile.observe.doctor import doctor
@@ -87,7 +90,9 @@ def add_commands(commands: Any) -> None:
         )
         parser.add_argument("--json", action="store_true", help="as JSON, not as text")
         if name != "bench":
-            parser.add_argument("--html", metavar="PATH", help="write a page there as well")
+            parser.add_argument(
+                "--html", type=_page, metavar="PATH", help="write a page there as well"
+            )
         parser.set_defaults(run=run)
         if name in _ADD:
             _ADD[name](parser)
@@ -107,6 +112,13 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError("at least 1")
     return number
+
+
+def _page(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; expected the path of a file")
+    return path
 
 
 def _for_verify(parser: argparse.ArgumentParser) -> None:
@@ -143,14 +155,15 @@ def _explain(given: argparse.Namespace) -> Answer:
 def _doctor(given: argparse.Namespace) -> Answer:
     with load(given.target) as target, torch.no_grad():
         config = _config(given, target)
-        found = doctor(target.model, *(target.args or ()), config=config, **target.kwargs)
+        args, kwargs = ((), {}) if config is None and target.args is None else target.call("doctor")
+        found = doctor(target.model, *args, config=config, **kwargs)
     return _answer(given, found, not found.ok)
 
 
 def _verify(given: argparse.Namespace) -> Answer:
     with load(given.target) as target:
         args, kwargs = target.call("verify")
-        inputs: Any = args if not kwargs else _by_name(target.model, args, kwargs)
+        inputs: Any = args if not kwargs else check_arguments(target.model, args, kwargs)
         config = _config(given, target, recorded=True)
         tolerance = {"rtol": given.rtol, "atol": given.atol}
         found = verify(target.model, inputs, config=config, sets=given.sets, **tolerance)
@@ -168,12 +181,8 @@ def _report(given: argparse.Namespace) -> Answer:
                 model(*args, **kwargs)
         found = report(model)
         served = coverage(model)
-    status = int(not found.counters.replays)
-    if given.html:
-        found.to_html(given.html)
-    if given.json:
-        return Answer([found.to_json()], status)
-    return Answer([f"{found.title}:", str(served), *_written(given)], status)
+    text = f"{found.title}:\n{served}"
+    return _answer(given, found, not found.counters.replays, text)
 
 
 def _bench(given: argparse.Namespace) -> Answer:
@@ -198,16 +207,17 @@ def _env(given: argparse.Namespace) -> Answer:
 # ---------------------------------------------------------------- their parts
 
 
-def _answer(given: argparse.Namespace, found: Any, bad: bool) -> Answer:
+def _answer(given: argparse.Namespace, found: Any, bad: bool, text: str | None = None) -> Answer:
+    """A value as the words ask for it; ``text``: what is printed of it, if not itself."""
     if given.html:
-        found.to_html(given.html)
+        try:
+            found.to_html(given.html)
+        except OSError as error:
+            raise CommandError.no_page(str(given.html), error.strerror or str(error)) from error
     if given.json:
         return Answer([found.to_json()], int(bad))
-    return Answer([str(found), *_written(given)], int(bad))
-
-
-def _written(given: argparse.Namespace) -> Sequence[str]:
-    return [f"page: {given.html}"] if given.html else []
+    page = [f"page: {given.html}"] if given.html else []
+    return Answer([str(found) if text is None else text, *page], int(bad))
 
 
 def _config(
@@ -223,6 +233,10 @@ def _config(
         if not (key and equals):
             raise CommandError.bad_setting(each)
     config = CompilationConfig.resolve(options={key: value for key, _, value in pairs})
+    try:
+        Boundaries(config.splitting_ops)
+    except BoundaryError as error:
+        raise CommandError.bad_splitting_ops(str(error)) from error
     if _is_compiled(target.model):
         if pairs:
             raise CommandError.settings_are_fixed(target.name)
@@ -245,9 +259,3 @@ def _on_cpu(target: Target) -> bool:
     weights = [*module.parameters()] if isinstance(module, torch.nn.Module) else []
     tensors = [*weights, *compat.tree_tensors((target.args, target.kwargs))]
     return all(each.device.type == "cpu" for each in tensors)
-
-
-def _by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name."""
-    called = model.forward if isinstance(model, torch.nn.Module) else model
-    return dict(inspect.signature(called).bind(*args, **kwargs).arguments)

@@ -144,7 +144,7 @@ def coverage(model: Any) -> Coverage:
         return _of_manager(model)
     if isinstance(model, EncoderCudaGraphManager):
         return _of_encoder(model)
-    recorders = recorders_of(model)
+    recorders = recorders_of(model, "coverage")
     graphs = [each for each in recorders if isinstance(each, CompiledGraph)]
     many = len(graphs) > 1
     rows = [

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cgcompile.errors import ConfigError
 from cgcompile.observe.failures import of_error
 from cgcompile.observe.findings import SEVERITIES, Finding
 from cgcompile.observe.page import Shown
@@ -38,8 +39,14 @@ class Diagnosis(Shown):
         """Which op made a capture or a replay fail, at which line of the user's, and the fix.
 
         Args:
-            error: what a model, a wrapper or a manager raised; its causes are followed.
+            error: what a model, a wrapper or a manager raised; its causes are followed. Of one that
+                did not come by cgcompile only the line is told.
+
+        Raises:
+            ConfigError: it is no exception.
         """
+        if not isinstance(error, BaseException):
+            raise ConfigError.bad_value("error", "Diagnosis.of_error", error, "an exception")
         return cls.of(type(error).__name__, "-", [of_error(error)])
 
     @property

@@ -17,6 +17,7 @@ from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import Boundaries
 from cgcompile.compile import CompiledModel
 from cgcompile.config import CompilationConfig
+from cgcompile.errors import ConfigError
 from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import devices_of
@@ -25,13 +26,20 @@ from cgcompile.graphs.state import Change, RandomState, State, changes
 from cgcompile.graphs.undone import uncompile_parts
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe.advice import Way
-from cgcompile.observe.arguments import Call, compare_calls, look_at_call, named_weights
+from cgcompile.observe.arguments import (
+    Call,
+    check_arguments,
+    compare_calls,
+    look_at_call,
+    named_weights,
+)
 from cgcompile.observe.attention import identity
 from cgcompile.observe.diagnosis import Diagnosis
 from cgcompile.observe.failures import is_of_inference_tensors, name_of, of_handle
 from cgcompile.observe.notes import Notes
 from cgcompile.observe.stores import forward_line, store_line
 from cgcompile.observe.subject import original_of
+from cgcompile.observe.targets import resolved
 from cgcompile.observe.watch import Case, Watch
 from cgcompile.passes.lines import raised_at
 
@@ -72,10 +80,20 @@ def doctor(
 
     Returns:
         The findings, the worst first. An error that the model raises is one of them.
+
+    Raises:
+        ConfigError: something that is no model, settings or ``prepare`` that cannot be.
+        ArgumentsError: the model does not take these arguments; a ``TypeError``.
     """
     handle = _ran(model)
     if handle is not None and not (args or kwargs or prepare):
         return Diagnosis.of(name_of(handle), "-", of_handle(handle))
+    if isinstance(model, type) or not callable(original_of(model)):
+        raise ConfigError.not_compilable(repr(model), "doctor")
+    if prepare is not None and not callable(prepare):
+        raise ConfigError.bad_value(
+            "prepare", "doctor", prepare, "a function that makes the inputs of a call"
+        )
     settings = _settings(model, config)
     first = Call(args, kwargs) if prepare is None else Call.prepared(prepare)
     second = first if prepare is None else Call.prepared(prepare)
@@ -93,12 +111,7 @@ def _ran(model: Any) -> Any:
 def _settings(model: Any, given: Any) -> CompilationConfig:
     if given is None and isinstance(model, CUDAGraphWrapper):
         return model.config
-    found = given if given is not None else handle_of(model)
-    if isinstance(found, Backend):
-        return found.config
-    if isinstance(found, Mapping):
-        return CompilationConfig.resolve(options=found)
-    return CompilationConfig() if found is None else found
+    return resolved(given if given is not None else handle_of(model), "doctor")
 
 
 def _way(model: Any, config: CompilationConfig) -> Way:
@@ -173,6 +186,8 @@ class _Examination:
             with allow_capture(False), watch:
                 _call(self._model, call)
         except Exception as error:
+            if isinstance(error, TypeError):  # perhaps of the call, and not of what is in it
+                check_arguments(self._model, *call)
             line = raised_at(error, _call.__code__)
             known = any(each.source == line for each in self._notes if line is not None)
             if not (known and self._device.type == "meta"):  # which cannot be read at all

@@ -5,7 +5,6 @@ the settings say; then the trace is forgotten. So it needs no GPU, and no memory
 """
 
 import functools
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,14 +13,16 @@ import torch
 from cgcompile import compat
 from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import Boundaries
-from cgcompile.compile import CompiledModel
+from cgcompile.compile import CompiledModel, check_compilable
 from cgcompile.config import CompilationConfig, CompilationMode
 from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.observe.explanation import VERSION, Explanation
 from cgcompile.observe.parts import GraphBreak, SourceLine, settings_of
 from cgcompile.observe.report import Reporter, data_breaks, mode_report
+from cgcompile.observe.targets import resolved
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.splitting import check_sizes, split_as_set
+from cgcompile.settings import sizes_given
 from cgcompile.tracing.look import Look
 from cgcompile.tracing.variant import SHAPES, Rules
 
@@ -45,7 +46,8 @@ def explain(
     config: CompilationConfig | Backend | Mapping[str, Any] | None = None,
     dynamic_dims: Mapping[str, Any] | None = None,
     dynamic_shapes: str | None = None,
-    sizes: Sequence[int] = (),
+    sizes: Sequence[int] | str = (),
+    capture_dim: str | None = None,
     query_lens: Sequence[int] = (1,),
     **kwargs: Any,
 ) -> Explanation:
@@ -70,7 +72,9 @@ def explain(
             model if left out.
         dynamic_shapes: what a trace may assume of them, as there.
         sizes: sizes of the batch dimension for which bytes are wanted as numbers, beside those of
-            this call; left out: ``cudagraph_capture_sizes``. ``capture_dim`` tells the dimension.
+            this call, as numbers or as text ``"8,64"``; left out: ``cudagraph_capture_sizes``.
+        capture_dim: which dimension they are sizes of, such as ``"x.size()[0]"``, where several
+            vary; left out: the setting of that name.
         query_lens: tokens per request of uniform decode, for the mode that would result.
         **kwargs: of the call.
 
@@ -83,13 +87,14 @@ def explain(
         TraceError: a dimension that is to vary is fixed by the model, or does not exist.
         SymbolError: a size that no input gives would cross into a captured piece.
         PassError: a pass raised or left an invalid graph.
-        TypeError: the model does not take these arguments.
+        ArgumentsError: the model does not take these arguments; a ``TypeError``.
     """
+    wanted = sizes_given("sizes", "explain", sizes)
     runnable, settings, dims, rules = _looked_at(model, config, dynamic_dims, dynamic_shapes)
-    chosen = _resolved(settings)
-    find = functools.partial(_found, runnable, chosen)
+    chosen = resolved(settings, "explain")
+    find = functools.partial(_found, runnable, chosen, (wanted, capture_dim))
     if chosen.splitting == "breakable":
-        return find(None, (), _untraced(chosen), query_lens, ())
+        return find(None, (), _untraced(chosen), query_lens)
     args, kwargs = _with_weights(runnable, args, kwargs)
     look = Look(runnable, dims, rules)
     whole: list[SplitGraph] = []
@@ -100,10 +105,10 @@ def explain(
     try:
         look.at(args, kwargs, split)
     except compat.CannotTrace as error:
-        return find(None, (_broken(error),), (_FIRST_NOTE,), query_lens, ())
+        return find(None, (_broken(error),), (_FIRST_NOTE,), query_lens)
     if not whole:
-        return find(None, (), ("the call computes nothing with tensors",), query_lens, ())
-    return find(whole[-1], data_breaks(whole[-1]), _notes(whole[-1], chosen), query_lens, sizes)
+        return find(None, (), ("the call computes nothing with tensors",), query_lens)
+    return find(whole[-1], data_breaks(whole[-1]), _notes(whole[-1], chosen), query_lens)
 
 
 def _looked_at(
@@ -126,32 +131,26 @@ def _looked_at(
         if original is not None:
             config = handle_of(model) if config is None else config
             model = original
-    if isinstance(model, type) or not isinstance(
-        model, (torch.nn.Module, types.FunctionType, types.MethodType)
-    ):
-        raise ConfigError.not_compilable(repr(model))
+    check_compilable(model, "explain")
     return model, config, dims, given
-
-
-def _resolved(settings: Any) -> CompilationConfig:
-    if isinstance(settings, Mapping):
-        return CompilationConfig.resolve(options=settings)
-    return CompilationConfig.resolve(settings.config if isinstance(settings, Backend) else settings)
 
 
 def _found(
     model: Any,
     config: CompilationConfig,
+    asked: tuple[Sequence[int], str | None],
     split: SplitGraph | None,
     breaks: tuple[GraphBreak, ...],
     notes: tuple[str, ...],
     query_lens: Sequence[int],
-    sizes: Sequence[int],
 ) -> Explanation:
     reporter = None
     if split is not None:
-        asked = tuple(sizes) or config.cudagraph_capture_sizes or ()
-        reporter = Reporter(split, asked, config.capture_dim)
+        dims, (sizes, dim) = list(split.symbols.dims.values()), asked
+        if dim is not None and dim not in dims:
+            expected = f"one of {', '.join(dims)}" if dims else "none, as no dimension varies"
+            raise ConfigError.bad_value("capture_dim", "explain", dim, expected)
+        reporter = Reporter.asked(split, config, sizes, dim)
     return Explanation(
         version=VERSION,
         model=getattr(model, "__qualname__", type(model).__name__),

@@ -18,7 +18,7 @@ from cgcompile.errors import (
 from cgcompile.graphs.cuda import is_unjoined
 from cgcompile.observe.advice import KINDS, Way, finding
 from cgcompile.observe.findings import Finding
-from cgcompile.passes.lines import Line, raised_at
+from cgcompile.passes.lines import Line, came_by_us, raised_at
 from cgcompile.reasons import EXPECTED, Counters, Reason
 
 # What CUDA and torch say where a captured stream would have to be waited for.
@@ -30,6 +30,10 @@ _LINE = re.compile(
 )
 _NAMED_OP = re.compile(r"(?P<op>[\w:.]+(?: with [\w ]+?)?): operation not permitted")
 
+_UNRELATED = (
+    "No graph has to do with it: it was raised elsewhere. Mend what it names; it comes without "
+    "cgcompile as well."
+)
 _FIXES = {
     Reason.TOO_MANY_SHAPES: "Pad batches to fewer sizes, or raise max_captured_shapes.",
     Reason.TOO_MANY_BINDINGS: "Keep weights and written inputs where they are: pass the same "
@@ -57,7 +61,11 @@ def of_error(error: BaseException) -> Finding:
     line = next((each for each in found if each is not None), None)
     message, _, rest = str(deepest).strip().partition("\n")
     op = getattr(deepest, "op", "") or "-"
-    made = finding(_kind(deepest, op), Way.UNTRACED, op, message or type(deepest).__name__, line)
+    kind = _kind(deepest, op)
+    if kind == "capture_failed" and not any(_is_of_graphs(each) for each in chain):
+        text = f"{type(deepest).__name__}: {message}" if message else type(deepest).__name__
+        return Finding("forward_raised", "error", text, _UNRELATED, op, line)
+    made = finding(kind, Way.UNTRACED, op, message or type(deepest).__name__, line)
     ours = isinstance(deepest, CGCompileError) and rest.strip()
     return replace(made, severity="error", fix=" ".join(rest.split()) if ours else made.fix)
 
@@ -97,6 +105,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while found is not None:
         yield found
         found = found.__cause__
+
+
+def _is_of_graphs(error: BaseException) -> bool:
+    return isinstance(error, CGCompileError) or came_by_us(error)
 
 
 def _kind(error: BaseException, op: str) -> str:

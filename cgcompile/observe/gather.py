@@ -34,6 +34,7 @@ from cgcompile.observe.targets import recorders_of
 from cgcompile.observe.timeline import timeline
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudaGraphManager
+from cgcompile.settings import sizes_given
 
 
 def report(
@@ -41,7 +42,8 @@ def report(
     path: str | PathLike[str] | None = None,
     *,
     title: str | None = None,
-    sizes: Sequence[int] = (),
+    sizes: Sequence[int] | str = (),
+    capture_dim: str | None = None,
 ) -> Overview:
     """Tell what a compiled model or a manager did so far, and write it as one HTML page.
 
@@ -54,17 +56,20 @@ def report(
             ``EncoderCudaGraphManager``.
         path: where the page is to be written; left out: nowhere.
         title: of the page; left out: the name of the model.
-        sizes: sizes of the batch dimension for which bytes are wanted as numbers; left out:
-            ``cudagraph_capture_sizes``.
+        sizes: sizes of the batch dimension for which bytes are wanted as numbers, as numbers or as
+            text; left out: ``cudagraph_capture_sizes``.
+        capture_dim: which dimension they are sizes of, such as ``"x.size()[0]"``, where several
+            vary; left out: the setting of that name.
 
     Returns:
         All that is on the page, as a value.
 
     Raises:
-        ConfigError: the target captures nothing.
+        ConfigError: the target captures nothing, or sizes that cannot be.
         OSError: the page cannot be written there.
     """
-    recorders = recorders_of(target)
+    recorders = recorders_of(target, "report")
+    wanted = sizes_given("sizes", "report", sizes)
     config = _config_of(target, recorders)
     compiled = [each for each in recorders if isinstance(each, CompiledGraph)]
     found = Overview(
@@ -72,7 +77,7 @@ def report(
         title=title or _name_of(target),
         kind=type(target).__name__,
         graphs=tuple(
-            _graph(index, each, tuple(sizes) or config.cudagraph_capture_sizes or (), config)
+            _graph(index, each, Reporter.asked(each.split, config, wanted, capture_dim))
             for index, each in enumerate(compiled)
         ),
         steps=tuple(_steps(recorders)),
@@ -110,10 +115,7 @@ def _name_of(target: Any) -> str:
 # ---------------------------------------------------------------- its parts
 
 
-def _graph(
-    index: int, graph: CompiledGraph, sizes: Sequence[int], config: CompilationConfig
-) -> GraphReport:
-    reporter = Reporter(graph.split, sizes, config.capture_dim)
+def _graph(index: int, graph: CompiledGraph, reporter: Reporter) -> GraphReport:
     made = graph.compilation
     return GraphReport(
         index=index,

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from cgcompile.errors import CaptureError
+from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.ranges import Observed, observing
 from cgcompile.graphs.sequence import EagerSegment, GraphSequence
 from cgcompile.observe.targets import sequences_of
@@ -79,7 +79,7 @@ class Profile:
         self._times: list[_Times] = []
         self._known: WeakKeyDictionary[GraphSequence, _Times] = WeakKeyDictionary()
         if target is not None:
-            list(sequences_of(target))  # what is none of ours is refused here
+            list(sequences_of(target, "profile"))  # what is none of ours is refused here
 
     # -------------------------------------------------------------- measuring
 
@@ -106,7 +106,7 @@ class Profile:
             times.marks[-1].append(_mark())
 
     def _begun(self, sequence: GraphSequence) -> _Times | None:
-        if self._target is not None and sequence not in sequences_of(self._target):
+        if self._target is not None and sequence not in sequences_of(self._target, "profile"):
             return None
         self._known[sequence] = found = _Times(sequence)
         self._times.append(found)
@@ -196,7 +196,12 @@ def _mark() -> torch.cuda.Event:
     return event
 
 
-def profile(target: Any = None, *, device_times: bool = False) -> AbstractContextManager[Profile]:
+_ANYONE = object()  # None may be a model that somebody forgot to make
+
+
+def profile(
+    target: Any = _ANYONE, *, device_times: bool = False
+) -> AbstractContextManager[Profile]:
     """Measure the segments of replayed steps, in this thread or task, while the context is entered.
 
     Tasks that begin inside of it count as well, until it is left.
@@ -214,7 +219,7 @@ def profile(target: Any = None, *, device_times: bool = False) -> AbstractContex
 
     Args:
         target: whose replays count: a compiled model, a :class:`cgcompile.Backend`, one of its
-            graphs, a wrapper, a raw capture, or a manager; None for those of anyone.
+            graphs, a wrapper, a raw capture, or a manager; left out: those of anyone.
         device_times: measure the device as well, by CUDA events that are kept until the end, which
             synchronises: for a few hundred steps.
 
@@ -227,7 +232,9 @@ def profile(target: Any = None, *, device_times: bool = False) -> AbstractContex
     """
     if device_times and not torch.cuda.is_available():
         raise CaptureError.no_device("cpu")
-    return _measured(Profile(target, device_times))
+    if target is None:
+        raise ConfigError.captures_nothing("profile", "NoneType")
+    return _measured(Profile(None if target is _ANYONE else target, device_times))
 
 
 @contextmanager

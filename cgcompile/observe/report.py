@@ -60,6 +60,26 @@ class Reporter:
         if chosen is not None:
             self._at = [(size, self._symbols.numbers_with(chosen, size)) for size in sizes]
 
+    @classmethod
+    def asked(
+        cls, split: SplitGraph, config: CompilationConfig, sizes: Sequence[int], dim: str | None
+    ) -> "Reporter":
+        """For the sizes that a user asked for, else those of the settings.
+
+        Args:
+            split: the split.
+            config: the settings.
+            sizes: what the user gave; may be empty.
+            dim: of which dimension, if the user said so.
+
+        Raises:
+            ConfigError: there are sizes, and it is not clear of which dimension.
+        """
+        dim, dims = dim or config.capture_dim, list(split.symbols.dims.values())
+        if sizes and dim is None and len(dims) > 1:
+            raise ConfigError.sizes_of_which(dims)
+        return cls(split, sizes or config.cudagraph_capture_sizes or (), dim)
+
     # -------------------------------------------------------------- bytes
 
     def bytes(self, expression: Any) -> Bytes:

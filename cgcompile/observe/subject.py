@@ -9,7 +9,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.backend import handle_of
-from cgcompile.compile import CompiledModel, compile
+from cgcompile.compile import CompiledModel, check_compilable, compile
 from cgcompile.config import CompilationConfig, CompilationMode
 from cgcompile.errors import ConfigError
 from cgcompile.graphs.undone import Undone
@@ -28,6 +28,7 @@ class Subject:
         model: what ``torch.compile`` or ``cgcompile.compile`` returned, a wrapper, or a module or
             function that is not compiled.
         config: with which a plain one is compiled.
+        function: the one that the user called, for messages.
 
     Attributes:
         call: the model with graphs.
@@ -41,13 +42,16 @@ class Subject:
             compiled.
     """
 
-    def __init__(self, model: Any, config: CompilationConfig | None = None) -> None:
+    def __init__(
+        self, model: Any, config: CompilationConfig | None = None, function: str = "verify"
+    ) -> None:
         self.handle = handle_of(model)
         self.wrapper = model if isinstance(model, CUDAGraphWrapper) else None
         self._own = self.handle is None and self.wrapper is None
         if config is not None and not self._own:
             raise ConfigError.settings_are_fixed()
         if self._own:
+            check_compilable(model, function)
             if config is None:  # on the CPU nothing else has graphs
                 config = CompilationConfig(capture_device="host")
             model = compile(model, config)

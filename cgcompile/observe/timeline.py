@@ -20,5 +20,7 @@ def timeline(target: Any) -> tuple[CaptureRecord, ...]:
     Raises:
         ConfigError: the target captures nothing.
     """
-    found = [record for each in recorders_of(target) for record in each.timeline.records]
+    found = [
+        record for each in recorders_of(target, "timeline") for record in each.timeline.records
+    ]
     return tuple(sorted(found, key=lambda record: record.start))

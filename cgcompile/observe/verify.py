@@ -26,6 +26,7 @@ from cgcompile.observe.traces import Watcher
 from cgcompile.observe.verification import Check, Finding, Verification
 from cgcompile.observe.wrappers import wrapper_place
 from cgcompile.serving.manager import CudaGraphManager
+from cgcompile.settings import parse_count, parsed, sizes_given
 
 TAILS = ("random", "nan")
 
@@ -36,7 +37,7 @@ def verify(
     *,
     config: CompilationConfig | None = None,
     sets: int = 3,
-    padded_sizes: Sequence[int] = (),
+    padded_sizes: Sequence[int] | str = (),
     tails: str = "random",
     breakable: bool = False,
     rtol: float | None = None,
@@ -61,10 +62,10 @@ def verify(
             a callable that makes one.
         config: with which a plain model is compiled; left out: the defaults, and tensors on the CPU
             are recorded by the host recorder.
-        sets: how many sets of inputs; of a manager with given batches, all of those.
-        padded_sizes: sizes of the batch, its first dimension, to which inputs are padded: a replay
-            of that size must give the real rows that eager gives for the exact size. Without a
-            forward context alone.
+        sets: how many sets of inputs, at least 1; of a manager with given batches, all of those.
+        padded_sizes: sizes of the batch, its first dimension, to which inputs are padded, as
+            numbers or as text ``"8,16"``: a replay of that size must give the real rows that eager
+            gives for the exact size. Without a forward context alone.
         tails: what padded rows hold: ``"random"`` (integers in the range of the real ones) or
             ``"nan"``.
         breakable: compare the model with a breakable capture of the eager one as well.
@@ -77,11 +78,14 @@ def verify(
         What was compared and what differs; not ``ok`` where nothing was replayed.
 
     Raises:
-        ConfigError: settings for a model that has its own, or unknown ``tails``.
+        ConfigError: settings for a model that has its own, something that is no model, or an
+            argument that cannot be.
         BaseException: what the model raised.
     """
     if tails not in TAILS:
         raise ConfigError.bad_value("tails", "verify", tails, "one of " + ", ".join(TAILS))
+    sets = parsed("sets", "verify", sets, parse_count(1))
+    sizes = sizes_given("padded_sizes", "verify", padded_sizes)
     if isinstance(model, CudaGraphManager):
         return check_manager(model, inputs, sets, rtol, atol)
     subject = Subject(model, config)
@@ -91,7 +95,7 @@ def verify(
         looser = Tolerance(False, rtol, atol)  # another size, another kernel
         with put_back(sets_.tensors):
             checks = [_replays(subject, sets_, sets, tolerance)]
-        for size in padded_sizes:
+        for size in sizes:
             with put_back(sets_.tensors):
                 checks.append(_padded(subject, sets_, sets, size, tails, looser, seed))
         if breakable:
@@ -150,9 +154,7 @@ def _equal(
     return Outcome(replays, missing or blind, None, uncompared)
 
 
-def _check(
-    name: str, sets: int, tolerance: Tolerance, compare: Callable[[int], Outcome]
-) -> Check:
+def _check(name: str, sets: int, tolerance: Tolerance, compare: Callable[[int], Outcome]) -> Check:
     replays, compared, missing = 0, 0, ""
     uncompared: dict[str, None] = {}
     findings: list[Finding] = []

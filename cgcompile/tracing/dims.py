@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cgcompile import compat
-from cgcompile.errors import ConfigError, TraceError
+from cgcompile.errors import ArgumentsError, ConfigError, TraceError
 from cgcompile.tracing.arguments import Shapes
 
 
@@ -56,6 +56,10 @@ class DynamicDims:
         signature: inspect.Signature,
         function: Callable[..., Any],
     ) -> None:
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError.bad_value(
+                "dynamic_dims", "compile", given, "dimensions by parameter, such as {'x': 0}"
+            )
         self.by_name: Dims = _annotated(function)
         known = list(signature.parameters)
         takes_any = any(
@@ -239,6 +243,35 @@ def parameter_kinds(signature: inspect.Signature) -> tuple[list[str], str, str]:
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
     anything = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
     return positional, rest, anything
+
+
+def bind_arguments(
+    name: str,
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    bound: Any = None,
+) -> inspect.BoundArguments:
+    """The arguments of a call by the names of the parameters.
+
+    Args:
+        name: of what is called, for the message.
+        signature: what it takes.
+        args: of the call.
+        kwargs: of the call.
+        bound: what the first parameter is bound to; None: the call gives it.
+
+    Raises:
+        ArgumentsError: it does not take these.
+    """
+    if bound is not None:
+        own = list(signature.parameters.values())
+        takes_all = own[0].kind is inspect.Parameter.VAR_POSITIONAL
+        signature = signature.replace(parameters=own if takes_all else own[1:])
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ArgumentsError.refused(name, str(signature), str(error)) from None
 
 
 def argument_paths(

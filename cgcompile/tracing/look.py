@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from cgcompile import compat
-from cgcompile.tracing.dims import Found, check_dims, with_two_rows
+from cgcompile.tracing.dims import Found, bind_arguments, check_dims, with_two_rows
 from cgcompile.tracing.variant import Rules
 from cgcompile.tracing.variants import Traces
 
@@ -49,11 +49,11 @@ class Look(Traces):
         Raises:
             CannotTrace: the call does not become one graph.
             TraceError: dimensions that vary were misnamed, or fixed by the model.
-            TypeError: the function does not take these arguments.
+            ArgumentsError: the function does not take these arguments.
         """
+        bind_arguments(self.name, self._signature, args, kwargs, self._bound)
         if self._bound is not None:
             args = (self._bound, *args)
-        self._signature.bind(*args, **kwargs)
         dims = self._dims.found(self._named(args, kwargs))
         small = [each for each in dims if each.size < 2 and self._rules.shapes != "unbacked"]
         tensors = [*_tensors_of(self._bound), *compat.tree_tensors((args, kwargs))]

@@ -73,7 +73,7 @@ class Returns(nn.Module):
         return self.pack(self.linear(x))
 
 
-Pair = collections.namedtuple("Pair", "first second")  # noqa: PYI024
+Pair = collections.namedtuple("Pair", "first second")
 
 PACKS = {
     "dataclass": lambda y: Scores(y),
