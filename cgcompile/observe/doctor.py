@@ -15,7 +15,7 @@ import torch
 
 from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import Boundaries
-from cgcompile.compile import CompiledModel
+from cgcompile.compile import CompiledModel, check_compilable
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import ConfigError
 from cgcompile.graphs.capture import allow_capture
@@ -89,7 +89,7 @@ def doctor(
     if handle is not None and not (args or kwargs or prepare):
         return Diagnosis.of(name_of(handle), "-", of_handle(handle))
     if isinstance(model, type) or not callable(original_of(model)):
-        raise ConfigError.not_compilable(repr(model), "doctor")
+        check_compilable(model, "doctor")  # any other callable is taken as a function
     if prepare is not None and not callable(prepare):
         raise ConfigError.bad_value(
             "prepare", "doctor", prepare, "a function that makes the inputs of a call"

@@ -149,4 +149,4 @@ def test_errors_that_are_not_ours() -> None:
     assert (seen.kind, seen.op) == ("host_sync", "-")
     assert seen.source.code.startswith("raise RuntimeError(")
     (seen,) = Diagnosis.of_error(ValueError()).findings
-    assert (seen.kind, seen.message, seen.source) == ("capture_failed", "ValueError", None)
+    assert (seen.kind, seen.message, seen.source) == ("forward_raised", "ValueError", None)

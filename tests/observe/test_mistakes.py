@@ -1,0 +1,289 @@
+"""What the functions that look at a model say of things that are none, by the name of each."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import D
+from torch import nn
+from verify_support import config
+
+import cgcompile
+from cgcompile import CompilationConfig, Diagnosis, verify
+from cgcompile.errors import ArgumentsError, CaptureError, CGCompileError, ConfigError
+from cgcompile.observe.bench import bench
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.linear(x).sin() * scale
+
+
+class TwoSizes(Model):
+    def forward(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.linear(x) + self.linear(more).sum(0)
+
+
+class Odd:
+    pass
+
+
+X = torch.ones(4, D)
+CONFIG = config()
+
+
+def refused(kind: type[CGCompileError], call: Callable[[], Any]) -> str:
+    """The first line of an error, of which nothing is left behind: a good call works after it."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind
+    return str(caught.value).splitlines()[0]
+
+
+MODEL = "expected a module, a bound method of one, or a function."
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("verify", lambda model: verify(model, X)),
+        ("bisect", lambda model: cgcompile.bisect(model, X)),
+        ("bench", lambda model: bench(model, ((X,), {}))),
+        ("explain", lambda model: cgcompile.explain(model, X)),
+        ("doctor", lambda model: cgcompile.doctor(model, X)),
+    ],
+)
+def test_no_model(name: str, call: Any) -> None:
+    assert refused(ConfigError, lambda: call(None)) == f"cgcompile.{name}(): found None; {MODEL}"
+    assert refused(ConfigError, lambda: call(3)) == f"cgcompile.{name}(): found 3; {MODEL}"
+    said = refused(ConfigError, lambda: call(Model))
+    assert said.startswith(f"cgcompile.{name}(): found the class Model; ")
+
+
+SIZES = "positive whole numbers, as a sequence or as text '1,2,4'."
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda m: verify(m, X, sets=0),
+            "verify: sets = 0; expected a whole number of at least 1.",
+        ),
+        (
+            lambda m: cgcompile.bisect(m, X, sets=0),
+            "bisect: sets = 0; expected a whole number of at least 1.",
+        ),
+        (
+            lambda m: bench(m, ((X,), {}), rounds=0),
+            "bench: rounds = 0; expected a whole number of at least 1.",
+        ),
+        (
+            lambda m: verify(m, X, padded_sizes=("a",)),
+            f"verify: padded_sizes = ('a',); expected {SIZES}",
+        ),
+        (
+            lambda m: cgcompile.explain(m, X, sizes=[-8]),
+            f"explain: sizes = [-8]; expected {SIZES}",
+        ),
+        (
+            lambda m: cgcompile.explain(m, X, dynamic_dims=["x"]),
+            "compile: dynamic_dims = ['x']; expected dimensions by parameter, such as {'x': 0}.",
+        ),
+        (
+            lambda m: cgcompile.compile(m, dynamic_dims=["x"]),
+            "compile: dynamic_dims = ['x']; expected dimensions by parameter, such as {'x': 0}.",
+        ),
+        (
+            lambda m: cgcompile.explain(m, X, config="eager"),
+            "explain: config = 'eager'; expected a CompilationConfig, a Backend, or a mapping of "
+            "settings.",
+        ),
+        (
+            lambda m: cgcompile.doctor(m, X, config="eager"),
+            "doctor: config = 'eager'; expected a CompilationConfig, a Backend, or a mapping of "
+            "settings.",
+        ),
+        (
+            lambda m: cgcompile.doctor(m, prepare=3),
+            "doctor: prepare = 3; expected a function that makes the inputs of a call.",
+        ),
+        (
+            lambda m: Diagnosis.of_error(None),
+            "Diagnosis.of_error: error = None; expected an exception.",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be(call: Any, said: str) -> None:
+    model = Model().eval()
+    assert refused(ConfigError, lambda: call(model)) == said
+    assert not [each for each in vars(model) if "cgcompile" in each]
+
+
+def test_sizes_may_be_one_number_or_text() -> None:
+    for sizes in (8, "8", [8], (8,), range(8, 9)):
+        found = cgcompile.explain(Model(), X, dynamic_dims={"x": 0}, sizes=sizes)
+        assert found.totals.static.at == ((8, found.totals.static.traced),)
+    found = cgcompile.explain(Model(), X, dynamic_dims={"x": 0}, sizes="16,8")
+    assert [size for size, _ in found.pieces[0].bytes_out.at] == [8, 16]
+    assert [number for _, number in found.pieces[0].bytes_out.at] == [8 * D * 4, 16 * D * 4]
+    assert verify(Model().eval(), X, config=CONFIG, sets=1, padded_sizes="6").ok
+
+
+# ---------------------------------------------------------------- inputs
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [((), "missing a required argument: 'x'"), ((X, 1.0, 2), "too many positional arguments")],
+)
+def test_inputs_that_the_model_does_not_take(args: Any, why: str) -> None:
+    takes = "takes (x: torch.Tensor, scale: float = 1.0) -> torch.Tensor, and cannot be called with"
+    model = Model()
+    for name, look in (("Model.forward", cgcompile.explain), ("Model", cgcompile.doctor)):
+        said = refused(ArgumentsError, lambda look=look: look(model, *args))
+        assert said == f"{name} {takes} these inputs: {why}."
+        with pytest.raises(TypeError):
+            look(model, *args)
+    method = refused(ArgumentsError, lambda: cgcompile.explain(model.forward, *args))
+    assert method.endswith(f"{takes} these inputs: {why}.")
+    unknown = refused(ArgumentsError, lambda: cgcompile.explain(model, X, capture=3))
+    assert unknown.endswith("got an unexpected keyword argument 'capture'.")
+
+
+def test_a_type_error_of_the_model_is_a_finding() -> None:
+    def adds(x: torch.Tensor) -> Any:
+        return x + [1] @ 3  # type: ignore[operator]
+
+    (found,) = [each for each in cgcompile.doctor(adds, X).findings if each.severity == "error"]
+    assert (found.kind, found.op) == ("forward_raised", "TypeError")
+    assert found.source is not None
+    assert "[1] @ 3" in found.source.code
+
+
+# ---------------------------------------------------------------- sizes of which dimension
+
+
+DIMS = {"x": 0, "more": 0}
+TWO = (X, torch.ones(6, D))
+
+
+def test_sizes_of_one_of_two_dimensions() -> None:
+    look = lambda **more: cgcompile.explain(  # noqa: E731
+        TwoSizes(), *TWO, dynamic_dims=DIMS, sizes=[8, 64], **more
+    )
+    said = refused(ConfigError, look)
+    assert said.startswith("sizes: they are sizes of one dynamic dimension of the inputs, and the")
+    with pytest.raises(ConfigError, match=r"sizes: capture_dim='x.size\(\)\[0\]'. There are: x.si"):
+        look()
+    found = look(capture_dim="x.size()[0]")
+    (piece,) = found.pieces
+    assert piece.bytes_out.at == ((8, 8 * D * 4), (64, 64 * D * 4))
+    settings = CompilationConfig(capture_dim="x.size()[0]", cudagraph_capture_sizes=(8,))
+    assert look(config=settings).pieces[0].bytes_out.at == piece.bytes_out.at
+    assert look(config=settings, capture_dim="more.size()[0]").pieces[0].bytes_out.at == (
+        (8, 4 * D * 4),
+        (64, 4 * D * 4),
+    )
+    said = refused(ConfigError, lambda: look(capture_dim="y"))
+    assert said == ("explain: capture_dim = 'y'; expected one of x.size()[0], more.size()[0].")
+    said = refused(ConfigError, lambda: cgcompile.explain(Model(), X, sizes=[8], capture_dim="y"))
+    assert said == "explain: capture_dim = 'y'; expected none, as no dimension varies."
+
+
+def test_sizes_of_the_settings_are_not_called_those_of_the_user() -> None:
+    settings = CompilationConfig(cudagraph_capture_sizes=(8,))
+    with pytest.raises(ConfigError, match="Set capture_dim to one of: x"):
+        cgcompile.explain(TwoSizes(), *TWO, dynamic_dims=DIMS, config=settings)
+
+
+def test_a_page_about_one_of_two_dimensions() -> None:
+    model = cgcompile.compile(TwoSizes().eval(), CONFIG, dynamic_dims=DIMS)
+    with torch.inference_mode():
+        model(*TWO)
+    said = refused(ConfigError, lambda: cgcompile.report(model, sizes=[8]))
+    assert said.startswith("sizes: they are sizes of one dynamic dimension")
+    assert refused(ConfigError, lambda: cgcompile.report(model, sizes="a,b")).startswith(
+        "report: sizes = 'a,b'; expected positive"
+    )
+    found = cgcompile.report(model, sizes="8", capture_dim="x.size()[0]")
+    assert found.graphs[0].pieces[0].bytes_out.at == ((8, 8 * D * 4),)
+
+
+# ---------------------------------------------------------------- what captures nothing
+
+
+@pytest.mark.parametrize("name", ["coverage", "report", "timeline", "profile"])
+def test_what_captures_nothing(name: str) -> None:
+    function = getattr(cgcompile, name)
+    rest = (
+        ", which captures nothing; expected a compiled model, its handle (a Backend), a wrapper or "
+        "a manager."
+    )
+    for target, found in ((Model(), "a Model"), (None, "None"), (Odd(), "an Odd"), (3, "an int")):
+        said = refused(ConfigError, lambda target=target: function(target))
+        assert said == f"cgcompile.{name}(): found {found}{rest}"
+
+
+def test_a_profile_of_anyone() -> None:
+    model = cgcompile.compile(Model().eval(), CONFIG)
+    with torch.inference_mode():
+        for _ in range(2):
+            model(X)
+        with cgcompile.profile() as found:
+            model(X)
+    assert found.steps == 1
+
+
+def test_the_handle_of_a_compiled_model() -> None:
+    model = cgcompile.compile(Model(), CONFIG)
+    with pytest.raises(
+        ConfigError, match=r"found a CompiledModel.*\n  Take its attribute: model\.b"
+    ):
+        cgcompile.runtime(model)
+    with pytest.raises(ConfigError, match=r"runtime\(\): found an Odd; expected a module"):
+        cgcompile.runtime(Odd())
+    assert cgcompile.coverage(model.backend).total == 0
+
+
+# ---------------------------------------------------------------- errors that happened
+
+
+def test_an_error_of_something_else() -> None:
+    def fails() -> None:
+        raise ValueError("unrelated")
+
+    with pytest.raises(ValueError, match="unrelated") as caught:
+        fails()
+    (found,) = Diagnosis.of_error(caught.value).findings
+    assert (found.kind, found.message) == ("forward_raised", "ValueError: unrelated")
+    assert found.source is not None
+    assert found.source.code == 'raise ValueError("unrelated")'
+    assert found.fix.startswith("No graph has to do with it")
+
+
+def test_an_error_of_a_capture_keeps_its_advice() -> None:
+    (found,) = Diagnosis.of_error(CaptureError.no_breaks("step", "a::b")).findings
+    assert found.kind == "capture_failed"
+
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("in a capture")
+
+    wrapper = cgcompile.CUDAGraphWrapper(Fails(), CONFIG, cgcompile.CUDAGraphMode.FULL)
+    batch = cgcompile.BatchDescriptor(4)
+    with (
+        torch.inference_mode(),
+        cgcompile.set_forward_context(
+            cudagraph_runtime_mode=cgcompile.CUDAGraphMode.FULL, batch_descriptor=batch
+        ),
+        pytest.raises(RuntimeError, match="in a capture") as caught,
+    ):
+        wrapper(X)
+    (found,) = Diagnosis.of_error(caught.value).findings
+    assert found.kind == "capture_failed"
