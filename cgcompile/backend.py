@@ -389,15 +389,13 @@ def runtime(compiled: Any) -> Backend:
     models apart.
 
     Raises:
-        ConfigError: the module was not compiled with this backend, or it is no module. Compile a
-            function with ``backend=cgcompile.Backend(...)`` and keep that object instead. What
-            ``cgcompile.compile`` returned has its handle as ``model.backend``.
+        ConfigError: no module, or not compiled with this backend. Of a function keep the object of
+            ``backend=cgcompile.Backend(...)``; ``cgcompile.compile`` gives ``model.backend``.
     """
     found, mode, options = compat.backend_of(compiled)
     if isinstance(found, Backend):
         return found
     if isinstance(found, NamedBackend):
         return found.handle(mode, options)
-    if isinstance(getattr(compiled, "backend", None), Backend):
-        raise ConfigError.handle_is_attribute(type(compiled).__name__)
-    raise ConfigError.not_compiled_here(type(compiled).__name__)
+    known = isinstance(getattr(compiled, "backend", None), Backend)
+    raise ConfigError.not_compiled_here(type(compiled).__name__, known)

@@ -309,7 +309,7 @@ class CompilationConfig:
                 f"capture_dim = {self.capture_dim!r} without cudagraph_capture_sizes, "
                 "compile_sizes or compile_ranges_endpoints",
                 "it says which dimension those sizes speak of",
-                "Give the sizes, or leave capture_dim out.",
+                "Give the sizes, or leave capture_dim out; explain() takes both by themselves.",
             )
         uses_inductor = self.compiler == "inductor" and self.mode is not CompilationMode.NONE
         if self.inductor_options and not uses_inductor:

@@ -97,12 +97,14 @@ def parse_sizes(value: Any) -> tuple[int, ...]:
 
 
 def sizes_given(name: str, where: str, value: Any) -> tuple[int, ...]:
-    """Sizes that a user gave to a function, as ``parse_sizes`` takes them, or none.
+    """Sizes that a user gave to a function, each once and in their order; may be none.
 
     Raises:
-        ConfigError: something else.
+        ConfigError: something that ``parse_sizes`` does not take.
     """
-    return parsed(name, where, value, parse_sizes) if items_of(value) else ()
+    items = items_of(value)
+    known = parsed(name, where, value, parse_sizes) if items else ()
+    return tuple(sorted(known, key=[int(each) for each in items].index))
 
 
 ALL_CAPTURE_SIZES = "cudagraph_capture_sizes"

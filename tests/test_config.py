@@ -421,7 +421,7 @@ def test_equal_settings_share_a_handle_and_others_do_not() -> None:
 def test_runtime_of_something_else() -> None:
     with pytest.raises(ConfigError, match="found a Model"):
         cgcompile.runtime(Model())
-    with pytest.raises(ConfigError, match="found a OptimizedModule"):
+    with pytest.raises(ConfigError, match="found an OptimizedModule"):
         cgcompile.runtime(torch.compile(Model(), backend="eager"))
 
 

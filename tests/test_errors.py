@@ -50,8 +50,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "ConfigError.impossible": ConfigError.impossible("X", "of Y", "Use Z."),
     "ConfigError.unknown_torch_mode": ConfigError.unknown_torch_mode("reduce", ("default",)),
     "ConfigError.settings_are_fixed": ConfigError.settings_are_fixed(),
-    "ConfigError.not_compiled_here": ConfigError.not_compiled_here("Linear"),
-    "ConfigError.handle_is_attribute": ConfigError.handle_is_attribute("CompiledModel"),
+    "ConfigError.not_compiled_here": ConfigError.not_compiled_here("Linear", False),
     "ConfigError.captures_nothing": ConfigError.captures_nothing("coverage", "Attention"),
     "ConfigError.unknown_inductor_option": ConfigError.unknown_inductor_option(
         "max_autotun", ("max_autotune",)
@@ -348,10 +347,8 @@ ConfigError.settings_are_fixed: settings beside a cgcompile.Backend object: the 
   Give them to cgcompile.Backend(...), or use backend='cgcompile' with options.
 ConfigError.not_compiled_here: cgcompile.runtime(): found a Linear; expected a module that torch.compile returned for this backend.
   For a function, keep the object of backend=cgcompile.Backend(...).
-ConfigError.handle_is_attribute: cgcompile.runtime(): found a CompiledModel, which knows its handle by itself; expected a module that torch.compile returned for this backend.
-  Take its attribute: model.backend.
 ConfigError.captures_nothing: cgcompile.coverage(): found an Attention, which captures nothing; expected a compiled model, its handle (a Backend), a wrapper or a manager.
-  Compile the model first: cgcompile.compile(model), or torch.compile(model, backend='cgcompile').
+  Compile the model first: cgcompile.compile(model), or torch.compile(model, backend='cgcompile'); of a function that torch.compile returned give the Backend object.
 ConfigError.unknown_inductor_option: inductor_options: this torch has no Inductor setting 'max_autotun'. Did you mean 'max_autotune'?
   The names are those of torch._inductor.config.
 ConfigError.trace_once_needs_guards_dropped: mode DYNAMO_TRACE_ONCE traces once and drops Dynamo's guards, but torch.compile gives a backend no say over guards.

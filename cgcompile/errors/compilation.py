@@ -38,19 +38,13 @@ class ConfigError(CGCompileError, ValueError):
         )
 
     @classmethod
-    def not_compiled_here(cls, found: str) -> "ConfigError":
+    def not_compiled_here(cls, found: str, knows_handle: bool) -> "ConfigError":
+        advice = "For a function, keep the object of backend=cgcompile.Backend(...)."
+        if knows_handle:
+            advice = "This one knows its handle by itself: model.backend."
         return cls(
             f"cgcompile.runtime(): found {with_article(found)}; expected a module that "
-            "torch.compile returned for this backend.\n  For a function, keep the object of "
-            "backend=cgcompile.Backend(...)."
-        )
-
-    @classmethod
-    def handle_is_attribute(cls, found: str) -> "ConfigError":
-        return cls(
-            f"cgcompile.runtime(): found {with_article(found)}, which knows its handle by itself; "
-            "expected a module that torch.compile returned for this backend.\n"
-            "  Take its attribute: model.backend."
+            f"torch.compile returned for this backend.\n  {advice}"
         )
 
     @classmethod
@@ -59,7 +53,8 @@ class ConfigError(CGCompileError, ValueError):
         return cls(
             f"cgcompile.{function}(): found {what}, which captures nothing; expected a compiled "
             "model, its handle (a Backend), a wrapper or a manager.\n  Compile the model first: "
-            "cgcompile.compile(model), or torch.compile(model, backend='cgcompile')."
+            "cgcompile.compile(model), or torch.compile(model, backend='cgcompile'); of a function "
+            "that torch.compile returned give the Backend object."
         )
 
     @classmethod

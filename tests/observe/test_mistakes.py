@@ -129,9 +129,9 @@ def test_sizes_may_be_one_number_or_text() -> None:
     for sizes in (8, "8", [8], (8,), range(8, 9)):
         found = cgcompile.explain(Model(), X, dynamic_dims={"x": 0}, sizes=sizes)
         assert found.totals.static.at == ((8, found.totals.static.traced),)
-    found = cgcompile.explain(Model(), X, dynamic_dims={"x": 0}, sizes="16,8")
-    assert [size for size, _ in found.pieces[0].bytes_out.at] == [8, 16]
-    assert [number for _, number in found.pieces[0].bytes_out.at] == [8 * D * 4, 16 * D * 4]
+    found = cgcompile.explain(Model(), X, dynamic_dims={"x": 0}, sizes="16,8,16")
+    assert [size for size, _ in found.pieces[0].bytes_out.at] == [16, 8]
+    assert [number for _, number in found.pieces[0].bytes_out.at] == [16 * D * 4, 8 * D * 4]
     assert verify(Model().eval(), X, config=CONFIG, sets=1, padded_sizes="6").ok
 
 
@@ -243,7 +243,8 @@ def test_a_profile_of_anyone() -> None:
 def test_the_handle_of_a_compiled_model() -> None:
     model = cgcompile.compile(Model(), CONFIG)
     with pytest.raises(
-        ConfigError, match=r"found a CompiledModel.*\n  Take its attribute: model\.b"
+        ConfigError,
+        match=r"found a CompiledModel.*\n  This one knows its handle by itself: model\.b",
     ):
         cgcompile.runtime(model)
     with pytest.raises(ConfigError, match=r"runtime\(\): found an Odd; expected a module"):
