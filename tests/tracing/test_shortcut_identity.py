@@ -4,11 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from again_support import FULL, PIECEWISE
 from entry_support import assert_same
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from shortcut_support import Linear, compiled, context
 from torch import nn
 
 import cgcompile
+from cgcompile.errors import AddressChangedError
 
 
 @pytest.fixture(autouse=True)
@@ -17,12 +21,12 @@ def no_grad():
         yield
 
 
-def served(model: nn.Module, calls: list[tuple[Any, ...]], **settings: Any) -> Any:
+def served(model: nn.Module, calls: list[tuple[Any, ...]]) -> Any:
     """Each call gives what eager gives; returns the compiled model."""
-    runs = compiled(model, dynamic_dims=None, **settings)
-    for given in calls:
+    runs = compiled(model, dynamic_dims=None)
+    for call in calls:
         with context():
-            assert_same([runs(*given)], [model(*given)])
+            assert_same([runs(*call)], [model(*call)])
     return runs
 
 
@@ -106,7 +110,62 @@ def test_conjugate_and_negative_bits(guards: str, bits: Any) -> None:
     model = Double()
     runs = cgcompile.compile(model, compiler="eager", capture_device="host", guards=guards)
     x = torch.randn(3, 4, dtype=torch.complex64 if bits is torch.conj else torch.float32)
-    for given in [x] * 4 + [bits(x)] * 4 + [x]:
+    for each in [x] * 4 + [bits(x)] * 4 + [x]:
         with context():
-            assert_same([runs(given)], [model(given)])
+            assert_same([runs(each)], [model(each)])
     assert runs.backend.counters.replays >= 3
+
+
+# ---------------------------------------------------------------- any of them, in any order
+
+
+class Tells(Linear):
+    """The result shows which of its arguments are each other, or tensors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("empty", torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        made = self.inner(x) + y.sum() * 2 + self.kept.sum()
+        pairs = [(x, y), (x, z), (y, z)]
+        own = (self.kept, self.empty, self.inner.weight)
+        pairs += [(given, each) for given in (x, y, z) for each in own]
+        for factor, (one, other) in enumerate(pairs, start=2):
+            if one is other:
+                made = made * factor + factor
+        return made
+
+
+def lying_alike(model: Tells) -> list[torch.Tensor]:
+    """Tensors that are, or share memory and layout with, each other and those of the model."""
+    x, y, kept, weight = torch.randn(3, 4), torch.randn(3, 4), model.kept, model.inner.weight
+    found = [x, x[:], x[:2], x[1:], y, torch.empty(0, 4), model.empty]
+    found += [kept, kept[:], kept.detach(), weight, weight[:3], weight.t()[:3]]
+    return [*found, nn.Parameter(x, requires_grad=False), torch.randn(3, 8)[:, ::2]]
+
+
+places = st.integers(0, 14)
+calls_of_three = st.lists(st.tuples(places, places, places), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+@settings(max_examples=12, deadline=None)
+@given(several=calls_of_three, mixed=st.lists(st.integers(0, 4), max_size=12))
+@example(several=[(0, 4, 5), (0, 4, 6), (0, 4, 10)], mixed=[0, 1, 0, 2, 0])
+@example(several=[(8, 8, 9), (7, 9, 8), (7, 7, 9), (8, 9, 9)], mixed=[0, 1, 2, 3, 0, 1, 2, 3])
+def test_whatever_is_passed_in_whatever_order(
+    mode: Any, several: list[tuple[int, int, int]], mixed: list[int]
+) -> None:
+    model = Tells()
+    runs, tensors = compiled(model, dynamic_dims=None), lying_alike(model)
+    for which in [0] * 4 + [each % len(several) for each in mixed]:
+        call = [tensors[place] for place in several[which]]
+        tensors[0].copy_(torch.randn(3, 4))
+        try:
+            with context(mode, max(len(call[0]), 1)):
+                found = runs(*call)
+        except AddressChangedError:
+            continue  # another one of that size, elsewhere
+        assert_same([found], [model(*call)])
+    assert runs.backend.counters.replays >= 2
