@@ -385,7 +385,7 @@ def runtime(compiled: Any) -> Backend:
     """The handle of a module that ``torch.compile`` returned, for either door.
 
     With ``backend="cgcompile"`` all modules of equal settings share one handle, so right after a
-    module's first call its graphs are the last ones: models of a ``Backend`` each can be told apart.
+    module's first call its graphs are the last ones. Models of one ``Backend`` each stay apart.
 
     Raises:
         ConfigError: no module, or not compiled with this backend. Of a function keep the object of

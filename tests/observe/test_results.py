@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ class Frozen:
 class Bag:
     def __init__(self, scores: torch.Tensor, **more: Any) -> None:
         self.scores = scores
-        self.__dict__.update(more)
+        for name, each in more.items():
+            setattr(self, name, each)
 
 
 class Slotted:
@@ -166,13 +168,15 @@ def test_of_a_wrapper_that_is_wrong() -> None:
 # ---------------------------------------------------------------- what nobody can compare
 
 
-def test_what_nobody_can_compare_is_said_and_blames_nobody() -> None:
+def test_what_nobody_can_compare_is_said_and_blames_nobody(tmp_path: Path) -> None:
     model, x = returning(lambda y: {"y": y, "it": Empty()})
     found = verify(model, x, config=config(), sets=2)
     assert found.ok, str(found)
     assert found.checks[0].uncompared == ("['it'] (an Empty object)",)
     assert str(found).splitlines()[-1] == "not compared: ['it'] (an Empty object)"
     assert found.to_dict()["checks"][0]["uncompared"] == ["['it'] (an Empty object)"]
+    page = found.to_html(tmp_path / "page.html").read_text()
+    assert "not compared: [&#39;it&#39;] (an Empty object)" in page
     told = cgcompile.bisect(model, x, config=config(), sets=1)
     assert told.ok
     assert told.steps[-1] == "not compared: ['it'] (an Empty object)"
