@@ -120,8 +120,9 @@ class CompiledGraph:
         self._bindings = Bindings(self._program, self._run, forget, static)
         captured = any(piece.capture for piece in split.pieces)
         self._has_pieces = captured and wanted.has_mode(PIECEWISE)
+        support, inputs = full_support(split), split.inputs
         self._admission = Admission(
-            config, full_support(split), self._roles, self._auto, self._bindings, self._ledger
+            config, support, self._roles, self._auto, inputs, self._bindings, self._ledger
         )
 
     # -------------------------------------------------------------- a call
