@@ -17,9 +17,9 @@ def context(mode: Any = FULL, rows: int = 3) -> Any:
 
 
 def compiled(model: nn.Module, **settings: Any) -> Any:
-    given = {"dynamic_dims": {"x": 0}, **settings}
+    given = {"dynamic_dims": {"x": 0}, "guards": "none", **settings}
     return cgcompile.compile(
-        model.requires_grad_(False), compiler="eager", capture_device="host", guards="none", **given
+        model.requires_grad_(False), compiler="eager", capture_device="host", **given
     )
 
 

@@ -31,7 +31,7 @@ import math
 import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple
@@ -63,7 +63,8 @@ class FitsText(NamedTuple):
         objects: those that tell tensors from each other, and from those of ``found``.
         autocast: those about it.
         names: what the lines refer to.
-        found: tensors that the trace found elsewhere, and that none of the arguments was.
+        found: tensors that the trace found elsewhere, and that none of the arguments was; those
+            that still live.
     """
 
     variables: list[str]
@@ -73,7 +74,27 @@ class FitsText(NamedTuple):
     objects: list[str]
     autocast: list[str]
     names: dict[str, Any]
-    found: tuple[torch.Tensor, ...]
+    found: "Living"
+
+
+class Living:
+    """Some tensors, as long as somebody else keeps them.
+
+    Attributes:
+        ids: of those that live.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.ids: set[int] = set()
+        self._references = [self._watched(each) for each in tensors]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (found for each in self._references if (found := each()) is not None)
+
+    def _watched(self, tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
+        ids, place = self.ids, id(tensor)
+        ids.add(place)
+        return weakref.ref(tensor, lambda _: ids.discard(place))
 
 
 class _Lines:
@@ -83,7 +104,7 @@ class _Lines:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
         self.references: list[weakref.ref[Any]] = []
-        self.found: tuple[torch.Tensor, ...] = ()
+        self.found = Living(())
         self._shapes, self._strides = shapes, strides
         self._pinned = pinned
         self._count = 0
@@ -233,8 +254,8 @@ class _Lines:
 
     def objects(self) -> None:
         """Tensors that are different objects, and none that the trace reaches in another way."""
-        if self._tensors and self.found:
-            ids = self.bound("f", frozenset(map(id, self.found)))
+        if self._tensors and self.found.ids:
+            ids = self.bound("f", self.found.ids)
             objects = " or ".join(f"id({name}) in {ids}" for name in self._tensors.values())
             self.unless(objects)
         names = [*self._tensors.values(), *self._same.values()]
@@ -321,14 +342,14 @@ def fits_function(
         strides: of those tensors, likewise.
         pinned: tensors that the model reaches in another way as well, by path: the same objects.
         collected: the keywords that the function takes as a dict; their order counts.
-        found: tensors elsewhere that none of the arguments was, but for pinned ones; they are held.
+        found: tensors elsewhere that none of the arguments was, but for pinned ones; not held.
 
     Returns:
         ``fits(args, kwargs)``; its text is the attribute ``source``, in pieces ``text``, and
         ``references`` are weak ones to the objects that must be the same.
     """
     made = _Lines(shapes, strides, pinned)
-    made.found = tuple(found)
+    made.found = Living(found)
     keywords = "kwargs" if not kwargs else f"len(kwargs) != {len(kwargs)}"
     made.unless(f"len(args) != {len(args)} or {keywords}")
     variables = [made.fresh("v") for _ in args]

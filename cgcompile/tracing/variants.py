@@ -356,7 +356,7 @@ class Traces:
         pinned |= {place for place, leaf in places.items() if id(leaf) in others}
         collected = [name for name in kwargs if name not in self._signature.parameters]
         scope = {"L": self._names(args, kwargs), "G": self._function.__globals__}
-        elsewhere = tensors_elsewhere(trace.sizes, places, scope) if self._freezes else ()
+        elsewhere = tensors_elsewhere(trace.sizes, places, scope)
         conditions = trace.size_conditions(self._least)
         return fits_function(
             args, kwargs, paths, shapes, conditions, trace.strides, pinned, collected, elsewhere

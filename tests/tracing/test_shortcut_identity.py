@@ -1,5 +1,6 @@
 """Which tensor an argument is, where the model tells them apart: what is returned is as in eager."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ def no_grad():
         yield
 
 
-def served(model: nn.Module, calls: list[tuple[Any, ...]]) -> Any:
+def served(model: nn.Module, calls: list[tuple[Any, ...]], **settings: Any) -> Any:
     """Each call gives what eager gives; returns the compiled model."""
-    runs = compiled(model, dynamic_dims=None)
+    runs = compiled(model, dynamic_dims=None, **settings)
     for call in calls:
         with context():
             assert_same([runs(*call)], [model(*call)])
@@ -74,8 +75,9 @@ class Unread(Linear):
         return made * 3 if self.kept is x or self.kept is y else made
 
 
+@pytest.mark.parametrize("guards", ["none", "shape"])
 @pytest.mark.parametrize("first", ["another", "a view of it", "not read"])
-def test_a_tensor_of_the_model_that_is_compared_alone(first: str) -> None:
+def test_a_tensor_of_the_model_that_is_compared_alone(first: str, guards: str) -> None:
     model = Unread()
     x, kept = torch.randn(3, 4), model.kept
     calls: list[tuple[Any, ...]] = {
@@ -83,8 +85,12 @@ def test_a_tensor_of_the_model_that_is_compared_alone(first: str) -> None:
         "a view of it": [(kept[:],)] + [(kept,)] * 2,
         "not read": [(x, torch.randn(3, 4))] * 5 + [(x, kept)] * 2,
     }[first]
-    runs = served(model, calls)
+    runs = served(model, calls, guards=guards)
     assert len(runs.traces) == 2
+    forgotten = weakref.ref(kept)
+    calls.clear()
+    del kept, model.kept
+    assert forgotten() is None, "it is not held"
 
 
 class Two(Linear):
@@ -149,16 +155,16 @@ places = st.integers(0, 14)
 calls_of_three = st.lists(st.tuples(places, places, places), min_size=1, max_size=5)
 
 
-@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+@pytest.mark.parametrize(("guards", "mode"), [("none", FULL), ("none", PIECEWISE), ("shape", FULL)])
 @settings(max_examples=12, deadline=None)
 @given(several=calls_of_three, mixed=st.lists(st.integers(0, 4), max_size=12))
 @example(several=[(0, 4, 5), (0, 4, 6), (0, 4, 10)], mixed=[0, 1, 0, 2, 0])
 @example(several=[(8, 8, 9), (7, 9, 8), (7, 7, 9), (8, 9, 9)], mixed=[0, 1, 2, 3, 0, 1, 2, 3])
 def test_whatever_is_passed_in_whatever_order(
-    mode: Any, several: list[tuple[int, int, int]], mixed: list[int]
+    guards: str, mode: Any, several: list[tuple[int, int, int]], mixed: list[int]
 ) -> None:
     model = Tells()
-    runs, tensors = compiled(model, dynamic_dims=None), lying_alike(model)
+    runs, tensors = compiled(model, dynamic_dims=None, guards=guards), lying_alike(model)
     for which in [0] * 4 + [each % len(several) for each in mixed]:
         call = [tensors[place] for place in several[which]]
         tensors[0].copy_(torch.randn(3, 4))
