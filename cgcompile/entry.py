@@ -30,6 +30,7 @@ from cgcompile.piecewise.auto import AutoDispatch
 from cgcompile.piecewise.bindings import Binding, Bindings
 from cgcompile.piecewise.cache import Compilation
 from cgcompile.piecewise.compilers import Runnable
+from cgcompile.piecewise.frozen import Frozen
 from cgcompile.piecewise.program import Program
 from cgcompile.piecewise.ranges import artifacts_text
 from cgcompile.piecewise.recorder import record
@@ -95,13 +96,10 @@ class CompiledGraph:
         )
         self.turn = Turn()
         self._observer: Observer | None = None
-        self._frozen: tuple[torch.Tensor, ...] = ()
-        self._differentiable_frozen: tuple[torch.Tensor, ...] = ()
-        self._prepare(step, runnables, boundaries, frozen)
+        self._frozen = Frozen(frozen)
+        self._prepare(step, runnables, boundaries)
 
-    def _prepare(
-        self, step: Step, runnables: Sequence[Runnable], boundaries: Boundaries, frozen: int
-    ) -> None:
+    def _prepare(self, step: Step, runnables: Sequence[Runnable], boundaries: Boundaries) -> None:
         """Work out what can be captured, once."""
         split, config = self.split, self._config
         assert config.cudagraph_mode is not None
@@ -115,15 +113,16 @@ class CompiledGraph:
             return
         self._is_capturing = self.pool.device.is_capturing
         self._program = Program(
-            split, step, runnables, boundaries, self.pool, config, self.timeline, frozen
+            split, step, runnables, boundaries, self.pool, config, self.timeline, self._frozen
         )
         static = self._roles[FULL].static
         forget = self.turn.forget
         self._bindings = Bindings(self._program, self._run, forget, static)
         captured = any(piece.capture for piece in split.pieces)
         self._has_pieces = captured and wanted.has_mode(PIECEWISE)
+        support, inputs = full_support(split), split.inputs
         self._admission = Admission(
-            config, full_support(split), self._roles, self._auto, self._bindings, self._ledger
+            config, support, self._roles, self._auto, inputs, self._bindings, self._ledger
         )
 
     # -------------------------------------------------------------- a call
@@ -157,11 +156,10 @@ class CompiledGraph:
             context = callers_context()
             if context is not None and context.inputs_ready is not None:
                 wait_for_inputs(context.inputs_ready, self.split.device)
-            why, result = self._with_graphs(context, inputs + self._frozen)
+            why, result = self._with_graphs(context, inputs + self._frozen.held)
             if why is not None:
-                grad = torch.is_grad_enabled()
-                frozen = self._differentiable_frozen if grad else self._frozen
-                result = self._plain(why, context, inputs + frozen)
+                result = self._plain(why, context, inputs + self._frozen.now)
+                result = self._frozen.put_back(result)
         except BaseException:
             self._ledger.failed()
             raise
@@ -174,7 +172,7 @@ class CompiledGraph:
             tensors: as the model has them; gradients need them.
             held: the same memory, for all else.
         """
-        self._differentiable_frozen, self._frozen = tensors, held
+        self._frozen.bind(tensors, held)
         if self.split.differentiable:
             self._constants += tensors
 
@@ -271,7 +269,7 @@ class CompiledGraph:
         if again is None or again.names["epoch"] is not self.turn.epoch:
             others = self._bindings.others(binding, inputs)
             pool, failed = self._program.pool, self._ledger.failed
-            again = Again(self.turn, found, others, self._frozen, pool, failed)
+            again = Again(self.turn, found, others, self._frozen.held, pool, failed)
             self.turn.agains[found] = again
         return again
 

@@ -46,7 +46,7 @@ class Reason(enum.Enum):
     UNSUPPORTED_INPUT = "unsupported_input"  # a tensor subclass or a sparse tensor
     UNLISTED_SIZE = "unlisted_size"  # not one of cudagraph_capture_sizes
     TOO_MANY_SHAPES = "too_many_shapes"  # max_captured_shapes are captured already
-    TOO_MANY_BINDINGS = "too_many_bindings"  # max_bindings sets of weights or caches have graphs
+    TOO_MANY_BINDINGS = "too_many_bindings"  # over max_bindings sets of weights, or none stays
     INPUT_CHANGED = "input_changed"  # a guard refused a replay, and on_input_change is "eager"
     GROWING_STATE = "growing_state"  # a result comes back as an input, larger: a new shape a step
 

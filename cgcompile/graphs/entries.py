@@ -12,7 +12,7 @@ from cgcompile.errors import GuardError
 from cgcompile.forward_context import BatchDescriptor
 from cgcompile.graphs.device import DeviceGraph
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
-from cgcompile.graphs.lent import LentTree, can_be_lent
+from cgcompile.graphs.lent import LentTree, Passed, can_be_lent
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import flatten, is_record, rebuilt
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
@@ -63,6 +63,7 @@ class CUDAGraphEntry:
         guard: what the arguments must be; None where others see to that.
         weights: what the parameters and buffers must be; None likewise.
         needs_grad: whether gradients would be due if grad mode were on.
+        passed: what of the result the step was given; None where nobody asks for :meth:`result`.
         tally: counts its replays.
     """
 
@@ -72,6 +73,7 @@ class CUDAGraphEntry:
     guard: ArgumentGuard | None
     weights: WeightsGuard | None
     needs_grad: bool
+    passed: Passed | None = None
     tally: Tally = field(default_factory=Tally)
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> None:
@@ -88,15 +90,18 @@ class CUDAGraphEntry:
 
     @cached_property
     def _lent(self) -> LentTree:
-        return LentTree(self.output)
+        return LentTree(self.output, self.passed)
 
-    def result(self) -> Any:
+    def result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What a replay returns: :attr:`output`, in objects that a caller may change.
+
+        An argument that the step returned is that of this call, and a tensor of the module is that
+        tensor itself.
 
         Raises:
             AddressChangedError: a caller let the memory of an earlier result grow.
         """
-        return self._lent.get()
+        return self._lent.get(args, kwargs)
 
     def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether :meth:`check` raises nothing."""

@@ -108,6 +108,11 @@ class WeightsGuard:
         self._identities = compat.identities(self._objects)
         self._addresses = compat.Addresses(self._objects, places)
 
+    @property
+    def objects(self) -> tuple[Any, ...]:
+        """The tensors and sub-modules, as they were."""
+        return self._objects
+
     def _now(self) -> tuple[Any, ...]:
         return tuple([table.get(name) for table, name, _ in self._places])
 

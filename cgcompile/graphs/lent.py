@@ -8,8 +8,9 @@ caller as it is, and the next step returns another object over the same memory.
 """
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,8 @@ from cgcompile.graphs.guards import same_layout
 from cgcompile.graphs.results import flatten, rebuilt
 
 Layout = tuple[list[int | None], list[int]]
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Lent:
@@ -83,24 +86,80 @@ def _is_as_kept(one: torch.Tensor, kept: torch.Tensor) -> bool:
     return one.data_ptr() == kept.data_ptr()
 
 
+class Passed(NamedTuple):
+    """The leaves of a result that the step was given, and returned as they are.
+
+    They belong to the caller already, who gets the very objects, as from the step itself.
+
+    Attributes:
+        weights: tensors of the module, by the place of the leaf.
+        arguments: where each of the others is among the leaves of a call's arguments, likewise.
+        names: of the arguments that are passed by name, in the order of those leaves.
+    """
+
+    weights: Mapping[int, torch.Tensor]
+    arguments: Mapping[int, int]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Sequence[Any]
+    ) -> "Passed":
+        """What a call has returned of what it was given, and of the tensors of its module."""
+        found = cls({}, {}, tuple(kwargs))
+        places = {id(each): place for place, each in enumerate(found._given(args, kwargs))}
+        known = {id(each) for each in weights}
+        own: dict[int, torch.Tensor] = {}
+        passed: dict[int, int] = {}
+        for item, leaf in enumerate(flatten(result)[0]):
+            if isinstance(leaf, torch.Tensor) and id(leaf) in known:
+                own[item] = leaf
+            elif isinstance(leaf, torch.Tensor) and id(leaf) in places:
+                passed[item] = places[id(leaf)]
+        return cls(own, passed, tuple(kwargs))
+
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        return flatten([list(args), [kwargs[name] for name in self.names]])[0]
+
+    def put(self, leaves: list[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Put the arguments of a call in their places among the leaves of its result."""
+        if self.arguments:
+            given = self._given(args, kwargs)
+            for item, place in self.arguments.items():
+                leaves[item] = given[place]
+
+
 class LentTree:
     """What a step returns: tensors that are lent, in containers that are made for each step.
 
     Args:
         output: the structure, and tensors that are never handed out. What is neither a plain
             tensor nor a container, such as a parameter, is the same object at each step.
+        passed: what is not lent, because the step was given it.
     """
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: Any, passed: Passed | None = None) -> None:
         self._output = output
+        self._passed = passed or Passed({}, {}, ())
         self._leaves, _ = flatten(output)
-        self._places = [place for place, leaf in enumerate(self._leaves) if can_be_lent(leaf)]
+        self._is_flat = type(output) is tuple and all(map(operator.is_, output, self._leaves))
+        for place, weight in self._passed.weights.items():
+            self._leaves[place] = weight
+        own = {*self._passed.weights, *self._passed.arguments}
+        self._places = [
+            place
+            for place, leaf in enumerate(self._leaves)
+            if place not in own and can_be_lent(leaf)
+        ]
         self._lent = Lent([self._leaves[place] for place in self._places])
         self._is_tensor = self._places == [0] and self._leaves[0] is output
-        self._is_flat = type(output) is tuple and all(map(operator.is_, output, self._leaves))
 
-    def get(self) -> Any:
+    def get(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> Any:
         """The result of a step.
+
+        Args:
+            args: of the call; they are looked at where the step returns some of them.
+            kwargs: likewise.
 
         Raises:
             AddressChangedError: as :meth:`Lent.get`.
@@ -111,6 +170,7 @@ class LentTree:
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
+        self._passed.put(leaves, args, kwargs)
         return tuple(leaves) if self._is_flat else rebuilt(self._output, leaves)
 
 

@@ -41,6 +41,7 @@ from cgcompile.graphs.entries import (
     holds_parameters_with_grad,
 )
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
+from cgcompile.graphs.lent import Passed
 from cgcompile.graphs.pool import LENT, GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 from cgcompile.graphs.timeline import Timeline
@@ -272,13 +273,15 @@ class CUDAGraphWrapper(Transparent):
         if gradients_due(False, (result,), {}):
             return None
         kept = KeptOutput.of(result, self._pool, self.options.weak_ref_output)
+        weights = WeightsGuard(self.unwrap()) if self._guarded else None
         entry = CUDAGraphEntry(
             descriptor,
             sequence,
             kept.output,
             ArgumentGuard(args, kwargs, self._pool.device.tensor_type) if self._guarded else None,
-            WeightsGuard(self.unwrap()) if self._guarded else None,
+            weights,
             self._guarded and holds_parameters_with_grad(self.runnable),
+            None if weights is None else Passed.of(result, args, kwargs, weights.objects),
         )
         return Captured(self._pool, entry, result, kept.starts, executed)
 
@@ -296,7 +299,7 @@ class CUDAGraphWrapper(Transparent):
         entry.sequence.replay()
         self.counters.replays += 1
         entry.tally.replays += 1
-        return entry.result()
+        return entry.result(args, kwargs)
 
     def _plain(
         self, reason: Reason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]

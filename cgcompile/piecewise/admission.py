@@ -4,7 +4,7 @@ Everything that can be said of a call before anything runs, apart from what its 
 the inputs. The rule: a no is a :class:`~cgcompile.reasons.Why`.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from cgcompile.boundaries import AttentionCGSupport, allows_full
@@ -12,6 +12,7 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError
 from cgcompile.forward_context import ForwardContext
 from cgcompile.graphs.capture import capture_allowed, capture_postponed, captured_elsewhere
+from cgcompile.passes.pieces import Value
 from cgcompile.piecewise.auto import AutoDispatch
 from cgcompile.piecewise.bindings import Binding, Bindings
 from cgcompile.piecewise.recording import Batch, number
@@ -31,6 +32,7 @@ class Admission:
         support: how far the whole step can go into a FULL graph.
         roles: what the inputs are for, by runtime mode.
         auto: what happens without a forward context.
+        inputs: of the graph.
         bindings: the sets of weights that were seen.
         ledger: where lesser modes are counted.
 
@@ -44,6 +46,7 @@ class Admission:
         support: AttentionCGSupport,
         roles: Mapping[CUDAGraphMode, Roles],
         auto: AutoDispatch,
+        inputs: Sequence[Value],
         bindings: Bindings,
         ledger: Ledger,
     ) -> None:
@@ -55,6 +58,7 @@ class Admission:
         self._support = support
         self._roles = roles
         self._auto = auto
+        self._inputs = inputs
         self._bindings = bindings
         self._ledger = ledger
 
@@ -117,18 +121,28 @@ class Admission:
         if warmed < self._config.num_warmups:
             detail = f"call {warmed + 1} of {self._config.num_warmups} before a capture"
             warming = Why(Reason.WARMING, detail)
-            return self._why_still_warming(binding, warming) if batch.own_context else warming
+            return self._why_still_warming(binding, warming, batch.own_context)
         if captured_elsewhere():
             return Why(Reason.CAPTURE_BUSY, "another thread is capturing")
         return None
 
-    def _why_still_warming(self, binding: Binding, warming: Why) -> Why:
+    def _why_still_warming(self, binding: Binding, warming: Why, own_context: bool) -> Why:
         """``warming``, or why it does not end: what must stay is another at every call."""
         idle = self._bindings.idle
         if idle > max(_MOVING, self._config.max_bindings):
-            detail = (
-                f"{idle} sets of weights or written inputs were seen once: an input "
-                "that the model writes, or a tensor of a module, is a new one at every call"
-            )
+            detail = f"{idle} sets of weights or written inputs were seen once: {self._moving}"
             return Why(Reason.TOO_MANY_BINDINGS, detail)
-        return self._auto.why_still_warming(binding, warming)
+        return self._auto.why_still_warming(binding, warming) if own_context else warming
+
+    @property
+    def _moving(self) -> str:
+        """What is another object than in the call before, and what to do, in words."""
+        replaced = self._bindings.replaced
+        if not replaced:
+            return "an input that the model writes lies elsewhere at every call. Pass the same one"
+        first = self._inputs[replaced[0]]
+        more = f" (and {len(replaced) - 1} more)" if len(replaced) > 1 else ""
+        return (
+            f"{first.source or first.name!r}{more} is a new tensor at every call. Write into one "
+            "that stays (copy_, add_), or pass it as an argument"
+        )

@@ -136,6 +136,9 @@ class Bindings:
         forget: called as soon as a binding is gone; it may be in the midst of a collection.
         static: positions of parameters, buffers and module attributes. Those that are not frozen
             may be other objects, or lie elsewhere, in another call.
+
+    Attributes:
+        replaced: positions of those that were other objects in the last two bindings.
     """
 
     def __init__(
@@ -157,6 +160,8 @@ class Bindings:
         self._watches: dict[Hashable, list[weakref.ref[Any]]] = {}
         self._dead: list[Binding] = []
         self._lost = 0
+        self._added: tuple[int, ...] = ()  # the objects of the binding that was added last
+        self.replaced: tuple[int, ...] = ()
         self._last: Hashable = None
         self._last_binding: Binding | None = None
 
@@ -209,6 +214,9 @@ class Bindings:
             self._forget(idle[0])
         binding = self._known[key] = Binding(self._program, self._whole, self._gone)
         self._last = None
+        before, self._added = self._added, tuple(map(id, self._statics(inputs)))
+        pairs = zip(self._watched, before, self._added, strict=False)  # nothing before the first
+        self.replaced = tuple([place for place, one, other in pairs if one != other])
         myself = weakref.ref(self)
 
         def died(_: Any) -> None:

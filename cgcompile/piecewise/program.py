@@ -14,6 +14,7 @@ from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.calls import Call, call_of, said, written_inputs
 from cgcompile.piecewise.compilers import Runnable
+from cgcompile.piecewise.frozen import Frozen
 from cgcompile.piecewise.stitch import Step
 from cgcompile.piecewise.uses import Uses
 
@@ -30,7 +31,7 @@ class Program:
         pool: memory and capture stream.
         config: the settings.
         timeline: what was captured, and when.
-        frozen: how many of the last inputs are the same objects in all calls; somebody keeps them.
+        frozen: the last inputs, where they are the same objects in all calls.
     """
 
     split: SplitGraph
@@ -40,11 +41,11 @@ class Program:
     pool: GraphPool
     config: CompilationConfig
     timeline: Timeline
-    frozen: int = 0
+    frozen: Frozen
 
     def is_frozen(self, position: int) -> bool:
         """Whether an input is the same object in all calls, which somebody else keeps."""
-        return position >= len(self.split.inputs) - self.frozen
+        return position >= len(self.split.inputs) - self.frozen.count
 
     @cached_property
     def calls(self) -> dict[int, Call]:

@@ -125,7 +125,7 @@ def _record_full(
     result = captured.run()
     full.keep(captured.entry)
     fixed = {*recording.starts, *map(address, tensors(result))} - {0}
-    returns = recording.returns(result, compat.tree_leaves(captured.entry.output), fixed)
+    returns = recording.returns(result, compat.tree_leaves(captured.entry.output), fixed, inputs)
     recording.finish(captured.entry.sequence, returns, {})
     return Outcome(recording, None, True, returns.make((), inputs))
 
@@ -192,7 +192,7 @@ class _Recorder:
         sources = [
             self._source(name) if name else leaf for name, leaf in zip(names, leaves, strict=True)
         ]
-        returns = self._recording.returns(made, sources, self._fixed)
+        returns = self._recording.returns(made, sources, self._fixed, inputs)
         sequence = GraphSequence(
             self._segments,
             self._inputs,
@@ -210,7 +210,8 @@ class _Recorder:
         leaves = compat.tree_leaves(made)
         arena = self._program.pool.arena
         lying = {address(leaf) for leaf in tensors(leaves) if arena.owns(address(leaf))}
-        return self._recording.returns(made, leaves, self._fixed | lying).make((), inputs)
+        fixed = self._fixed | lying
+        return self._recording.returns(made, leaves, fixed, inputs).make((), inputs)
 
     def drop(self) -> None:
         """Forget what was captured on the way."""

@@ -300,9 +300,12 @@ class Recording:
         self._generation = self._program.pool.generation
         self.given, self.starts = [], []  # what dies must be able to die
 
-    def returns(self, made: Any, sources: Sequence[Any], fixed: Set[int]) -> Returns:
-        """How results are made, from what the recorded step returned; see :class:`Returns`."""
-        given = Given(self.given, self.starts)
+    def returns(
+        self, made: Any, sources: Sequence[Any], fixed: Set[int], inputs: Sequence[Any]
+    ) -> Returns:
+        """How results are made, from what a step returned that was given ``inputs``."""
+        lasting = self._program.frozen.by_position(len(inputs))
+        given = Given(self.given, self.starts, inputs, lasting)
         return Returns(made, sources, given, fixed, self.batch.own_context)
 
 

@@ -2,10 +2,13 @@
 
 Values that graphs made lie at fixed addresses and are overwritten by the next replay; a value that
 is memory of an input must be that of *this* call's input; what an eager piece has just made is the
-caller's already. Worked out once, when a step is recorded.
+caller's already. A value that *is* an input, such as a buffer that was changed in place, is the
+very object that this call was given: a model that keeps it keeps its own buffer. A view of an
+input is another object each time, because the caller may change it. Worked out once, when a step
+is recorded.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +16,7 @@ import torch
 from cgcompile import compat
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.copies import FreshCopies
+from cgcompile.graphs.guards import same_layout
 from cgcompile.graphs.lent import Lent, can_be_lent
 from cgcompile.graphs.sequence import Slot
 from cgcompile.passes.split import SplitGraph
@@ -37,14 +41,25 @@ class Given(NamedTuple):
     Attributes:
         inputs: buffers in place of copied inputs.
         starts: where the memory of each begins; 0 for what has none.
+        called: as the caller gave them.
+        lasting: what the caller has in place of those that are the same in all calls, by position.
     """
 
     inputs: Sequence[Any]
     starts: Sequence[int]
+    called: Sequence[Any]
+    lasting: Mapping[int, torch.Tensor]
 
     def position(self, start: int) -> int | None:
         """The first input whose memory begins there."""
         return self.starts.index(start) if start in self.starts else None
+
+    def place(self, leaf: torch.Tensor) -> int | None:
+        """Which input a tensor is: that very object, in the layout that the caller gave."""
+        for place, each in enumerate(self.inputs):
+            if each is leaf:  # else the buffer was laid out anew, as by ``t_()``
+                return place if same_layout(leaf, self.called[place]) else None
+        return None
 
 
 class Returns:
@@ -59,7 +74,7 @@ class Returns:
 
     Attributes:
         slots: what it reads after a replay.
-        positions: of the inputs that the result is memory of.
+        positions: of the inputs that the result is, or is memory of.
         lent: the tensors at fixed addresses that callers get.
         lent_items: which items of the result they are.
         constants: the items that are the same each time; None in place of the others.
@@ -79,6 +94,7 @@ class Returns:
         self.is_flat = isinstance(made, tuple) and not any(map(compat.is_container, made))
         self.constants: list[Any] = []
         self._views: list[_View] = []
+        self._inputs: list[tuple[int, int]] = []
         self._live: list[tuple[int, int]] = []
         lying: list[tuple[int, torch.Tensor]] = []
         lent: list[tuple[int, torch.Tensor]] = []
@@ -86,8 +102,14 @@ class Returns:
             start = address(leaf) if isinstance(leaf, torch.Tensor) else 0
             lies = isinstance(leaf, torch.Tensor) and start in fixed
             found = given.position(start) if lies else None
+            stays = isinstance(leaf, torch.Tensor) and (lies or not isinstance(source, Slot))
+            place = given.place(leaf) if stays else None
             self.constants.append(None if isinstance(source, Slot) else source)
-            if found is not None:
+            if place is not None and place in given.lasting:
+                self.constants[item] = given.lasting[place]
+            elif place is not None:
+                self._inputs.append((item, place))
+            elif found is not None:
                 self._views.append(_view(item, leaf, found, given.inputs[found]))
             elif isinstance(source, Slot):
                 self._live.append((item, source.at))
@@ -97,11 +119,12 @@ class Returns:
                 lent.append((item, compat.alias(source)))
         self.slots = [Slot(index) for _, index in self._live]
         self.positions = {view.position for view in self._views}
+        self.positions |= {position for _, position in self._inputs}
         self._copied = [item for item, _ in lying]
         self._copies = FreshCopies([tensor for _, tensor in lying]) if lying else None
         self.lent_items = [item for item, _ in lent]
         self.lent = Lent([tensor for _, tensor in lent])
-        varies = self._views or self._live or self._copies is not None
+        varies = self._views or self._inputs or self._live or self._copies is not None
         self.is_steady = self.is_flat and not varies
         self._last: tuple[Any, Any] = (None, None)  # of a steady result: (tensors, with constants)
 
@@ -128,6 +151,8 @@ class Returns:
                 leaves[item] = copy
         for item, slot in self._live:
             leaves[item] = slots[slot]
+        for item, position in self._inputs:
+            leaves[item] = inputs[position]
         for view in self._views:
             leaves[view.item] = _rebuilt(view, inputs[view.position])
         result = self._tree(leaves)

@@ -10,6 +10,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.entry import CompiledGraph
+from cgcompile.piecewise.frozen import Frozen
 from cgcompile.tracing.saved import SavedTrace
 from cgcompile.tracing.shortcut import Shortcut
 
@@ -139,7 +140,9 @@ def _completed(
     held: tuple[torch.Tensor, ...],
 ) -> Callable[..., Any]:
     """The compiled graph as a function of its other inputs alone."""
-    return lambda *inputs: compiled(*inputs, *(tensors if torch.is_grad_enabled() else held))
+    frozen = Frozen(len(tensors))
+    frozen.bind(tensors, held)
+    return lambda *inputs: frozen.put_back(compiled(*inputs, *frozen.now))
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:

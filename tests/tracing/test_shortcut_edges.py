@@ -279,3 +279,49 @@ def test_a_frozen_tensor_where_an_argument_lies(apart: bool) -> None:
         given.copy_(torch.randn(3, 4))
         with context():
             assert_same([runs(given)], [model(given)])
+
+
+class GivesBack(Linear):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        kept = self.kept.add_(1)
+        return self.inner(x) + kept, y.add_(x), kept, y.view(-1)
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE], ids=str)
+def test_inputs_and_buffers_in_the_result(mode: Any) -> None:
+    model, eager = GivesBack(), GivesBack()
+    eager.load_state_dict(model.state_dict())
+    runs, x, y = compiled(model, dynamic_dims=None), torch.empty(3, 4), torch.zeros(3, 4)
+    kept = model.kept
+    for _ in range(6):
+        x.copy_(torch.randn(3, 4))
+        other, same = y.clone(), y[:]  # another object at the same place
+        with context(mode):
+            made = runs(x, same)
+        assert_same(made, eager(x, other))
+        assert made[1] is same
+        assert made[2] is kept is model.kept
+        assert made[3] is not same
+    (graph,) = runs.backend.graphs
+    assert graph.turn.short is not None
+    assert graph.turn.replays == 3
+
+
+class GivesBuffer(Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x) + self.kept, self.kept.mul_(2)
+
+
+def test_a_buffer_in_a_result_that_is_the_same_at_each_step() -> None:
+    model = GivesBuffer()
+    runs, x, kept = compiled(model, dynamic_dims=None), torch.randn(3, 4), model.kept
+    for _ in range(6):
+        before = kept.clone()
+        with context():
+            made, same = runs(x)
+        assert same is kept is model.kept
+        assert torch.equal(same, before * 2)
+        assert torch.allclose(made, model.inner(x) + before)
+    (graph,) = runs.backend.graphs
+    assert graph.turn.short is not None
+    assert graph.turn.replays == 3
