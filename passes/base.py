@@ -2,7 +2,8 @@
 
 A pass is a small object with a ``name``, a ``uuid()`` that changes when its effect does, and a
 ``__call__(gm) -> gm``. It may assume a valid graph and must leave one (:mod:`.verify`); between
-the two, anything goes. The manager verifies after every pass, records what it did and, on request,
+the two, anything goes. The manager verifies after every pass (also that each output is what it was,
+:mod:`.outputs`), records what it did and, on request,
 writes the graph before and after each to a folder.
 """
 
@@ -20,9 +21,11 @@ from torch import fx
 from cgcompile import compat
 from cgcompile.boundaries import target_name
 from cgcompile.errors import CGCompileError, ConfigError, PassError
+from cgcompile.passes.fakes import calls_of, fill_values
 from cgcompile.passes.nodes import value
+from cgcompile.passes.outputs import changed_output, outputs_of
 from cgcompile.passes.records import PassRecord, difference, op_counts
-from cgcompile.passes.verify import fill_values, problem_in, signature
+from cgcompile.passes.verify import problem_in, signature
 
 log = logging.getLogger(__name__)
 
@@ -100,16 +103,24 @@ class PassManager:
         rows = "\n".join(each.uuid() for each in self.passes)
         return hashlib.sha256(rows.encode()).hexdigest()
 
-    def __call__(self, gm: fx.GraphModule, label: str = "graph") -> fx.GraphModule:
+    def __call__(
+        self, gm: fx.GraphModule, label: str = "graph", *, strided: Collection[int] = ()
+    ) -> fx.GraphModule:
         """Run all passes.
 
+        Args:
+            gm: the graph, with fake values.
+            label: what dumps and records call it.
+            strided: numbers of the outputs whose strides must stay.
+
         Raises:
-            PassError: a pass raised, or left an invalid graph. cgcompile's own errors pass through.
+            PassError: a pass raised, left an invalid graph, or changed what an output is.
+                cgcompile's own errors pass through.
         """
-        expected, before = signature(gm), op_counts(gm)
+        expected, outputs, before = signature(gm), outputs_of(gm), op_counts(gm)
         self._dump(gm, label, 0, "before")
         for number, each in enumerate(self.passes):
-            known = set(gm.graph.nodes)
+            calls = calls_of(gm)
             started = time.perf_counter()
             try:
                 gm = each(gm)
@@ -118,9 +129,12 @@ class PassManager:
                     raise
                 raise PassError.raised(each.name, error) from error
             seconds = time.perf_counter() - started
-            problem = problem_in(gm, expected) or fill_values(gm, known)
+            problem = problem_in(gm, expected) or fill_values(gm, calls)
             if problem is not None:
                 raise PassError.invalid(each.name, problem)
+            changed = changed_output(gm, outputs, strided)
+            if changed is not None:
+                raise PassError.changed_output(each.name, label, *changed)
             after = op_counts(gm)
             changes = difference(before, after)
             record = PassRecord(each.name, label, seconds, before.total(), after.total(), changes)

@@ -127,6 +127,9 @@ EXAMPLES: dict[str, CGCompileError] = {
     "EncoderPackError.paths": EncoderPackError.paths(3, 1, 2),
     "EncoderPackError.capacity": EncoderPackError.capacity(((128, 64),), 8, None),
     "EncoderPackError.cost": EncoderPackError.cost("fixed", -1),
+    "PassError.changed_output": PassError.changed_output(
+        "half", "piece_0", 0, "f64[s0, 16] on cpu", "f32[s0, 16] on cpu"
+    ),
     "PassError.invalid": PassError.invalid("mine", "it has 2 outputs, expected 1"),
     "PassError.raised": PassError.raised("mine", KeyError("x")),
     "PassError.not_a_pass": PassError.not_a_pass(3),
