@@ -111,6 +111,12 @@ EXAMPLES: dict[str, CGCompileError] = {
     "EncoderItemError.unknown_path": EncoderItemError.unknown_path(2, "lokal", ["global", "local"]),
     "EncoderItemError.no_path": EncoderItemError.no_path(2, 7, ["global", "local"]),
     "EncoderItemError.no_axis": EncoderItemError.no_axis(2, "tier", []),
+    "EncoderItemError.not_a_call": EncoderItemError.not_a_call("list"),
+    "EncoderItemError.no_input": EncoderItemError.no_input(
+        "image_grid_thw", ["pixel_values", "image_grid"]
+    ),
+    "EncoderItemError.rows": EncoderItemError.rows("pixel_values", [1.0]),
+    "EncoderItemError.grid": EncoderItemError.grid("image_grid_thw", 1, (1, 3, 3), 2),
     "EncoderItemError.patches": EncoderItemError.patches("pixel_values", 9, "image_grid_thw", 16),
     "EncoderBufferError.missing": EncoderBufferError.missing("replay", "cu_seqlens", ["x"]),
     "EncoderBufferError.unknown": EncoderBufferError.unknown("replay", "cu_seqlen", ["cu_seqlens"]),
