@@ -32,6 +32,27 @@ def enum_parser(kind: type[E_]) -> Parser:
     return parse
 
 
+def require(holds: bool, name: str, where: str, value: object, expected: str) -> None:
+    """Refuse an argument of a constructor that does not hold what is asked of it.
+
+    Raises:
+        ConfigError: says what is expected.
+    """
+    if not holds:
+        raise ConfigError.bad_value(name, where, value, expected)
+
+
+def require_callable(name: str, where: str, value: object) -> None:
+    """As :func:`require`, of a function."""
+    require(callable(value), name, where, value, "something that can be called")
+
+
+def require_kind(name: str, where: str, value: object, kind: type, *, maybe: bool = False) -> None:
+    """As :func:`require`, of an object of a class; with ``maybe`` None will do."""
+    holds = isinstance(value, kind) or (maybe and value is None)
+    require(holds, name, where, value, kind.__name__ + (" or None" if maybe else ""))
+
+
 def optional(parse: Parser) -> Parser:
     return lambda value: None if value is None or value == "" else parse(value)
 
@@ -141,9 +162,19 @@ def parse_endpoints(value: Any) -> tuple[int, ...]:
     return sizes
 
 
+def parse_ops(value: Any) -> tuple[Any, ...]:
+    """Whether a name is that of an op is asked later: what registers it may not be imported yet."""
+    for each in items_of(value):
+        entry = hasattr(each, "target") and hasattr(each, "predicate")
+        if not (isinstance(each, str) or callable(each) or entry):
+            raise ValueError(f"names, ops, functions or SplittingOp objects, not {each!r}")
+    return items_of(value)
+
+
 def parse_passes(value: Any) -> tuple[Any, ...]:
     for each in items_of(value):
-        if not (callable(each) and hasattr(each, "name") and callable(getattr(each, "uuid", None))):
+        named = isinstance(getattr(each, "name", None), str)
+        if not (callable(each) and named and callable(getattr(each, "uuid", None))):
             raise ValueError(
                 f"objects with a name, uuid() and __call__(gm) -> gm, not {each!r}; wrap a plain "
                 "function: cgcompile.passes.FunctionPass(name, function)"

@@ -7,6 +7,7 @@ the two, anything goes. The manager verifies after every pass (also that each ou
 writes the graph before and after each to a folder.
 """
 
+import functools
 import hashlib
 import logging
 import os
@@ -26,6 +27,7 @@ from cgcompile.passes.nodes import value
 from cgcompile.passes.outputs import changed_output, outputs_of
 from cgcompile.passes.records import PassRecord, difference, op_counts
 from cgcompile.passes.verify import problem_in, signature
+from cgcompile.settings import require, require_callable
 
 log = logging.getLogger(__name__)
 
@@ -50,18 +52,32 @@ class FunctionPass:
     Args:
         name: shown in messages and dumps.
         function: ``(gm) -> gm``, or ``(gm) -> None`` if it works in place.
-        version: change it when the function changes what it does.
+        version: change it when the function changes what it does, or what it is bound to.
+
+    Raises:
+        ConfigError: a name that is no text, or a function that cannot be called.
     """
 
     name: str
     function: Callable[[fx.GraphModule], fx.GraphModule | None]
     version: str = "1"
 
+    def __post_init__(self) -> None:
+        for name in ("name", "version"):
+            given = getattr(self, name)
+            expected = "a non-empty text"
+            require(isinstance(given, str) and bool(given), name, "FunctionPass", given, expected)
+        require_callable("function", "FunctionPass", self.function)
+
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         return self.function(gm) or gm
 
     def uuid(self) -> str:
-        return f"{self.name}/{self.function.__module__}.{self.function.__qualname__}/{self.version}"
+        function: Any = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        named = function if hasattr(function, "__qualname__") else type(function)
+        return f"{self.name}/{named.__module__}.{named.__qualname__}/{self.version}"
 
 
 class PassManager:

@@ -197,10 +197,11 @@ class PatchEncoder(SupportsEncoderCudaGraph):
 
     def _grid(self, name: str, item: int, found: Any) -> Grid:
         sizes = [whole(size) for size in found] if isinstance(found, Iterable) else []
-        if len(sizes) == 3 and None not in sizes and min(sizes) >= 0:  # type: ignore[type-var]
-            t, h, w = sizes
-            if self._odd_grids or h % self._merge == 0 == w % self._merge:  # type: ignore[operator]
-                return (t, h, w)  # type: ignore[return-value]
+        good = [size for size in sizes if size is not None and size >= 0]
+        if len(sizes) == len(good) == 3:
+            t, h, w = good
+            if self._odd_grids or h % self._merge == 0 == w % self._merge:
+                return (t, h, w)
         raise EncoderItemError.grid(name, item, found, self._merge)
 
     def _patches(self, mm_kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, list[Grid]]:
