@@ -45,7 +45,7 @@ def _checked_target(target: Any) -> Any:
     overload = compat.custom_op_overload(target)
     if overload is not None:
         return overload
-    if isinstance(target, str) or callable(target):
+    if (isinstance(target, str) and target) or callable(target):
         return target
     raise BoundaryError.not_an_op(target)
 

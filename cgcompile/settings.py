@@ -9,7 +9,7 @@ import enum
 import json
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,6 +51,17 @@ def require_kind(name: str, where: str, value: object, kind: type, *, maybe: boo
     """As :func:`require`, of an object of a class; with ``maybe`` None will do."""
     holds = isinstance(value, kind) or (maybe and value is None)
     require(holds, name, where, value, kind.__name__ + (" or None" if maybe else ""))
+
+
+def require_items(name: str, where: str, value: object, kind: type | None = None) -> None:
+    """As :func:`require`, of a sequence or another iterable that is no text.
+
+    ``kind``: of its items; it is gone through then.
+    """
+    what = "items" if kind is None else f"{kind.__name__} objects"
+    several = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+    holds = several and (kind is None or all(isinstance(each, kind) for each in value))  # type: ignore[attr-defined]
+    require(holds, name, where, value, f"a sequence of {what}")
 
 
 def optional(parse: Parser) -> Parser:
