@@ -226,9 +226,7 @@ class CompiledModel(Transparent):
         if self._traces is not None:
             self._traces.clear()
 
-    def _compile(
-        self, graph: fx.GraphModule, inputs: list[Any], frozen: int
-    ) -> Callable[..., Any]:
+    def _compile(self, graph: fx.GraphModule, inputs: list[Any], frozen: int) -> Callable[..., Any]:
         return self.backend.compile_graph(graph, inputs, frozen=frozen)
 
 

@@ -8,6 +8,7 @@ model, in the same thread and asyncio task.
 The context variable below and the permission to capture are the only ambient state of cgcompile.
 """
 
+import operator
 from asyncio import Task, _get_running_loop, current_task
 from collections.abc import Mapping
 from contextvars import ContextVar, Token
@@ -58,6 +59,10 @@ class ForwardContext:
     ) -> None:
         if cudagraph_runtime_mode not in _RUNTIME_MODES:
             raise ForwardContextError.runtime_mode(cudagraph_runtime_mode)
+        if batch_descriptor is not None and not isinstance(batch_descriptor, BatchDescriptor):
+            raise ForwardContextError.batch_descriptor(batch_descriptor)
+        if num_unpadded_tokens is not None:
+            num_unpadded_tokens = _real_rows(num_unpadded_tokens, batch_descriptor)
         self.attn_metadata = attn_metadata
         self.cudagraph_runtime_mode = cudagraph_runtime_mode
         self.batch_descriptor = batch_descriptor
@@ -78,6 +83,16 @@ class ForwardContext:
         context = cls(cudagraph_runtime_mode=mode, batch_descriptor=descriptor)
         context.is_synthetic = True
         return context
+
+
+def _real_rows(found: Any, descriptor: BatchDescriptor | None) -> int:
+    """How many rows of a batch are real, as a Python number."""
+    most = None if descriptor is None else descriptor.num_tokens
+    if hasattr(found, "__index__") and not isinstance(found, (bool, torch.Tensor)):
+        rows = operator.index(found)
+        if rows >= 0 and (most is None or rows <= most):
+            return rows
+    raise ForwardContextError.unpadded(found, most)
 
 
 # (context, the same if a caller has set it, the thread and the task that set it). Who did matters:
@@ -171,7 +186,8 @@ class override_forward_context:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._tokens is not None, "left more often than entered"
+        if self._tokens is None:
+            raise ForwardContextError.not_entered()
         token, self._tokens = self._tokens
         _current.reset(token)
 
@@ -186,7 +202,7 @@ class set_forward_context(override_forward_context):
         cudagraph_runtime_mode: NONE, PIECEWISE or FULL.
         batch_descriptor: the key of the graphs to capture or replay.
         num_tokens: rows of the batch after padding.
-        num_unpadded_tokens: rows that are real.
+        num_unpadded_tokens: rows that are real; not more than the descriptor has.
         num_tokens_across_dp: int32 tensor [R] on the CPU, the tokens of each of R ranks.
         slot_mapping: where new keys and values go; opaque to cgcompile.
         inputs_ready: a ``torch.cuda.Stream`` or ``torch.cuda.Event`` that the step waits for, on
@@ -194,7 +210,8 @@ class set_forward_context(override_forward_context):
         **additional: anything else; found in ``ForwardContext.additional``.
 
     Raises:
-        ForwardContextError: the mode is not a runtime mode, or the caller is being traced.
+        ForwardContextError: the mode is not a runtime mode, the descriptor none, the number of
+            real rows not one of its rows, or the caller is being traced.
     """
 
     __slots__ = ()

@@ -63,6 +63,9 @@ EXAMPLES: dict[str, CGCompileError] = {
     "ForwardContextError.missing": ForwardContextError.missing(),
     "ForwardContextError.traced": ForwardContextError.traced("get_forward_context()"),
     "ForwardContextError.runtime_mode": ForwardContextError.runtime_mode("FULL_DECODE_ONLY"),
+    "ForwardContextError.batch_descriptor": ForwardContextError.batch_descriptor(8),
+    "ForwardContextError.unpadded": ForwardContextError.unpadded(-1, 8),
+    "ForwardContextError.not_entered": ForwardContextError.not_entered(),
     "BoundaryError.unknown": BoundaryError.unknown("ns::atend", ["ns::attend"]),
     "BoundaryError.not_an_op": BoundaryError.not_an_op(3),
     "BoundaryError.target_or_predicate": BoundaryError.target_or_predicate(),
@@ -403,7 +406,13 @@ ForwardContextError.missing: get_forward_context(): no forward context is set in
 ForwardContextError.traced: get_forward_context() was called in code that torch.compile traces: its value would be frozen into the graph or recompile it.
   Read the context inside an opaque custom op (torch.library), and set it around the call of the compiled model.
 ForwardContextError.runtime_mode: set_forward_context(cudagraph_runtime_mode='FULL_DECODE_ONLY'): a step runs in one mode; expected CUDAGraphMode.NONE, PIECEWISE or FULL.
-  Of a combined mode take decode_mode() or mixed_mode().""",
+  Of a combined mode take decode_mode() or mixed_mode().
+ForwardContextError.batch_descriptor: set_forward_context(batch_descriptor=8): expected a cgcompile.BatchDescriptor, or None.
+  For a batch of n tokens: batch_descriptor=cgcompile.BatchDescriptor(n).
+ForwardContextError.unpadded: set_forward_context(num_unpadded_tokens=-1): expected a whole number from 0 to 8, the tokens of the batch descriptor.
+  It says how many rows of the batch are real; the rest is padding.
+ForwardContextError.not_entered: set_forward_context: the context is left more often than it was entered.
+  Use it in a with statement; a context belongs to one thread or task at a time.""",
         )
 
     def test_boundary(self) -> None:

@@ -110,6 +110,47 @@ def test_missing_context() -> None:
         get_forward_context()
 
 
+@pytest.mark.parametrize("real", [-1, 9, 2.5, True, "5", torch.tensor(3)])
+def test_real_rows_that_cannot_be(real: object) -> None:
+    with pytest.raises(ForwardContextError, match="from 0 to 8, the tokens"):
+        set_forward_context(batch_descriptor=BatchDescriptor(8), num_unpadded_tokens=real)
+
+
+class Five:
+    def __index__(self) -> int:
+        return 5
+
+    __int__ = __index__
+
+
+def test_real_rows() -> None:
+    for real in (0, 5, 8, Five()):
+        with set_forward_context(batch_descriptor=BatchDescriptor(8), num_unpadded_tokens=real):
+            found = get_forward_context().num_unpadded_tokens
+        assert (found, type(found)) == (int(real), int)
+    with set_forward_context(num_unpadded_tokens=9):
+        assert get_forward_context().num_unpadded_tokens == 9
+    with pytest.raises(ForwardContextError, match="from 0 or more"):
+        set_forward_context(num_unpadded_tokens=-1)
+
+
+@pytest.mark.parametrize("found", [8, (8,), "8"])
+def test_a_descriptor_of_another_type(found: object) -> None:
+    with pytest.raises(ForwardContextError, match=r"expected a cgcompile\.BatchDescriptor"):
+        set_forward_context(batch_descriptor=found)
+
+
+def test_leaving_once_too_often() -> None:
+    context = set_forward_context("mine")
+    with context:
+        pass
+    with pytest.raises(ForwardContextError, match="more often than it was entered"):
+        context.__exit__(None, None, None)
+    with context:
+        assert get_forward_context().attn_metadata == "mine"
+    assert not is_forward_context_available()
+
+
 def test_nesting_and_reentry() -> None:
     outer, inner = set_forward_context("outer"), set_forward_context("inner")
     with outer:

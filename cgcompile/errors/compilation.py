@@ -158,6 +158,30 @@ class ForwardContextError(CGCompileError, RuntimeError):
             "  Of a combined mode take decode_mode() or mixed_mode()."
         )
 
+    @classmethod
+    def batch_descriptor(cls, found: object) -> "ForwardContextError":
+        return cls(
+            f"set_forward_context(batch_descriptor={found!r}): expected a "
+            "cgcompile.BatchDescriptor, or None.\n"
+            "  For a batch of n tokens: batch_descriptor=cgcompile.BatchDescriptor(n)."
+        )
+
+    @classmethod
+    def unpadded(cls, found: object, most: int | None) -> "ForwardContextError":
+        limit = "or more" if most is None else f"to {most}, the tokens of the batch descriptor"
+        return cls(
+            f"set_forward_context(num_unpadded_tokens={found!r}): expected a whole number from 0 "
+            f"{limit}.\n"
+            "  It says how many rows of the batch are real; the rest is padding."
+        )
+
+    @classmethod
+    def not_entered(cls) -> "ForwardContextError":
+        return cls(
+            "set_forward_context: the context is left more often than it was entered.\n"
+            "  Use it in a with statement; a context belongs to one thread or task at a time."
+        )
+
 
 class BoundaryError(CGCompileError, ValueError):
     """A splitting op that does not exist, or is declared twice with different meanings."""

@@ -138,8 +138,12 @@ class Variants:
             log.info("%s: one artifact for all sizes: %s", piece.name, why)
             return [whole]
         sizes = [each for size in self._sizes for each in self._made(piece, symbol, readers, size)]
+        single = {each.sizes for each in sizes}
         ranges = [
-            each for size in self._ranges for each in self._made(piece, symbol, readers, size)
+            each
+            for size in self._ranges
+            for each in self._made(piece, symbol, readers, size)
+            if each.sizes not in single
         ]
         return [*sizes, *ranges] if ranges else [*sizes, whole]
 

@@ -31,7 +31,8 @@ import math
 import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
@@ -59,9 +60,11 @@ class FitsText(NamedTuple):
         keywords: what callers call the others, in this order; a call may give them in another.
         leaves: the lines about each positional argument.
         others: those about the others.
-        objects: those that tell tensors from each other, and from those that no argument is.
+        objects: those that tell tensors from each other, and from those of ``found``.
         autocast: those about it.
         names: what the lines refer to.
+        found: tensors that the trace found elsewhere, and that none of the arguments was; those
+            that still live.
     """
 
     variables: list[str]
@@ -71,6 +74,27 @@ class FitsText(NamedTuple):
     objects: list[str]
     autocast: list[str]
     names: dict[str, Any]
+    found: "Living"
+
+
+class Living:
+    """Some tensors, as long as somebody else keeps them.
+
+    Attributes:
+        ids: of those that live.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.ids: set[int] = set()
+        self._references = [self._watched(each) for each in tensors]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (found for each in self._references if (found := each()) is not None)
+
+    def _watched(self, tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
+        ids, place = self.ids, id(tensor)
+        ids.add(place)
+        return weakref.ref(tensor, lambda _: ids.discard(place))
 
 
 class _Lines:
@@ -80,7 +104,7 @@ class _Lines:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
         self.references: list[weakref.ref[Any]] = []
-        self.others: frozenset[int] = frozenset()
+        self.found = Living(())
         self._shapes, self._strides = shapes, strides
         self._pinned = pinned
         self._count = 0
@@ -230,8 +254,8 @@ class _Lines:
 
     def objects(self) -> None:
         """Tensors that are different objects, and none that the trace reaches in another way."""
-        if self._tensors and self.others:
-            ids = self.bound("f", self.others)
+        if self._tensors and self.found.ids:
+            ids = self.bound("f", self.found.ids)
             objects = " or ".join(f"id({name}) in {ids}" for name in self._tensors.values())
             self.unless(objects)
         names = [*self._tensors.values(), *self._same.values()]
@@ -266,6 +290,36 @@ def _with_strides(sizes: Sequence[int | str]) -> tuple[list[int | None], list[in
     return fixed, [math.prod(lengths[dim:]) for dim in range(len(sizes))]
 
 
+def tensors_in(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors in arguments, which are given by path, by theirs."""
+    return {
+        f"{source}{path}": leaf
+        for source, value in named.items()
+        for path, leaf in compat.tree_paths(value)
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def tensors_elsewhere(
+    paths: Iterable[str], places: Collection[str], scope: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    """The tensors that a trace found outside of the arguments.
+
+    Args:
+        paths: of all tensors that it found.
+        places: of those in the arguments.
+        scope: what paths are evaluated in.
+    """
+    found: dict[int, torch.Tensor] = {}
+    given = tuple(places)
+    for path in paths:
+        if not path.startswith(given):  # neither an argument nor what one is a view of
+            with suppress(AttributeError, LookupError, NameError, TypeError):
+                tensor = eval(path, scope)
+                found[id(tensor)] = tensor
+    return tuple([each for each in found.values() if isinstance(each, torch.Tensor)])
+
+
 def fits_function(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -275,7 +329,7 @@ def fits_function(
     strides: Shapes,
     pinned: Collection[str] = (),
     collected: Collection[str] = (),
-    others: frozenset[int] = frozenset(),
+    found: Iterable[torch.Tensor] = (),
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
     """A function that tells whether another call is like this one.
 
@@ -288,14 +342,14 @@ def fits_function(
         strides: of those tensors, likewise.
         pinned: tensors that the model reaches in another way as well, by path: the same objects.
         collected: the keywords that the function takes as a dict; their order counts.
-        others: the ids of living tensors that none of the arguments was, but for pinned ones.
+        found: tensors elsewhere that none of the arguments was, but for pinned ones; not held.
 
     Returns:
         ``fits(args, kwargs)``; its text is the attribute ``source``, in pieces ``text``, and
         ``references`` are weak ones to the objects that must be the same.
     """
     made = _Lines(shapes, strides, pinned)
-    made.others = others
+    made.found = Living(found)
     keywords = "kwargs" if not kwargs else f"len(kwargs) != {len(kwargs)}"
     made.unless(f"len(args) != {len(args)} or {keywords}")
     variables = [made.fresh("v") for _ in args]
@@ -337,6 +391,7 @@ def fits_function(
         objects=objects,
         autocast=autocast,
         names={"math": math, **made.names},
+        found=made.found,
     )
     fits.source, fits.text = source, text  # type: ignore[attr-defined]
     fits.references = made.references  # type: ignore[attr-defined]

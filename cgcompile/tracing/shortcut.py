@@ -53,7 +53,6 @@ class Shortcut:
         graph: what was compiled.
         text: what is asked of arguments.
         python: the Python around the graph, which must be plain, around something else.
-        frozen: the tensors that are bound, not looked up.
 
     Attributes:
         turn: of the compiled graph; it keeps the functions, as long as they are worth something.
@@ -64,10 +63,9 @@ class Shortcut:
         graph: CompiledGraph,
         text: FitsText,
         python: Callable[[Callable[..., Any]], Callable[..., Any]],
-        frozen: Sequence[torch.Tensor],
     ) -> None:
         self.turn = graph.turn
-        self._text, self._python, self._frozen = text, python, frozen
+        self._text, self._python = text, python
         self._attempts: dict[Any, int] = {}
         self._epoch = self.turn.epoch  # of these attempts
 
@@ -126,8 +124,7 @@ class Shortcut:
         inputs, made = self._around(again, args, kwargs)
         lines = _Way(again, self._text, values)
         lines.hooks(hooks)
-        apart = lines.lie_apart(inputs, self._frozen)
-        lines.arguments(len(args), list(kwargs), 0 if bound is None else 1, apart)
+        lines.arguments(len(args), list(kwargs), 0 if bound is None else 1, inputs)
         lines.layouts(inputs)
         alone = again.alone
         if alone is not None:
@@ -197,15 +194,11 @@ class _Way:
             names = [self._bound(f"hooks_{place}", each) for place, each in enumerate(hooks)]
             self._unless(" or ".join(names))
 
-    def lie_apart(self, inputs: Sequence[Any], frozen: Sequence[torch.Tensor]) -> bool:
+    def _lie_apart(self, inputs: Sequence[Any]) -> bool:
         """Whether :meth:`layouts` asks of each tensor to begin where nothing else does.
 
-        Then no argument is another argument, nor a frozen tensor, unless that has been given other
-        memory since, which nobody looks at.
-
-        Args:
-            inputs: of the graph.
-            frozen: the tensors that are bound.
+        Then no argument is another one, nor a tensor that the trace found elsewhere. One that has
+        been given other memory since is replaced, as if it were another object.
         """
         addresses = self._recording.addresses
         places = {id(inputs[place]): at for place, at in addresses if place < len(inputs)}
@@ -213,9 +206,12 @@ class _Way:
         begins = [places.get(id(each)) for each in tensors]
         if None in begins or len(set(begins)) < len(begins):
             return False
-        return all(compat.is_plain_tensor(x) and x.data_ptr() not in begins for x in frozen)
+        found = self._text.found
+        return all(compat.is_plain_tensor(x) and x.data_ptr() not in begins for x in found)
 
-    def arguments(self, count: int, keywords: Sequence[str], bound: int, apart: bool) -> None:
+    def arguments(
+        self, count: int, keywords: Sequence[str], bound: int, inputs: Sequence[Any]
+    ) -> None:
         """What ``fits`` asks, but for the first argument, if no caller passes it.
 
         Nothing of sizes: they are as they were, see :meth:`layouts`.
@@ -224,7 +220,7 @@ class _Way:
             count: of positional arguments, that one included.
             keywords: the others.
             bound: how many no caller passes.
-            apart: whether addresses tell which tensors they are.
+            inputs: of the graph.
         """
         many = "kwargs" if not keywords else f"len(kwargs) != {len(keywords)}"
         self._unless(f"len(args) != {count - bound} or {many}")
@@ -232,7 +228,7 @@ class _Way:
             self.lines.append(f"({', '.join(self._text.variables[bound:count])},) = args")
         text = self._text
         asked = [line for leaf in text.leaves[bound:] for line in leaf] + text.others
-        asked += text.autocast if apart else text.objects + text.autocast
+        asked += text.autocast if self._lie_apart(inputs) else text.objects + text.autocast
         self.lines += [line[4:].replace("return False", "return another") for line in asked]
 
     def layouts(self, inputs: Sequence[Any]) -> None:

@@ -113,8 +113,7 @@ class Variant:
         self.is_free = self.guards is None and self.dropped is None
         if isinstance(compiled, CompiledGraph) and self.is_free and trace.python.is_plain:
             around = partial(trace.python.function, trace.original)  # the trace itself must go
-            bound_ones = [each.tensor for each in trace.frozen]
-            self.shortcut = Shortcut(compiled, fits.text, around, bound_ones)  # type: ignore[attr-defined]
+            self.shortcut = Shortcut(compiled, fits.text, around)  # type: ignore[attr-defined]
         self._references: Sequence[weakref.ref[Any]] = getattr(fits, "references", ())
 
     @property

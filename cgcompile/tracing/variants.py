@@ -19,7 +19,7 @@ from cgcompile import compat
 from cgcompile.errors import RecompileError, TraceError
 from cgcompile.graphs.capture import without_garbage_collection
 from cgcompile.piecewise.again import ANOTHER, Turn
-from cgcompile.tracing.arguments import fits_function
+from cgcompile.tracing.arguments import fits_function, tensors_elsewhere, tensors_in
 from cgcompile.tracing.dims import (
     DynamicDims,
     Found,
@@ -282,8 +282,7 @@ class Traces:
 
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
         start, why = time.perf_counter(), ""
-        freeze = self._rules.guards == "none" and not self._unfrozen
-        trace = self._trace(args, kwargs, freeze)
+        trace = self._trace(args, kwargs)
         check_dims(self.name, dims, trace.sizes)
         keep, keeps = None, self._keeps
         if keeps is not None:
@@ -298,6 +297,11 @@ class Traces:
         return variant
 
     @property
+    def _freezes(self) -> bool:
+        """Whether tensors of the model are bound, not looked up."""
+        return self._rules.guards == "none" and not self._unfrozen
+
+    @property
     def _least(self) -> int:
         """The smallest dynamic size that needs no condition."""
         return 2 if self._rules.shapes == "backed" else 0
@@ -305,9 +309,7 @@ class Traces:
     @property
     def _keeps(self) -> KeptTraces | None:
         """Where such traces are kept: those that depend on nothing at later calls."""
-        rules = self._rules
-        frozen = rules.guards == "none" and not rules.check_guards and not self._unfrozen
-        return self._kept if frozen else None
+        return self._kept if self._freezes and not self._rules.check_guards else None
 
     def _variant(
         self,
@@ -328,8 +330,7 @@ class Traces:
         fits = self._fits(trace, args, kwargs, dims)
         seconds = traced - start, time.perf_counter() - traced
         took = Start(*seconds, from_disk=isinstance(trace, SavedTrace), why=why)
-        bound = self._rules.guards == "none" and not self._unfrozen
-        return Variant(trace, compiled, fits, self._rules, took, bound)
+        return Variant(trace, compiled, fits, self._rules, took, self._freezes)
 
     def _fits(
         self,
@@ -343,12 +344,7 @@ class Traces:
         paths = argument_paths(self._signature, args, kwargs)
         named = {paths[position]: value for position, value in enumerate(args)}
         named |= {paths[name]: value for name, value in kwargs.items()}
-        places = {
-            f"{source}{path}": leaf
-            for source, value in named.items()
-            for path, leaf in compat.tree_paths(value)
-            if isinstance(leaf, torch.Tensor)
-        }
+        places = tensors_in(named)
         pinned = {
             one
             for pair in trace.aliases
@@ -359,15 +355,16 @@ class Traces:
         others |= {id(places[place]) for place in pinned}
         pinned |= {place for place, leaf in places.items() if id(leaf) in others}
         collected = [name for name in kwargs if name not in self._signature.parameters]
-        bound = frozenset(id(each.tensor) for each in trace.frozen)
+        scope = {"L": self._names(args, kwargs), "G": self._function.__globals__}
+        elsewhere = tensors_elsewhere(trace.sizes, places, scope)
         conditions = trace.size_conditions(self._least)
         return fits_function(
-            args, kwargs, paths, shapes, conditions, trace.strides, pinned, collected, bound
+            args, kwargs, paths, shapes, conditions, trace.strides, pinned, collected, elsewhere
         )
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], freeze: bool) -> compat.Trace:
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> compat.Trace:
         called = self._function if self._bound is not None else self._called
-        trace = compat.trace_call(called, args, kwargs, freeze=freeze)
+        trace = compat.trace_call(called, args, kwargs, freeze=self._freezes)
         if trace.written_globals:
             raise TraceError.writes_globals(self.name, ", ".join(trace.written_globals))
         return trace

@@ -215,6 +215,15 @@ piece_2
     )
 
 
+def test_a_range_of_one_size_that_is_asked_for_by_itself_is_compiled_once() -> None:
+    sizes = {"compile_sizes": (2, 6), "compile_ranges_endpoints": (2, 5, 6)}
+    model, step, backend = compiled(Sized(), compiler="aot", **sizes)
+    step(marked(batch(7)))
+    check(model, step, 6, 2, 3, 7, rtol=1e-4, atol=1e-5)
+    rows = backend.graphs[0].artifacts.split("\npiece_2")[0].splitlines()[1:-1]
+    assert rows == ["  size 2", "  size 6", "  sizes 3 to 5", "  sizes 7 and more"]
+
+
 def test_inductor_takes_its_own_artifacts_from_its_caches() -> None:
     """The second time all is found by torch's caches, and what is found has the right bounds."""
     sizes = {"compile_sizes": (5,), "compile_ranges_endpoints": (8,)}

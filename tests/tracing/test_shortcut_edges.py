@@ -8,10 +8,10 @@ import pytest
 import torch
 from again_support import FULL, PIECEWISE, Deep, Engine
 from entry_support import Hook, assert_same, operators
+from shortcut_support import Linear, compiled, context
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 
 
@@ -19,26 +19,6 @@ from cgcompile.errors import AddressChangedError, HostValueChangedError
 def no_grad():
     with torch.no_grad():
         yield
-
-
-def context(mode: Any = FULL, rows: int = 3) -> Any:
-    return cgcompile.set_forward_context(
-        cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(rows)
-    )
-
-
-def compiled(model: nn.Module, **settings: Any) -> Any:
-    given = {"dynamic_dims": {"x": 0}, **settings}
-    return cgcompile.compile(
-        model.requires_grad_(False), compiler="eager", capture_device="host", guards="none", **given
-    )
-
-
-class Linear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.register_buffer("kept", torch.randn(3, 4))
 
 
 class Empty(Linear):
