@@ -141,7 +141,7 @@ BAD = [
     (encoder, {"sharder": 3}, ConfigError, "sharder = 3"),
     (encoder, {"graph_capture": 3}, ConfigError, "graph_capture = 3"),
     (buffer, {"name": 3}, ConfigError, "InputBuffer: name = 3"),
-    (buffer, {"dtype": "int32"}, ConfigError, "dtype = 'int32'; expected dtype"),
+    (buffer, {"dtype": "int32"}, ConfigError, "dtype = 'int32'; expected a torch.dtype"),
     (buffer, {"host_slots": 0}, ConfigError, "host_slots = 0"),
     (buffer, {"shape": 3}, InputBufferError, "shape=3"),
     (buffer, {"shape": ("tokens", -3)}, InputBufferError, "-3"),

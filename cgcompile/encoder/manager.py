@@ -33,7 +33,7 @@ from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
-from cgcompile.settings import require_callable, require_kind
+from cgcompile.settings import require, require_callable, require_kind
 
 
 class EncoderCudaGraphManager:
@@ -100,7 +100,8 @@ class EncoderCudaGraphManager:
         check_weights: bool = True,
     ) -> None:
         where = "EncoderCudaGraphManager"
-        require_kind("dtype", where, dtype, torch.dtype)
+        expected = "a torch.dtype such as torch.float16"
+        require(isinstance(dtype, torch.dtype), "dtype", where, dtype, expected)
         require_kind("pool", where, pool, GraphPool, maybe=True)
         require_kind("costs", where, costs, Costs, maybe=True)
         require_kind("sharder", where, sharder, Sharder, maybe=True)

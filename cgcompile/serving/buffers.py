@@ -15,7 +15,7 @@ import torch
 from cgcompile.errors import CaptureError, InputBufferError
 from cgcompile.graphs.device import any_capture, device_named
 from cgcompile.graphs.staging import Turns, host_memory
-from cgcompile.settings import parse_count, parsed, require, require_items, require_kind
+from cgcompile.settings import parse_count, parsed, require, require_items
 
 TOKENS, REQS, BOUNDARIES = "tokens", "reqs", "reqs+1"
 
@@ -59,7 +59,8 @@ class InputBuffer:
             self.name,
             "a non-empty text",
         )
-        require_kind("dtype", "InputBuffer", self.dtype, torch.dtype)
+        expected = "a torch.dtype such as torch.int32"
+        require(isinstance(self.dtype, torch.dtype), "dtype", "InputBuffer", self.dtype, expected)
         slots = parsed("host_slots", "InputBuffer", self.host_slots, parse_count(1))
         object.__setattr__(self, "host_slots", slots)
         sizes = self.shape if isinstance(self.shape, (tuple, list)) else ()
