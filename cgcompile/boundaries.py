@@ -21,6 +21,7 @@ from cgcompile import compat
 from cgcompile.descriptors import allows_full as allows_full
 from cgcompile.errors import BoundaryError
 from cgcompile.modes import AttentionCGSupport
+from cgcompile.settings import items_of, require_kind
 
 REGION_MARK = {"cgcompile": "eager"}
 
@@ -44,7 +45,7 @@ def _checked_target(target: Any) -> Any:
     overload = compat.custom_op_overload(target)
     if overload is not None:
         return overload
-    if isinstance(target, str) or callable(target):
+    if (isinstance(target, str) and target) or callable(target):
         return target
     raise BoundaryError.not_an_op(target)
 
@@ -77,6 +78,8 @@ class SplittingOp:
     def __post_init__(self) -> None:
         if (self.target is None) == (self.predicate is None):
             raise BoundaryError.target_or_predicate()
+        require_kind("name", "SplittingOp", self.name, str)
+        require_kind("compiled", "SplittingOp", self.compiled, bool)
         if not self.name:
             shown = self.predicate or _checked_target(self.target)
             object.__setattr__(self, "name", target_name(shown))
@@ -197,7 +200,7 @@ class Boundaries:
 
     Args:
         entries: the user's splitting ops, in any form that :class:`SplittingOp` takes as target,
-            or ``SplittingOp`` objects.
+            or ``SplittingOp`` objects; one alone, or names as one text, will do.
         builtin: whether the built-in attention ops are boundaries.
 
     Attributes:
@@ -210,7 +213,8 @@ class Boundaries:
 
     def __init__(self, entries: Iterable[Any] = (), *, builtin: bool = True) -> None:
         mine, given = _Table(), _Table()
-        for entry in entries:
+        several = isinstance(entries, Iterable) and not isinstance(entries, str)
+        for entry in entries if several else items_of(entries):
             mine.add(
                 _resolved_entry(entry if isinstance(entry, SplittingOp) else SplittingOp(entry))
             )

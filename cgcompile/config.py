@@ -19,7 +19,6 @@ from cgcompile.settings import (
     PIECES,
     Origins,
     enum_parser,
-    items_of,
     one_of,
     optional,
     parse_bool,
@@ -29,6 +28,7 @@ from cgcompile.settings import (
     parse_endpoints,
     parse_mapping,
     parse_names,
+    parse_ops,
     parse_passes,
     parse_sizes,
     parse_text,
@@ -119,7 +119,7 @@ class CompilationConfig:
     splitting_ops: tuple[Any, ...] = setting(
         "splitting_ops",
         (),
-        items_of,
+        parse_ops,
         "Boundaries beside the built-in ones: names, ops, functions or SplittingOp objects.",
         needs=PIECES,
     )

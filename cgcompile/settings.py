@@ -9,7 +9,7 @@ import enum
 import json
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +30,38 @@ def enum_parser(kind: type[E_]) -> Parser:
         raise ValueError("one of " + ", ".join(kind.__members__))
 
     return parse
+
+
+def require(holds: bool, name: str, where: str, value: object, expected: str) -> None:
+    """Refuse an argument of a constructor that does not hold what is asked of it.
+
+    Raises:
+        ConfigError: says what is expected.
+    """
+    if not holds:
+        raise ConfigError.bad_value(name, where, value, expected)
+
+
+def require_callable(name: str, where: str, value: object) -> None:
+    """As :func:`require`, of a function."""
+    require(callable(value), name, where, value, "something that can be called")
+
+
+def require_kind(name: str, where: str, value: object, kind: type, *, maybe: bool = False) -> None:
+    """As :func:`require`, of an object of a class; with ``maybe`` None will do."""
+    holds = isinstance(value, kind) or (maybe and value is None)
+    require(holds, name, where, value, kind.__name__ + (" or None" if maybe else ""))
+
+
+def require_items(name: str, where: str, value: object, kind: type | None = None) -> None:
+    """As :func:`require`, of a sequence or another iterable that is no text.
+
+    ``kind``: of its items; it is gone through then.
+    """
+    what = "items" if kind is None else f"{kind.__name__} objects"
+    several = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+    holds = several and (kind is None or all(isinstance(each, kind) for each in value))  # type: ignore[attr-defined]
+    require(holds, name, where, value, f"a sequence of {what}")
 
 
 def optional(parse: Parser) -> Parser:
@@ -152,9 +184,19 @@ def parse_endpoints(value: Any) -> tuple[int, ...]:
     return sizes
 
 
+def parse_ops(value: Any) -> tuple[Any, ...]:
+    """Whether a name is that of an op is asked later: what registers it may not be imported yet."""
+    for each in items_of(value):
+        entry = hasattr(each, "target") and hasattr(each, "predicate")
+        if not (isinstance(each, str) or callable(each) or entry):
+            raise ValueError(f"names, ops, functions or SplittingOp objects, not {each!r}")
+    return items_of(value)
+
+
 def parse_passes(value: Any) -> tuple[Any, ...]:
     for each in items_of(value):
-        if not (callable(each) and hasattr(each, "name") and callable(getattr(each, "uuid", None))):
+        named = isinstance(getattr(each, "name", None), str)
+        if not (callable(each) and named and callable(getattr(each, "uuid", None))):
             raise ValueError(
                 f"objects with a name, uuid() and __call__(gm) -> gm, not {each!r}; wrap a plain "
                 "function: cgcompile.passes.FunctionPass(name, function)"

@@ -80,7 +80,7 @@ def split_graph(
         The split, with a record of what each pass did.
 
     Raises:
-        PassError: a pass raised or left an invalid graph.
+        PassError: a pass raised, left an invalid graph, or changed what an output is.
         SymbolError: a size that no input gives would cross into a captured piece.
         ConfigError: a disabled pass does not exist, or is needed.
     """
@@ -125,9 +125,12 @@ def _check_sizes_are_bound(split: SplitGraph) -> None:
 
 def _run_on_pieces(split: SplitGraph, manager: PassManager) -> SplitGraph:
     changed: dict[int, fx.GraphModule] = {}
+    taken = {name for piece in split.pieces for name in piece.inputs}
     for piece in split.distinct:
         if piece.capture:
-            changed[piece.index] = manager(piece.module, piece.name)
+            alike = [each for each in split.pieces if each.same_as == piece.index]
+            strided = {n for each in alike for n, name in enumerate(each.outputs) if name in taken}
+            changed[piece.index] = manager(piece.module, piece.name, strided=strided)
             changed[piece.index].recompile()  # a pass edits the graph, not the code made from it
     pieces = tuple(
         replace(piece, module=changed.get(piece.same_as, piece.module)) for piece in split.pieces

@@ -2,10 +2,12 @@
 
 A pass is a small object with a ``name``, a ``uuid()`` that changes when its effect does, and a
 ``__call__(gm) -> gm``. It may assume a valid graph and must leave one (:mod:`.verify`); between
-the two, anything goes. The manager verifies after every pass, records what it did and, on request,
+the two, anything goes. The manager verifies after every pass (also that each output is what it was,
+:mod:`.outputs`), records what it did and, on request,
 writes the graph before and after each to a folder.
 """
 
+import functools
 import hashlib
 import logging
 import os
@@ -20,9 +22,12 @@ from torch import fx
 from cgcompile import compat
 from cgcompile.boundaries import target_name
 from cgcompile.errors import CGCompileError, ConfigError, PassError
+from cgcompile.passes.fakes import calls_of, fill_values
 from cgcompile.passes.nodes import value
+from cgcompile.passes.outputs import changed_output, outputs_of
 from cgcompile.passes.records import PassRecord, difference, op_counts
-from cgcompile.passes.verify import fill_values, problem_in, signature
+from cgcompile.passes.verify import problem_in, signature
+from cgcompile.settings import require, require_callable
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +52,32 @@ class FunctionPass:
     Args:
         name: shown in messages and dumps.
         function: ``(gm) -> gm``, or ``(gm) -> None`` if it works in place.
-        version: change it when the function changes what it does.
+        version: change it when the function changes what it does, or what it is bound to.
+
+    Raises:
+        ConfigError: a name that is no text, or a function that cannot be called.
     """
 
     name: str
     function: Callable[[fx.GraphModule], fx.GraphModule | None]
     version: str = "1"
 
+    def __post_init__(self) -> None:
+        for name in ("name", "version"):
+            given = getattr(self, name)
+            expected = "a non-empty text"
+            require(isinstance(given, str) and bool(given), name, "FunctionPass", given, expected)
+        require_callable("function", "FunctionPass", self.function)
+
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         return self.function(gm) or gm
 
     def uuid(self) -> str:
-        return f"{self.name}/{self.function.__module__}.{self.function.__qualname__}/{self.version}"
+        function: Any = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        named = function if hasattr(function, "__qualname__") else type(function)
+        return f"{self.name}/{named.__module__}.{named.__qualname__}/{self.version}"
 
 
 class PassManager:
@@ -100,16 +119,24 @@ class PassManager:
         rows = "\n".join(each.uuid() for each in self.passes)
         return hashlib.sha256(rows.encode()).hexdigest()
 
-    def __call__(self, gm: fx.GraphModule, label: str = "graph") -> fx.GraphModule:
+    def __call__(
+        self, gm: fx.GraphModule, label: str = "graph", *, strided: Collection[int] = ()
+    ) -> fx.GraphModule:
         """Run all passes.
 
+        Args:
+            gm: the graph, with fake values.
+            label: what dumps and records call it.
+            strided: numbers of the outputs whose strides must stay.
+
         Raises:
-            PassError: a pass raised, or left an invalid graph. cgcompile's own errors pass through.
+            PassError: a pass raised, left an invalid graph, or changed what an output is.
+                cgcompile's own errors pass through.
         """
-        expected, before = signature(gm), op_counts(gm)
+        expected, outputs, before = signature(gm), outputs_of(gm), op_counts(gm)
         self._dump(gm, label, 0, "before")
         for number, each in enumerate(self.passes):
-            known = set(gm.graph.nodes)
+            calls = calls_of(gm)
             started = time.perf_counter()
             try:
                 gm = each(gm)
@@ -118,9 +145,12 @@ class PassManager:
                     raise
                 raise PassError.raised(each.name, error) from error
             seconds = time.perf_counter() - started
-            problem = problem_in(gm, expected) or fill_values(gm, known)
+            problem = problem_in(gm, expected) or fill_values(gm, calls)
             if problem is not None:
                 raise PassError.invalid(each.name, problem)
+            changed = changed_output(gm, outputs, strided)
+            if changed is not None:
+                raise PassError.changed_output(each.name, label, *changed)
             after = op_counts(gm)
             changes = difference(before, after)
             record = PassRecord(each.name, label, seconds, before.total(), after.total(), changes)

@@ -12,12 +12,13 @@ import torch
 from torch import fx
 
 from cgcompile import compat
+from cgcompile.passes.fakes import run_on_fakes
 from cgcompile.passes.nodes import (
     COMPUTING,
     changes_layout,
     is_known_view,
-    is_symbolic_number,
     is_torchs,
+    layout_of,
     short_name,
     storages,
     symbols_of,
@@ -27,7 +28,6 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.normalize import bound_symbols
 from cgcompile.passes.regions import nodes_in_regions
-from cgcompile.passes.verify import run_on_fakes
 
 _CHANGES_HISTORY = {"requires_grad_", "detach_", "retain_grad", "register_hook"}
 _SWITCHES_GRAD = (compat.SET_GRAD_ENABLED, compat.ENTER_INFERENCE_MODE)
@@ -202,16 +202,10 @@ def same_layout(one: Any, other: Any) -> bool:
         return False
     if any(is_wrapped(t) or len(storages(t)) != 1 for t in both):
         return False
-    return _layout(one) == _layout(other)
+    history = one.requires_grad is other.requires_grad
+    return history and layout_of(one) == layout_of(other)
 
 
 def same_tensor(one: Any, other: Any) -> bool:
     """Whether two values are one tensor: equal in layout, and in the same memory."""
     return same_layout(one, other) and storages(one) == storages(other)
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-    plain = [n.node.expr if is_symbolic_number(n) else n for n in numbers]
-    flags = (tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
-    return (tensor.dtype, tensor.device, *flags, *plain)

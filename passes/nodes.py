@@ -72,6 +72,13 @@ def is_symbolic_number(found: Any) -> bool:
     return isinstance(found, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells two strided tensors apart, without their data; sizes are expressions."""
+    numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    plain = [getattr(n.node, "expr", n.node) if is_symbolic_number(n) else n for n in numbers]
+    return (tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg(), *plain)
+
+
 def symbols_of(found: Any) -> set[sympy.Symbol]:
     """The free symbols in a value: of numbers, and of sizes, strides and offsets of tensors."""
     numbers: list[Any] = []

@@ -18,6 +18,7 @@ from torch import fx
 
 from cgcompile import compat
 from cgcompile.errors import PassError
+from cgcompile.passes.fakes import calls_of, fill_values
 from cgcompile.passes.nodes import (
     COMPUTING,
     is_container_item,
@@ -27,7 +28,6 @@ from cgcompile.passes.nodes import (
     tensors,
     value,
 )
-from cgcompile.passes.verify import fill_values
 
 
 def bound_symbols(gm: fx.GraphModule) -> dict[sympy.Symbol, fx.Node]:
@@ -55,13 +55,13 @@ class BindSymbols:
         return "bind_symbols/2"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        binder, known = _Binder(gm), set(gm.graph.nodes)
+        binder, before = _Binder(gm), calls_of(gm)
         for node in list(gm.graph.nodes):
             if node.op == "placeholder":
                 binder.unite(node)
             elif node.op in COMPUTING:
                 binder.visit(node)
-        problem = fill_values(gm, known)
+        problem = fill_values(gm, before)
         if problem is not None:
             raise PassError.invalid(self.name, problem)
         _lift_numbers(gm)

@@ -111,6 +111,7 @@ def patches(device: str = "cpu", deep: bool = False, frames: int = 1, **more: An
         "tower": tower,
         "max_frames_per_video": frames,
         "budget_range": (8, 64),
+        "odd_grids": True,
     }
     return PatchEncoder(tower, **{**settings, **more})
 

@@ -119,6 +119,12 @@ EXAMPLES: dict[str, CGCompileError] = {
     "EncoderItemError.unknown_path": EncoderItemError.unknown_path(2, "lokal", ["global", "local"]),
     "EncoderItemError.no_path": EncoderItemError.no_path(2, 7, ["global", "local"]),
     "EncoderItemError.no_axis": EncoderItemError.no_axis(2, "tier", []),
+    "EncoderItemError.not_a_call": EncoderItemError.not_a_call("list"),
+    "EncoderItemError.no_input": EncoderItemError.no_input(
+        "image_grid_thw", ["pixel_values", "image_grid"]
+    ),
+    "EncoderItemError.rows": EncoderItemError.rows("pixel_values", [1.0]),
+    "EncoderItemError.grid": EncoderItemError.grid("image_grid_thw", 1, (1, 3, 3), 2),
     "EncoderItemError.patches": EncoderItemError.patches("pixel_values", 9, "image_grid_thw", 16),
     "EncoderBufferError.missing": EncoderBufferError.missing("replay", "cu_seqlens", ["x"]),
     "EncoderBufferError.unknown": EncoderBufferError.unknown("replay", "cu_seqlen", ["cu_seqlens"]),
@@ -135,6 +141,9 @@ EXAMPLES: dict[str, CGCompileError] = {
     "EncoderPackError.paths": EncoderPackError.paths(3, 1, 2),
     "EncoderPackError.capacity": EncoderPackError.capacity(((128, 64),), 8, None),
     "EncoderPackError.cost": EncoderPackError.cost("fixed", -1),
+    "PassError.changed_output": PassError.changed_output(
+        "half", "piece_0", 0, "f64[s0, 16] on cpu", "f32[s0, 16] on cpu"
+    ),
     "PassError.invalid": PassError.invalid("mine", "it has 2 outputs, expected 1"),
     "PassError.raised": PassError.raised("mine", KeyError("x")),
     "PassError.not_a_pass": PassError.not_a_pass(3),
@@ -247,6 +256,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "InputBufferError.not_padded": InputBufferError.not_padded(4, 6, 4, 4),
     "AgreementError.tables": AgreementError.tables([1, 3]),
     "AgreementError.differs": AgreementError.differs(1, "NONE, 0 tokens", "FULL, 8 tokens"),
+    "AgreementError.no_group": AgreementError.no_group(),
     "AgreementError.backend": AgreementError.backend("nccl"),
     "AgreementError.missing": AgreementError.missing(
         0, "asks for the graph of a step", [1, 3], "Connection closed by peer"
@@ -471,6 +481,8 @@ CacheError.caching_is_off: cache_dir is 'off': there is no cache folder to look 
         self.check(
             "PassError",
             """\
+PassError.changed_output: pass 'half' changed output 0 of piece_0: it is f64[s0, 16] on cpu; expected f32[s0, 16] on cpu.
+  What takes the output was traced with what it was. Convert it back in the pass, or change the model.
 PassError.invalid: pass 'mine' left an invalid graph: it has 2 outputs, expected 1.
   A pass may assume a valid graph and must leave one; see cgcompile.passes.verify.
 PassError.raised: pass 'mine' raised KeyError: 'x'
@@ -542,6 +554,14 @@ EncoderItemError.no_path: item 2: 7 output tokens, and none of them on a path; p
   Say how many each path makes: global_output_tokens and local_output_tokens, or path_output_tokens={...}.
 EncoderItemError.no_axis: item 2: nothing is said for capture axis 'tier'; it says (none).
   Give EncoderItemSpec(axes={...}) the value that the item needs at least.
+EncoderItemError.not_a_call: a call of an encoder is a list; expected a mapping from names to inputs.
+  For images: {"pixel_values": [rows, C], "image_grid_thw": [items, 3]}.
+EncoderItemError.no_input: a call of an encoder has no 'image_grid_thw'; it has pixel_values, image_grid. Did you mean 'image_grid'?
+  Patches of all items and the grid of each go together. inputs= of PatchEncoder says what they are called.
+EncoderItemError.rows: 'pixel_values' is a list; expected a tensor [rows, C].
+  Give all patches of all items, one after the other, in the order of the grids.
+EncoderItemError.grid: 'image_grid_thw': item 1 is (1, 3, 3); expected (t, h, w), whole numbers of at least 0, h and w divisible by merge_size = 2.
+  A token is made of merge_size * merge_size patches: resize the image, or pad its patches.
 EncoderItemError.patches: 'pixel_values' has 9 rows; the grids of 'image_grid_thw' have 16 patches.
   Give all patches of all items, one after the other, in the order of the grids.""",
         )

@@ -21,7 +21,7 @@ FLOORS = (
 )
 LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 
-DISPATCH = {"descriptors", "errors", "modes", "reasons"}
+DISPATCH = {"descriptors", "errors", "modes", "reasons", "settings"}
 
 # The table of settings is readable without torch, messages depend on nothing, and a scheduler
 # may choose graphs in a process of its own.
@@ -37,13 +37,14 @@ STANDARD_LIBRARY_ONLY = {
     "encoder/packing": {"encoder/grouping", "errors"},
     "serving/fit": {"errors", "serving"},
     "serving/optimum": {"errors"},
-    "serving/sizes": {"errors", "modes"},
+    "serving/sizes": {"errors", "modes", "settings"},
     "version": set(),
     "serving/batches": {*DISPATCH, "serving/planning"},
     "serving/dispatcher": {
         *DISPATCH,
         "serving/batches",
         "serving/planning",
+        "serving/sizes",
         "serving/tables",
         "serving/variants",
     },

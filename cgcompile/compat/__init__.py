@@ -54,6 +54,7 @@ from cgcompile.compat.compilers import (
 )
 from cgcompile.compat.direct import Direct, inductor_graph
 from cgcompile.compat.dynamo import (
+    ENTER_AUTOCAST,
     ENTER_INFERENCE_MODE,
     LEAVES,
     SET_GRAD_ENABLED,

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 # State that a graph switches with nodes of its own: what enters a context, and what leaves it.
+ENTER_AUTOCAST: Any = torch.amp._enter_autocast
 LEAVES: Mapping[Any, Any] = {
-    torch.amp._enter_autocast: torch.amp._exit_autocast,
+    ENTER_AUTOCAST: torch.amp._exit_autocast,
     torch.autograd.grad_mode._enter_inference_mode: torch.autograd.grad_mode._exit_inference_mode,
 }
 ENTER_INFERENCE_MODE = torch.autograd.grad_mode._enter_inference_mode

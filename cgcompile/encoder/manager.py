@@ -29,9 +29,11 @@ from cgcompile.encoder.sharding import Sharder
 from cgcompile.encoder.statistics import EncoderStatistics
 from cgcompile.errors import EncoderModelError
 from cgcompile.graphs.bulk import BulkCapture
+from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
+from cgcompile.settings import require, require_callable, require_kind
 
 
 class EncoderCudaGraphManager:
@@ -74,7 +76,8 @@ class EncoderCudaGraphManager:
     Raises:
         EncoderModelError: a method is missing, or no budgets are given and none can be inferred.
         EncoderBudgetError: budgets, items or frames that cannot be.
-        ConfigError: ``token_budgets`` for paths that the model has not.
+        ConfigError: ``token_budgets`` for paths that the model has not, or an argument of another
+            kind than above.
     """
 
     def __init__(
@@ -96,6 +99,14 @@ class EncoderCudaGraphManager:
         inference_mode: bool = True,
         check_weights: bool = True,
     ) -> None:
+        where = "EncoderCudaGraphManager"
+        expected = "a torch.dtype such as torch.float16"
+        require(isinstance(dtype, torch.dtype), "dtype", where, dtype, expected)
+        require_kind("pool", where, pool, GraphPool, maybe=True)
+        require_kind("costs", where, costs, Costs, maybe=True)
+        require_kind("sharder", where, sharder, Sharder, maybe=True)
+        require_callable("graph_capture", where, graph_capture)
+        device = device_named(device, where)
         self._model = CheckedModel(model)
         self.config = _copied(self._model.get_encoder_cudagraph_config())
         self.statistics = EncoderStatistics()

@@ -6,7 +6,7 @@ the grids on the host, tables by row and offsets of sequences, becomes a buffer 
 rule: the forward that is recorded reads these buffers alone, never a grid.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from cgcompile.encoder.defs import (
 )
 from cgcompile.encoder.protocol import SupportsEncoderCudaGraph
 from cgcompile.errors import ConfigError, EncoderItemError
+from cgcompile.serving.sizes import whole
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of one image or video, in patches."""
@@ -91,13 +92,20 @@ def _positions(dst: torch.Tensor, src: torch.Tensor) -> None:
     dst[len(src) :].copy_(tail.view(-1, *[1] * (dst.dim() - 1)).expand_as(dst[len(src) :]))
 
 
+def _input(mm_kwargs: Mapping[str, Any], name: str) -> Any:
+    found = mm_kwargs.get(name)
+    if found is None:
+        raise EncoderItemError.no_input(name, list(mm_kwargs))
+    return found
+
+
 class PatchEncoder(SupportsEncoderCudaGraph):
     """Makes a tower of flattened patches fit for :class:`EncoderCudaGraphManager`.
 
     A call is ``{"pixel_values": [rows, C], "image_grid_thw": [items, 3]}``, or with
     ``pixel_values_videos`` and ``video_grid_thw``. Grids may be lists; a tensor of them is read by
     the host, so keep it on the CPU. An item of (t, h, w) has t * h * w rows of input, t sequences,
-    and t * (h // m) * (w // m) rows of output; odd grids are the business of the tower.
+    and t * (h // m) * (w // m) rows of output; m must divide h and w.
 
     Args:
         forward: ``forward(buffers)``: what graphs record. ``buffers`` has ``pixel_values`` and all
@@ -115,6 +123,9 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         budget_range: (least, most) output tokens, from which budgets are made.
         inputs: by modality the names of the patches and of their grids.
         padding_logics: of other tails than tables have.
+        odd_grids: take grids that m does not divide; ``tables`` make the tower leave out what is
+            over. Else they are refused: a tower that merges neighbours as they lie would merge
+            those of different rows.
     """
 
     def __init__(
@@ -132,7 +143,9 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         budget_range: tuple[int, int] = (64, 4096),
         inputs: Mapping[str, tuple[str, str]] | None = None,
         padding_logics: Mapping[str, EncoderCudaGraphPaddingLogic] | None = None,
+        odd_grids: bool = False,
     ) -> None:
+        self._odd_grids = odd_grids
         self.tower = forward if tower is None else tower
         self._forward, self._eager = forward, eager
         self._merge, self._columns = merge_size, in_features
@@ -165,23 +178,43 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         return self._range
 
     def _names(self, mm_kwargs: Mapping[str, Any]) -> tuple[str, str]:
+        if not isinstance(mm_kwargs, Mapping):
+            raise EncoderItemError.not_a_call(type(mm_kwargs).__name__)
         return self._inputs[self.get_input_modality(mm_kwargs)]
 
     def grids(self, mm_kwargs: Mapping[str, Any]) -> list[Grid]:
-        """(t, h, w) of each item; synchronises if they lie on a device."""
-        found = mm_kwargs[self._names(mm_kwargs)[1]]
+        """(t, h, w) of each item; synchronises if they lie on a device.
+
+        Raises:
+            EncoderItemError: none are given, or one is no grid of whole blocks to merge.
+        """
+        name = self._names(mm_kwargs)[1]
+        found = _input(mm_kwargs, name)
         rows = found.tolist() if isinstance(found, torch.Tensor) else found
-        return [(int(t), int(h), int(w)) for t, h, w in rows]
+        if not isinstance(rows, Iterable):
+            raise EncoderItemError.grid(name, 0, rows, self._merge)
+        return [self._grid(name, item, each) for item, each in enumerate(rows)]
+
+    def _grid(self, name: str, item: int, found: Any) -> Grid:
+        sizes = [whole(size) for size in found] if isinstance(found, Iterable) else []
+        good = [size for size in sizes if size is not None and size >= 0]
+        if len(sizes) == len(good) == 3:
+            t, h, w = good
+            if self._odd_grids or h % self._merge == 0 == w % self._merge:
+                return (t, h, w)
+        raise EncoderItemError.grid(name, item, found, self._merge)
 
     def _patches(self, mm_kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, list[Grid]]:
         """All patches of a call, and the grids that they belong to.
 
         Raises:
-            EncoderItemError: the grids have another number of patches. Buffers would hide that:
-                they are filled up with zeros.
+            EncoderItemError: inputs are missing or no patches and grids, or the grids have another
+                number of patches. Buffers would hide that: they are filled up with zeros.
         """
         pixels, grid = self._names(mm_kwargs)
-        rows, grids = mm_kwargs[pixels], self.grids(mm_kwargs)
+        rows, grids = _input(mm_kwargs, pixels), self.grids(mm_kwargs)
+        if not isinstance(rows, torch.Tensor) or rows.dim() == 0:
+            raise EncoderItemError.rows(pixels, rows)
         expected = sum(t * h * w for t, h, w in grids)
         if len(rows) != expected:
             raise EncoderItemError.patches(pixels, len(rows), grid, expected)

@@ -265,6 +265,17 @@ class PassError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def changed_output(
+        cls, name: str, graph: str, place: int, found: str, expected: str
+    ) -> "PassError":
+        return cls(
+            f"pass {name!r} changed output {place} of {graph}: it is {found}; expected "
+            f"{expected}.\n"
+            "  What takes the output was traced with what it was. Convert it back in the pass, or "
+            "change the model."
+        )
+
+    @classmethod
     def raised(cls, name: str, error: BaseException) -> "PassError":
         return cls(
             f"pass {name!r} raised {type(error).__name__}: {error}\n"

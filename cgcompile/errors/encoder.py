@@ -102,6 +102,37 @@ class EncoderItemError(CGCompileError, ValueError):
         )
 
     @classmethod
+    def not_a_call(cls, found: str) -> "EncoderItemError":
+        return cls(
+            f"a call of an encoder is a {found}; expected a mapping from names to inputs.\n"
+            '  For images: {"pixel_values": [rows, C], "image_grid_thw": [items, 3]}.'
+        )
+
+    @classmethod
+    def no_input(cls, name: str, known: Sequence[str]) -> "EncoderItemError":
+        return cls(
+            f"a call of an encoder has no {name!r}; it has {listed(known)}.{close(name, known)}\n"
+            "  Patches of all items and the grid of each go together. inputs= of PatchEncoder says "
+            "what they are called."
+        )
+
+    @classmethod
+    def rows(cls, name: str, found: object) -> "EncoderItemError":
+        return cls(
+            f"{name!r} is a {type(found).__name__}; expected a tensor [rows, C].\n"
+            "  Give all patches of all items, one after the other, in the order of the grids."
+        )
+
+    @classmethod
+    def grid(cls, name: str, item: int, found: object, merge: int) -> "EncoderItemError":
+        return cls(
+            f"{name!r}: item {item} is {found!r}; expected (t, h, w), whole numbers of at least 0, "
+            f"h and w divisible by merge_size = {merge}.\n"
+            "  A token is made of merge_size * merge_size patches: resize the image, or pad its "
+            "patches."
+        )
+
+    @classmethod
     def patches(cls, name: str, found: int, grid: str, expected: int) -> "EncoderItemError":
         return cls(
             f"{name!r} has {found} rows; the grids of {grid!r} have {expected} patches.\n"

@@ -336,6 +336,14 @@ class AgreementError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def no_group(cls) -> "AgreementError":
+        return cls(
+            "Agreement: torch.distributed has no process group, so there are no ranks to agree "
+            "with.\n  Call torch.distributed.init_process_group() first, or leave the agreement "
+            "out."
+        )
+
+    @classmethod
     def backend(cls, found: str) -> "AgreementError":
         return cls(
             f"the process group has backend {found!r}, which takes no tensors of the CPU.\n"

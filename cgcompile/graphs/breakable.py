@@ -23,12 +23,13 @@ from cgcompile.errors import CaptureError, GradientError
 from cgcompile.forward_context import BatchDescriptor, in_full_mode
 from cgcompile.graphs.breaks import Breaker
 from cgcompile.graphs.capture import inside_capture, who_captures_elsewhere, who_captures_here
-from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.device import capture_device, device_named
 from cgcompile.graphs.entries import Captured, CUDAGraphOptions
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.segments import SegmentRecorder
 from cgcompile.graphs.sequence import GraphSequence, Segment
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.settings import require_callable, require_kind
 
 F_ = TypeVar("F_", bound=Callable[..., Any])
 
@@ -45,8 +46,10 @@ def eager_break_during_capture(function: F_) -> F_:
     makes anywhere else for captured code to read.
 
     Raises:
+        ConfigError: what is decorated cannot be called.
         CaptureError: called from another thread than the capturing one, with its memory.
     """
+    require_callable("function", "eager_break_during_capture", function)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -94,6 +97,10 @@ class BreakableCUDAGraphCapture:
         boundaries: which ops break by themselves; the built-in attention ops if left out.
         debug: find tensors that a break makes and leaves for captured ops to read. Slow.
         name: for messages.
+
+    Raises:
+        CaptureError: ``device`` has no graphs.
+        ConfigError: an argument is of another kind than above.
     """
 
     def __init__(
@@ -105,8 +112,11 @@ class BreakableCUDAGraphCapture:
         debug: bool = False,
         name: str = "step",
     ) -> None:
+        where = "BreakableCUDAGraphCapture"
+        require_kind("pool", where, pool, GraphPool, maybe=True)
+        require_kind("boundaries", where, boundaries, Boundaries, maybe=True)
         if pool is None:
-            found = capture_device(torch.device(device), "host")
+            found = capture_device(device_named(device, where), "host")
             if found is None:
                 raise CaptureError.no_device(str(device))
             pool = GraphPool(found)
@@ -163,9 +173,11 @@ class BreakableCUDAGraphCapture:
             What it returned; fresh tensors are replaced by buffers that each replay fills.
 
         Raises:
+            ConfigError: it cannot be called; the capture goes on.
             CaptureError: no capture is running, or it is in a break already.
             BaseException: what the function raised; the capture is lost then.
         """
+        require_callable("function", "add_eager()", function)
         if self._recorder is None or not self._recorder.is_recording:
             raise CaptureError.no_segment("add_eager()")
         name: str = getattr(function, "__qualname__", type(function).__name__)

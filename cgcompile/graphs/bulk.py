@@ -8,11 +8,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol, TypeVar
 
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.capture import bulk_capture, postponed_capture
 from cgcompile.reasons import EXPECTED, Counters
+from cgcompile.settings import require, require_callable
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +77,13 @@ def capture_all(
         strict: raise where a batch has no graph in the end.
 
     Raises:
+        ConfigError: an argument is of another kind than above; nothing ran.
         DispatchError: ``strict``, and a batch has no graph.
         BaseException: what ``step`` raised.
     """
     start = time.perf_counter()
-    ordered = sorted(batches, key=size or _size, reverse=True)
+    _check(step, batches, target, size)
+    ordered = sorted(batches, key=lambda batch: _size_of(batch, size), reverse=True)
     passes = warm_all(step, ordered, settled, warmups)
     captured: list[Any] = []
     missing: list[tuple[Any, str]] = []
@@ -123,6 +127,19 @@ def warm_all(
     return _PASSES
 
 
-def _size(batch: Any) -> int:
-    found: int = getattr(batch, "num_tokens", batch)
+def _check(step: Any, batches: Any, target: Any, size: Any) -> None:
+    where = "capture_all"
+    require_callable("step", where, step)
+    require(isinstance(batches, Iterable), "batches", where, batches, "an iterable of batches")
+    counts = isinstance(getattr(target, "counters", None), Counters)
+    expected = "a Backend, a compiled model or a wrapper, which counts what it captures"
+    require(counts, "target", where, target, expected)
+    if size is not None:
+        require_callable("size", where, size)
+
+
+def _size_of(batch: Any, size: Callable[[Any], int] | None) -> Any:
+    found = getattr(batch, "num_tokens", batch) if size is None else size(batch)
+    expected = "a number for each batch; give size= for batches that are none"
+    require(isinstance(found, Real), "size", "capture_all", found, expected)
     return found

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from cgcompile import compat
+from cgcompile.errors import ConfigError
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.host import HostDevice
 from cgcompile.graphs.usage import PoolBytes
@@ -126,6 +127,23 @@ class CaptureDevice(Protocol):
 def any_capture() -> bool:
     """Whether this thread's work is being captured, on any device, by whomever."""
     return HostDevice.capturing() or compat.cuda_is_capturing()
+
+
+def device_named(device: torch.device | str, where: str) -> torch.device:
+    """A device by its name.
+
+    Args:
+        device: such as ``"cuda:1"``.
+        where: what it was given to.
+
+    Raises:
+        ConfigError: torch knows no such device.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        expected = "a torch.device, or the name of one such as 'cuda:0'"
+        raise ConfigError.bad_value("device", where, device, expected) from None
 
 
 def capture_device(device: torch.device, setting: str) -> CaptureDevice | None:

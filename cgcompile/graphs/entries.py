@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile import compat
+from cgcompile.config import CompilationConfig
 from cgcompile.errors import GuardError
 from cgcompile.forward_context import BatchDescriptor
 from cgcompile.graphs.device import DeviceGraph
@@ -16,6 +17,7 @@ from cgcompile.graphs.lent import LentTree, Passed, can_be_lent
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import flatten, is_record, rebuilt
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
+from cgcompile.settings import require_callable, require_kind
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,20 @@ class CUDAGraphOptions:
     gc_disable: bool = False
     weak_ref_output: bool = True
     debug_breaks: bool = False
+
+
+def check_kinds(
+    where: str, runnable: object, config: object, options: object, pool: object
+) -> None:
+    """Refuse arguments of a wrapper that are of another kind than it takes.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    require_callable("runnable", where, runnable)
+    require_kind("config", where, config, CompilationConfig, maybe=True)
+    require_kind("cudagraph_options", where, options, CUDAGraphOptions, maybe=True)
+    require_kind("pool", where, pool, GraphPool, maybe=True)
 
 
 @dataclass

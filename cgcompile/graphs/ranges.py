@@ -17,6 +17,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import CaptureError
+from cgcompile.settings import require_callable
 
 
 class Observed(Protocol):
@@ -135,7 +136,10 @@ def tracing_ranges(
 
     Raises:
         CaptureError: this torch was built without NVTX.
+        ConfigError: something that cannot be called.
     """
+    require_callable("push", "tracing_ranges", push)
+    require_callable("pop", "tracing_ranges", pop)
     try:
         push("cgcompile/ranges")
         pop()

@@ -14,6 +14,7 @@ from cgcompile import compat
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.device import any_capture
+from cgcompile.settings import parse_count, parsed
 
 
 class Turns:
@@ -121,8 +122,7 @@ class HostStaging:
         sentinel: int | float | bool | None = None,
     ) -> None:
         _check_buffer(buffer)
-        if not isinstance(num_slots, int) or num_slots < 1:
-            raise _bad("num_slots", num_slots, "a whole number of at least 1")
+        num_slots = parsed("num_slots", "HostStaging", num_slots, parse_count(1))
         if sentinel is not None and not _holds(buffer.dtype, sentinel):
             raise _bad("sentinel", sentinel, f"a value that {buffer.dtype} can hold, or None")
         self.buffer = buffer
@@ -194,6 +194,8 @@ def _check_buffer(buffer: torch.Tensor) -> None:
         raise _bad("buffer", buffer, "a torch.Tensor")
     if buffer.device.type not in ("cuda", "cpu"):
         raise _bad("buffer.device", str(buffer.device), "'cuda' or 'cpu'")
+    if buffer.layout is not torch.strided:
+        raise _bad("buffer.layout", buffer.layout, "torch.strided")
     if buffer.dim() == 0:
         raise _bad("buffer.shape", [], "at least one dimension, that of the rows")
     if not buffer.is_contiguous():

@@ -36,6 +36,7 @@ from cgcompile.graphs.entries import (
     CUDAGraphEntry,
     CUDAGraphOptions,
     KeptOutput,
+    check_kinds,
     devices_of,
     gradients_due,
     holds_parameters_with_grad,
@@ -79,6 +80,7 @@ class CUDAGraphWrapper(Transparent):
 
     Raises:
         DispatchError: ``runtime_mode`` is not PIECEWISE or FULL.
+        ConfigError: an argument is of another kind than above.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class CUDAGraphWrapper(Transparent):
     ) -> None:
         if runtime_mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             raise DispatchError.bad_mode(str(getattr(runtime_mode, "name", runtime_mode)))
+        check_kinds(type(self).__name__, runnable, config, cudagraph_options, pool)
         self.runnable = runnable
         self.config = CompilationConfig() if config is None else config
         self.runtime_mode = runtime_mode

@@ -23,6 +23,7 @@ from cgcompile.serving.batches import allowed_modes
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.exchange import WIDTH, Exchange, Kind
 from cgcompile.serving.tables import Dispatched
+from cgcompile.settings import require_kind
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 _MODES = (NONE, PIECEWISE, FULL)
@@ -84,7 +85,8 @@ class Agreement:
 
     Raises:
         AgreementError: the dispatchers differ, with the ranks that do; a rank stays away; a group
-            without CPU tensors.
+            without CPU tensors, or none at all.
+        ConfigError: something else than a dispatcher, or than a group that this rank is in.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Agreement:
         *,
         check: bool = False,
     ) -> None:
+        require_kind("dispatcher", "Agreement", dispatcher, CudagraphDispatcher)
         self.dispatcher = dispatcher
         self._check = check
         self._nested = 0  # `together` inside of `together`

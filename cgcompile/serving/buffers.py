@@ -13,8 +13,9 @@ from functools import cached_property
 import torch
 
 from cgcompile.errors import CaptureError, InputBufferError
-from cgcompile.graphs.device import any_capture
+from cgcompile.graphs.device import any_capture, device_named
 from cgcompile.graphs.staging import Turns, host_memory
+from cgcompile.settings import parse_count, parsed, require, require_items
 
 TOKENS, REQS, BOUNDARIES = "tokens", "reqs", "reqs+1"
 
@@ -39,6 +40,7 @@ class InputBuffer:
 
     Raises:
         InputBufferError: a shape or tail that cannot be.
+        ConfigError: another name, dtype or number of slots than above.
     """
 
     name: str
@@ -50,7 +52,22 @@ class InputBuffer:
     host_slots: int = 1
 
     def __post_init__(self) -> None:
-        named = [size for size in self.shape if not isinstance(size, int)]
+        require(
+            isinstance(self.name, str) and bool(self.name),
+            "name",
+            "InputBuffer",
+            self.name,
+            "a non-empty text",
+        )
+        expected = "a torch.dtype such as torch.int32"
+        require(isinstance(self.dtype, torch.dtype), "dtype", "InputBuffer", self.dtype, expected)
+        slots = parsed("host_slots", "InputBuffer", self.host_slots, parse_count(1))
+        object.__setattr__(self, "host_slots", slots)
+        sizes = self.shape if isinstance(self.shape, (tuple, list)) else ()
+        if any(isinstance(n, bool) or (isinstance(n, int) and n < 0) for n in sizes):
+            raise InputBufferError.shape(self.name, self.shape)
+        object.__setattr__(self, "shape", tuple(sizes) or self.shape)
+        named = [size for size in sizes if not isinstance(size, int)]
         if len(named) != 1 or named[0] not in (TOKENS, REQS, BOUNDARIES):
             raise InputBufferError.shape(self.name, self.shape)
         if self.tail is not None:
@@ -190,6 +207,7 @@ class StaticInputs:
 
     Raises:
         InputBufferError: two buffers of one name.
+        ConfigError: something else than buffers, or no device.
     """
 
     def __init__(
@@ -200,12 +218,13 @@ class StaticInputs:
         device: torch.device | str,
     ) -> None:
         self.specs = tuple(specs)
+        require_items("inputs", "StaticInputs", self.specs, InputBuffer)
         names = [spec.name for spec in self.specs]
         for name in names:
             if names.count(name) > 1:
                 raise InputBufferError.twice(name)
         self._most = (max_num_tokens, max_num_reqs)
-        where = torch.device(device)
+        where = device_named(device, "StaticInputs")
         self._held = {
             spec.name: _Held(spec, spec.rows(max_num_tokens, max_num_reqs), where)
             for spec in self.specs

@@ -27,8 +27,10 @@ from cgcompile.serving.planning import (
     resolve_mode,
     shapes_of,
 )
+from cgcompile.serving.sizes import mode_named
 from cgcompile.serving.tables import Dispatched, Slot, Tables, build_tables
 from cgcompile.serving.variants import Axis, LoraCases, PiecesOnly, Variant, Variants
+from cgcompile.settings import require_items, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class CudagraphDispatcher:
     was before or after.
 
     Args:
-        mode: the mode that is wanted; it is resolved down to what attention allows.
+        mode: the mode that is wanted, or its name; it is resolved down to what attention allows.
         sizes: capture sizes in tokens, of PIECEWISE graphs and of FULL graphs for any batch.
         max_num_reqs: the most requests in a batch.
         max_num_tokens: the most tokens in a padded batch; left out, the largest size of all.
@@ -86,7 +88,7 @@ class CudagraphDispatcher:
 
     def __init__(
         self,
-        mode: CUDAGraphMode,
+        mode: CUDAGraphMode | str,
         sizes: Iterable[int],
         *,
         max_num_reqs: int,
@@ -102,6 +104,14 @@ class CudagraphDispatcher:
         piecewise: bool = True,
         only_captured: bool = False,
     ) -> None:
+        where = "CudagraphDispatcher"
+        mode = mode_named(mode, where)
+        require_kind("support", where, support, AttentionCGSupport)
+        require_kind("lora", where, lora, LoraCases, maybe=True)
+        axes = (axes,) if isinstance(axes, Axis) else axes
+        require_items("axes", where, axes)
+        for name, flag in (("piecewise", piecewise), ("only_captured", only_captured)):
+            require_kind(name, where, flag, bool)
         ladders = Ladders.of(
             sizes,
             max_num_reqs=max_num_reqs,
@@ -208,7 +218,8 @@ class CudagraphDispatcher:
         return slot is not None and slot.captured
 
     def _planned(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Slot:
-        slot = self._slots.get((mode, descriptor))
+        known = isinstance(descriptor, BatchDescriptor)
+        slot = self._slots.get((mode, descriptor)) if known else None
         if slot is None:
             raise BatchError.not_planned(getattr(mode, "name", str(mode)), str(descriptor))
         return slot

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from cgcompile import compat
 from cgcompile.errors import AgreementError
+from cgcompile.settings import require_kind
 
 WIDTH = 10  # numbers in a row, beside its kind
 _SOON = timedelta(seconds=1)
@@ -56,10 +57,14 @@ class Exchange:
         size: how many there are.
 
     Raises:
-        AgreementError: the group takes no CPU tensors.
+        AgreementError: the group takes no CPU tensors, or there is none.
+        ConfigError: it is no group.
     """
 
     def __init__(self, group: "dist.ProcessGroup | None") -> None:
+        require_kind("group", "Agreement", group, dist.ProcessGroup, maybe=True)
+        if not dist.is_initialized():
+            raise AgreementError.no_group()
         self._group = dist.group.WORLD if group is None else group
         if compat.process_group_backend(self._group, "cpu") is None:
             raise AgreementError.backend(dist.get_backend(self._group))

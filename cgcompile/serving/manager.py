@@ -14,7 +14,7 @@ import torch
 from cgcompile.backend import Backend, handle_of
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
-from cgcompile.errors import AgreementError, BatchError, ManagerError
+from cgcompile.errors import BatchError, ManagerError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.sets import capture_set
 from cgcompile.serving.agreement import Agreement, together
@@ -22,6 +22,7 @@ from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.captured import CapturedGraphs
 from cgcompile.serving.capturing import largest, sets_of
+from cgcompile.serving.checking import check_manager
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.fillers import Fillers
 from cgcompile.serving.memory import MemoryMeter, MemoryPlan, plan_memory
@@ -106,12 +107,11 @@ class CudaGraphManager(Questions):
         check_metadata: bool = True,
         agreement: Agreement | None = None,
     ) -> None:
-        if agreement is not None and agreement.dispatcher is not dispatcher:
-            raise AgreementError.other_dispatcher()
+        functions = {"prepare": prepare, "metadata": metadata, "graph_capture": graph_capture}
+        check_manager(model, dispatcher, inputs, agreement, functions)
         self.model = model
         self.dispatcher = dispatcher
         self.agreement = agreement
-        dispatcher.only_captured = not lazily
         limits = dispatcher.limits
         self.inputs = StaticInputs(inputs, limits.max_num_tokens, limits.max_num_reqs, device)
         self.statistics = DispatchStatistics(dispatcher.plan())
@@ -135,6 +135,7 @@ class CudaGraphManager(Questions):
             check_metadata=check_metadata,
         )
         self.meter = MemoryMeter(self._steps.pool, self.backend, self._steps.outputs)
+        dispatcher.only_captured = not lazily  # last: nothing has failed
 
     # -------------------------------------------------------------- capture
 

@@ -14,6 +14,7 @@ from cgcompile.errors import ConfigError
 from cgcompile.modes import AttentionCGSupport, CUDAGraphMode
 from cgcompile.reasons import Reason, Why
 from cgcompile.serving.variants import whole_numbers
+from cgcompile.settings import require_items, require_kind
 
 _WHERE = "CudagraphDispatcher"
 _WHOLE = "neither compiled piecewise nor breakable"
@@ -182,6 +183,10 @@ class Ladders(NamedTuple):
         Raises:
             ConfigError: a number is out of range, or two arguments contradict each other.
         """
+        for name, rows in (("decode", decode_sizes), ("varlen_decode", varlen_decode_sizes)):
+            require_kind(f"{name}_sizes", _WHERE, rows, Mapping, maybe=True)
+        if decode_num_reqs is not None:
+            require_items("decode_num_reqs", _WHERE, decode_num_reqs)
         sizes = whole_numbers("sizes", sizes)
         whole_numbers("max_num_reqs", (max_num_reqs,))
         given = {q: whole_numbers("decode_sizes", n) for q, n in (decode_sizes or {}).items()}

@@ -20,6 +20,7 @@ from typing import Any
 
 from cgcompile.errors import SizesError
 from cgcompile.modes import CUDAGraphMode
+from cgcompile.settings import enum_parser, parsed, require
 
 # Small batches are the frequent ones, and there a row more is a large share of the step.
 _FIRST = (1, 2, 4)
@@ -35,6 +36,16 @@ def whole(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def mode_named(mode: CUDAGraphMode | str, where: str) -> CUDAGraphMode:
+    """A mode by its name, as the configuration takes it.
+
+    Raises:
+        ConfigError: there is no such mode.
+    """
+    found: CUDAGraphMode = parsed("mode", where, mode, enum_parser(CUDAGraphMode))
+    return found
 
 
 def checked_number(name: str, value: Any, least: int = 1) -> int:
@@ -62,6 +73,8 @@ def checked_sizes(sizes: Iterable[int], maximum: int | None = None) -> tuple[int
         SizesError: there are none; one is no whole number of at least 1; or above the maximum.
     """
     found = set()
+    if not isinstance(sizes, Iterable):
+        raise SizesError.not_a_size(sizes)
     for size in sizes:
         number = whole(size)
         if number is None or number < 1:
@@ -182,9 +195,12 @@ def checked_histogram(histogram: Mapping[int, int]) -> dict[int, int]:
     """Batch size -> number of steps, in order; sizes without a step are left out.
 
     Raises:
+        ConfigError: it is no mapping.
         SizesError: a batch size is no whole number of at least 1, or a number of steps none of at
             least 0.
     """
+    expected = "a mapping from batch sizes to numbers of steps"
+    require(isinstance(histogram, Mapping), "histogram", "sizes", histogram, expected)
     steps: dict[int, int] = {}
     for batch, times in histogram.items():
         rows, number = whole(batch), whole(times)
@@ -218,7 +234,7 @@ def get_cudagraph_sizes(
     capture_sizes: Iterable[int] | None,
     max_num_reqs: int,
     max_num_tokens: int,
-    mode: CUDAGraphMode,
+    mode: CUDAGraphMode | str,
     uniform_decode_query_len: int = 1,
     uniform_decode: bool = False,
 ) -> tuple[dict[int, int], dict[int, int]]:
@@ -233,7 +249,7 @@ def get_cudagraph_sizes(
         max_num_reqs: requests in the largest batch.
         max_num_tokens: tokens in the largest batch. No size is dropped for it: keep sizes within
             it by :func:`checked_sizes`.
-        mode: which graphs serve a step.
+        mode: which graphs serve a step; its name will do.
         uniform_decode_query_len: tokens of each request of a uniform decode batch.
         uniform_decode: whether decode batches are to have graphs of their own; they do where
             ``mode`` has FULL graphs for them and another routine for the rest.
@@ -246,15 +262,19 @@ def get_cudagraph_sizes(
 
     Raises:
         SizesError: a number is out of range, or a size is none.
+        ConfigError: there is no such mode.
     """
+    wanted = mode_named(mode, "get_cudagraph_sizes")
     most = checked_number("max_num_reqs", max_num_reqs)
     checked_number("max_num_tokens", max_num_tokens)
     query_len = checked_number("uniform_decode_query_len", uniform_decode_query_len)
-    given = () if capture_sizes is None else tuple(capture_sizes)
-    if mode is CUDAGraphMode.NONE or not given:
+    if wanted is CUDAGraphMode.NONE or capture_sizes is None:
+        return {}, {}
+    given = tuple(capture_sizes) if isinstance(capture_sizes, Iterable) else capture_sizes
+    if given == ():
         return {}, {}
     table = padding_table(checked_sizes(given))
-    own = mode.separate_routine() and mode.decode_mode() is CUDAGraphMode.FULL
+    own = wanted.separate_routine() and wanted.decode_mode() is CUDAGraphMode.FULL
     if not (uniform_decode and own):
         return table, {}
     limit = most * query_len

@@ -28,6 +28,7 @@ from cgcompile.serving.baked import MetadataGuard
 from cgcompile.serving.buffers import StaticInputs
 from cgcompile.serving.outputs import OutputBuffers, Outputs
 from cgcompile.serving.steps import AllHooks, Batch, GraphHooks, Metadata
+from cgcompile.settings import require, require_items, require_kind
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -89,6 +90,10 @@ class StepRunner:
         inference_mode: bool,
         check_metadata: bool,
     ) -> None:
+        where = "CudaGraphManager"
+        require_kind("backend", where, backend, Backend, maybe=True)
+        require_items("hooks", where, hooks, GraphHooks)
+        require(isinstance(outputs, (str, Sequence)), "outputs", where, outputs, "names of rows")
         self._model = model
         self._backend = backend
         self._inputs = inputs

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import BatchError, ConfigError
 from cgcompile.reasons import Reason, Why
+from cgcompile.settings import require_items, require_kind
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class LoraCases:
 
     def __post_init__(self) -> None:
         counts = whole_numbers("lora.counts", self.counts)
+        require_kind("lora.without", "LoraCases", self.without, bool)
         object.__setattr__(self, "counts", counts)
         if not counts and not self.without:
             raise ConfigError.impossible(
@@ -89,6 +91,7 @@ def _max_loras(value: int) -> int:
 
 def whole_numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     """``values`` sorted, each once; a ConfigError unless all are whole numbers from 1."""
+    require_items(name, "CudagraphDispatcher", values)
     given = tuple(values)
     if not all(type(value) is int and value >= 1 for value in given):
         raise ConfigError.bad_value(name, "CudagraphDispatcher", given, "whole numbers from 1")
@@ -120,6 +123,8 @@ class Axis:
 
     def __post_init__(self) -> None:
         where = f"Axis {self.name!r}"
+        require_kind("name", where, self.name, str)
+        require_kind("full_only", where, self.full_only, bool)
         if self.rule not in ("exact", "pad_up", "ignored"):
             expected = "'exact', 'pad_up' or 'ignored'"
             raise ConfigError.bad_value("rule", where, self.rule, expected)
@@ -174,6 +179,7 @@ class Variants:
     def __init__(self, lora: LoraCases, axes: Iterable[Axis]) -> None:
         self._lora = lora
         self.axes = tuple(axes)
+        require_items("axes", "CudagraphDispatcher", self.axes, Axis)
 
     def all(self) -> tuple[Variant, ...]:
         """Every combination, the most demanding first."""

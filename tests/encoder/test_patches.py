@@ -203,6 +203,58 @@ def test_patches_that_are_not_those_of_the_grids_are_refused(rows: int, captured
     check(made, patches(), images((4, 4)))
 
 
+BAD_GRIDS: dict[str, Any] = {
+    "odd": [(1, 3, 3)],
+    "second odd": [(1, 0, 0), (1, 9, 1)],
+    "negative": [(1, -3, -3)],
+    "negative and even": [(1, -4, -4)],
+    "two numbers": [(3, 3)],
+    "no numbers": [("a", 3, 3)],
+    "fractions": [(1.0, 3.0, 3.0)],
+    "tensor of fractions": torch.tensor([[1.0, 3.0, 3.0]]),
+    "one grid, not a list of them": torch.tensor([1, 3, 3]),
+    "a number": torch.tensor(9),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("grids", BAD_GRIDS.values(), ids=BAD_GRIDS.keys())
+def test_grids_that_cannot_be_are_refused_before_anything_runs(grids: Any, captured: bool) -> None:
+    model = patches(odd_grids=False)
+    made = manager(model, captured=captured)
+    before = made.statistics.as_dict()
+    with pytest.raises(EncoderItemError, match="'image_grid_thw'"):
+        made.execute({"pixel_values": torch.randn(9, C), "image_grid_thw": grids})
+    assert made.statistics.as_dict() == before
+    check(made, model, images((4, 4), (2, 2)))
+    assert made.statistics.hits == (2 if captured else 0)
+
+
+def test_calls_without_inputs_are_refused() -> None:
+    model = patches(odd_grids=False)
+    made, call = manager(model), images((4, 4))
+    for bad, told in (
+        (None, "is a NoneType"),
+        ([call], "is a list"),
+        ({}, "no 'image_grid_thw'"),
+        ({"pixel_values": call["pixel_values"]}, "no 'image_grid_thw'; it has pixel_values"),
+        ({"image_grid_thw": call["image_grid_thw"]}, "no 'pixel_values'"),
+        ({**call, "pixel_values": [1.0] * 16}, "'pixel_values' is a list"),
+        ({**call, "pixel_values": torch.tensor(1.0)}, "'pixel_values' is a Tensor"),
+    ):
+        with pytest.raises(EncoderItemError, match=told):
+            made.execute(bad)  # type: ignore[arg-type]
+        check(made, model, call)
+
+
+def test_odd_grids_are_taken_where_the_tower_says_so() -> None:
+    call = images((4, 4), (3, 5))
+    check(manager(patches()), patches(), call)
+    with pytest.raises(EncoderItemError, match=r"item 1 is \[1, 3, 5\].*merge_size = 2"):
+        manager(patches(odd_grids=False)).execute(call)
+
+
 def test_a_forward_without_weights_runs_where_the_patches_are(device: str) -> None:
     def forward(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
         return (buffers["pixel_values"] * buffers["scale"])[buffers["cells"]].flatten(1)

@@ -1,0 +1,275 @@
+"""Arguments of the wrong kind are refused where they are given, in words, and change nothing."""
+
+import functools
+
+import pytest
+import torch
+from encoder_support import patches
+from torch import nn
+
+import cgcompile
+from cgcompile import (
+    BatchDescriptor,
+    Boundaries,
+    BreakableCUDAGraphCapture,
+    BreakableCUDAGraphWrapper,
+    CompilationConfig,
+    CudagraphDispatcher,
+    CudaGraphManager,
+    CUDAGraphMode,
+    CUDAGraphWrapper,
+    HostStaging,
+    SplittingOp,
+    capture_all,
+    eager_break_during_capture,
+    get_cudagraph_sizes,
+)
+from cgcompile.encoder import EncoderCudaGraphManager
+from cgcompile.errors import (
+    AgreementError,
+    BatchError,
+    BoundaryError,
+    CGCompileError,
+    ConfigError,
+    InputBufferError,
+    ManagerError,
+    SizesError,
+)
+from cgcompile.passes import FunctionPass
+from cgcompile.serving import (
+    Agreement,
+    Axis,
+    Batch,
+    GraphHooks,
+    InputBuffer,
+    LoraCases,
+    StaticInputs,
+    checked_sizes,
+    padding_share,
+)
+
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+CONFIG = CompilationConfig(capture_device="host", compiler="eager", cache_dir="off")
+ROWS = InputBuffer("x", ("tokens", 4), torch.float32)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+MODEL = Model()
+
+
+def wrapper(**more):
+    return CUDAGraphWrapper(**{"runnable": MODEL, "config": CONFIG, **more})
+
+
+def dispatcher(**more):
+    known = {"mode": FULL, "sizes": (2, 4), "max_num_reqs": 4, **more}
+    return CudagraphDispatcher(**{"support": cgcompile.AttentionCGSupport.ALWAYS, **known})
+
+
+def manager(**more):
+    known = {"model": MODEL, "dispatcher": dispatcher(), "inputs": [ROWS], "device": "cpu"}
+    return CudaGraphManager(**{"config": CONFIG, **known, **more})
+
+
+def encoder(**more):
+    known = {"device": "cpu", "dtype": torch.float32, "token_budgets": [16], "config": CONFIG}
+    return EncoderCudaGraphManager(patches(), **{**known, **more})
+
+
+def buffer(**more):
+    return InputBuffer(**{"name": "x", "shape": ("tokens",), "dtype": torch.int32, **more})
+
+
+def bulk(**more):
+    known = {"step": len, "batches": [1, 2], "target": cgcompile.Backend(CONFIG)}
+    return capture_all(**{**known, **more})
+
+
+BAD = [
+    (wrapper, {"runnable": 3}, ConfigError, "CUDAGraphWrapper: runnable = 3; expected something"),
+    (wrapper, {"config": 3}, ConfigError, "config = 3; expected CompilationConfig or None"),
+    (wrapper, {"cudagraph_options": 3}, ConfigError, "expected CUDAGraphOptions or None"),
+    (wrapper, {"pool": 3}, ConfigError, "expected GraphPool or None"),
+    (bulk, {"target": nn.Linear(3, 3)}, ConfigError, "capture_all: target = Linear"),
+    (bulk, {"step": 3}, ConfigError, "step = 3"),
+    (bulk, {"batches": 3}, ConfigError, "batches = 3; expected an iterable"),
+    (bulk, {"batches": [(1, 2), (3, 4)]}, ConfigError, "give size= for batches"),
+    (bulk, {"size": 3}, ConfigError, "size = 3"),
+    (bulk, {"size": str}, ConfigError, "size = '1'; expected a number"),
+    (dispatcher, {"mode": "FUL"}, ConfigError, "mode = 'FUL'; expected one of NONE, "),
+    (dispatcher, {"mode": None}, ConfigError, "mode = None"),
+    (dispatcher, {"sizes": 8}, ConfigError, "sizes = 8; expected a sequence of items"),
+    (dispatcher, {"sizes": "8"}, ConfigError, "sizes = '8'"),
+    (dispatcher, {"query_lens": 3}, ConfigError, "query_lens = 3"),
+    (dispatcher, {"decode_num_reqs": 3}, ConfigError, "decode_num_reqs = 3"),
+    (dispatcher, {"decode_sizes": [1]}, ConfigError, "decode_sizes = .1.; expected Mapping or"),
+    (dispatcher, {"decode_sizes": {1: 3}}, ConfigError, "decode_sizes = 3"),
+    (dispatcher, {"varlen_decode_sizes": [1]}, ConfigError, "varlen_decode_sizes = "),
+    (dispatcher, {"lora": 3}, ConfigError, "expected LoraCases or None"),
+    (dispatcher, {"axes": 3}, ConfigError, "axes = 3"),
+    (dispatcher, {"axes": ["x"]}, ConfigError, "expected a sequence of Axis objects"),
+    (dispatcher, {"support": "ALWAYS"}, ConfigError, "expected AttentionCGSupport"),
+    (dispatcher, {"piecewise": "no"}, ConfigError, "piecewise = 'no'"),
+    (dispatcher, {"only_captured": "x"}, ConfigError, "only_captured = 'x'"),
+    (manager, {"model": 3}, ConfigError, "CudaGraphManager: model = 3"),
+    (manager, {"dispatcher": 3}, ConfigError, "expected CudagraphDispatcher"),
+    (manager, {"inputs": ROWS}, ConfigError, "expected a sequence"),
+    (manager, {"inputs": ["x"]}, ConfigError, "expected a sequence of InputBuffer objects"),
+    (manager, {"device": "foo"}, ConfigError, "device = 'foo'; expected a torch.device"),
+    (manager, {"device": None}, ConfigError, "device = None"),
+    (manager, {"prepare": 3}, ConfigError, "prepare = 3"),
+    (manager, {"metadata": 3}, ConfigError, "metadata = 3"),
+    (manager, {"graph_capture": 3}, ConfigError, "graph_capture = 3"),
+    (manager, {"outputs": 3}, ConfigError, "outputs = 3"),
+    (manager, {"outputs": "rows"}, ManagerError, "rows"),
+    (manager, {"backend": "cgcompile"}, ConfigError, "expected Backend or None"),
+    (manager, {"hooks": [3]}, ConfigError, "expected a sequence of GraphHooks objects"),
+    (manager, {"hooks": GraphHooks()}, ConfigError, "hooks = "),
+    (manager, {"agreement": 3}, ConfigError, "expected Agreement or None"),
+    (encoder, {"dtype": "float32"}, ConfigError, "EncoderCudaGraphManager: dtype = 'float32'"),
+    (encoder, {"device": "foo"}, ConfigError, "device = 'foo'"),
+    (encoder, {"pool": 3}, ConfigError, "pool = 3"),
+    (encoder, {"costs": 3}, ConfigError, "costs = 3"),
+    (encoder, {"sharder": 3}, ConfigError, "sharder = 3"),
+    (encoder, {"graph_capture": 3}, ConfigError, "graph_capture = 3"),
+    (buffer, {"name": 3}, ConfigError, "InputBuffer: name = 3"),
+    (buffer, {"dtype": "int32"}, ConfigError, "dtype = 'int32'; expected a torch.dtype"),
+    (buffer, {"host_slots": 0}, ConfigError, "host_slots = 0"),
+    (buffer, {"shape": 3}, InputBufferError, "shape=3"),
+    (buffer, {"shape": ("tokens", -3)}, InputBufferError, "-3"),
+    (buffer, {"shape": ("tokens", True)}, InputBufferError, "True"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "kind", "told"),
+    BAD,
+    ids=[
+        f"{make.__name__}-{name}={value!r:.20}" for make, x, *_ in BAD for name, value in x.items()
+    ],
+)
+def test_constructors_refuse(make, wrong, kind, told) -> None:
+    with pytest.raises(kind, match=told):
+        make(**wrong)
+
+
+CALLS = {
+    "decorator": (lambda: eager_break_during_capture(3), ConfigError),
+    "breakable wrapper of nothing": (lambda: BreakableCUDAGraphWrapper(None), ConfigError),
+    "breakable wrapper, config": (lambda: BreakableCUDAGraphWrapper(MODEL, 3), ConfigError),
+    "raw capture, pool": (lambda: BreakableCUDAGraphCapture(3), ConfigError),
+    "raw capture, device": (lambda: BreakableCUDAGraphCapture(device="foo"), ConfigError),
+    "raw capture, boundaries": (
+        lambda: BreakableCUDAGraphCapture(device="cpu", boundaries=["aten::mm"]),
+        ConfigError,
+    ),
+    "pass": (lambda: FunctionPass(3, len), ConfigError),
+    "pass, function": (lambda: FunctionPass("mine", 4), ConfigError),
+    "pass, version": (lambda: FunctionPass("mine", len, version=2), ConfigError),
+    "settings, ops": (lambda: cgcompile.Backend(splitting_ops=(3,)), ConfigError),
+    "settings, pass name": (
+        lambda: CompilationConfig(graph_passes=(functools.partial(len),)),
+        ConfigError,
+    ),
+    "op, name": (lambda: SplittingOp("aten::mm", name=3), ConfigError),
+    "op, compiled": (lambda: SplittingOp("aten::mm", compiled="no"), ConfigError),
+    "op, empty": (lambda: SplittingOp(""), BoundaryError),
+    "ops": (lambda: Boundaries(3), BoundaryError),
+    "axis, name": (lambda: Axis(3, [1]), ConfigError),
+    "axis, full_only": (lambda: Axis("x", [1], full_only="no"), ConfigError),
+    "lora": (lambda: LoraCases(3), ConfigError),
+    "lora, without": (lambda: LoraCases((1,), without="no"), ConfigError),
+    "staging, layout": (lambda: HostStaging(torch.zeros(3).to_sparse()), ConfigError),
+    "staging, slots": (lambda: HostStaging(torch.zeros(3), num_slots=True), ConfigError),
+    "inputs": (lambda: StaticInputs([ROWS], 4, 4, "foo"), ConfigError),
+    "sizes": (lambda: checked_sizes(8), SizesError),
+    "sizes, mode": (lambda: get_cudagraph_sizes([1], 8, 8, "FUL"), ConfigError),
+    "sizes, number": (lambda: get_cudagraph_sizes(8, 8, 8, FULL), SizesError),
+    "histogram": (lambda: padding_share([1, 2], [3]), ConfigError),
+    "agreement": (lambda: Agreement(3), ConfigError),
+    "agreement, group": (lambda: Agreement(dispatcher(), 3), ConfigError),
+    "agreement without ranks": (lambda: Agreement(dispatcher()), AgreementError),
+    "ranges": (lambda: cgcompile.tracing_ranges("x").__enter__(), ConfigError),
+    "a captured graph": (lambda: dispatcher().captured(FULL, [1]), BatchError),
+}
+
+
+@pytest.mark.parametrize(("call", "kind"), CALLS.values(), ids=CALLS.keys())
+def test_calls_refuse(call, kind) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    assert isinstance(caught.value, CGCompileError)
+    assert "expected" in str(caught.value) or caught.type in (BatchError, AgreementError)
+
+
+def test_names_of_modes_do_where_the_configuration_takes_them() -> None:
+    for mode in (FULL, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.NONE):
+        by_name = get_cudagraph_sizes([1, 4], 8, 8, mode.name, 1, True)
+        assert by_name == get_cudagraph_sizes([1, 4], 8, 8, mode, 1, True)
+    assert dispatcher(mode="full").plan() == dispatcher(mode=FULL).plan()
+    assert len(dispatcher(mode="FULL").plan()) == 2
+
+
+def test_ops_that_nothing_has_registered_yet_stay_for_later() -> None:
+    backend = cgcompile.Backend(splitting_ops=("not::there",), compiler="eager")
+    assert backend.config.splitting_ops == ("not::there",)
+    assert Boundaries("aten::mm, aten::bmm").declared == ("aten::mm", "aten::bmm")
+    assert Boundaries(SplittingOp("aten::mm")).declared == ("aten::mm",)
+
+
+def test_a_pass_of_a_partial_has_a_uuid() -> None:
+    def add(gm, number):
+        return gm
+
+    bound = FunctionPass("mine", functools.partial(add, number=3))
+    assert bound.uuid() == FunctionPass("mine", add).uuid()
+    assert bound.uuid() != FunctionPass("mine", functools.partial(add), version="2").uuid()
+
+
+def test_a_manager_that_was_refused_leaves_its_dispatcher_as_it_was() -> None:
+    mine = dispatcher()
+    for wrong in ({"device": "foo"}, {"hooks": [3]}, {"outputs": 3}, {"prepare": 3}):
+        with pytest.raises(ConfigError):
+            manager(dispatcher=mine, **wrong)
+        assert mine.only_captured is False
+    good = manager(dispatcher=mine)
+    good.capture()
+    assert mine.only_captured is True
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(good.run(Batch(3, 3, {"x": x})), MODEL(x).detach())
+    assert mine.dispatch(3, 3).mode is FULL
+
+
+def test_what_cannot_be_called_does_not_break_a_capture() -> None:
+    x = torch.ones(4)
+    capture = BreakableCUDAGraphCapture(device="cpu")
+    with torch.inference_mode(), capture:
+        y = x * 2
+        with pytest.raises(ConfigError, match=r"add_eager\(\): function = 3"):
+            capture.add_eager(3)
+        z = y + 1
+    capture.replay()
+    assert z.tolist() == [3.0] * 4
+    assert (capture.num_graphs, capture.num_eager_breaks) == (1, 0)
+
+
+def test_a_wrapper_works_after_others_were_refused() -> None:
+    made = wrapper(runtime_mode=FULL)
+    x = torch.randn(2, 4)
+    with torch.inference_mode():
+        context = cgcompile.set_forward_context(
+            None, cudagraph_runtime_mode=FULL, batch_descriptor=BatchDescriptor(2)
+        )
+        with context:
+            made(x)
+            x.copy_(torch.randn(2, 4))
+            torch.testing.assert_close(made(x), MODEL(x))
+    assert (made.counters.captures, made.counters.replays) == (1, 1)
