@@ -104,7 +104,9 @@ class EncoderCudaGraphManager:
         require(isinstance(dtype, torch.dtype), "dtype", where, dtype, expected)
         require_kind("pool", where, pool, GraphPool, maybe=True)
         require_kind("costs", where, costs, Costs, maybe=True)
-        require_kind("sharder", where, sharder, Sharder, maybe=True)
+        shares = all(hasattr(sharder, each) for each in ("rank", "assign", "agree", "gather"))
+        expected = "a Sharder, what has its methods, or None"
+        require(sharder is None or shares, "sharder", where, sharder, expected)
         require_callable("graph_capture", where, graph_capture)
         device = device_named(device, where)
         self._model = CheckedModel(model)

@@ -3,8 +3,7 @@
 Wrap a module or function, set a forward context around the call, and the wrapper captures the first
 call of each descriptor and replays the later ones. It stores no inputs: the caller writes into the
 same buffers at every step, and a call with others is an error. The entry that ``torch.compile``
-returns is built from these wrappers and does the copying; use one directly for a module that is not
-compiled.
+returns is built from these wrappers and does the copying; use one directly for a plain module.
 """
 
 import logging
