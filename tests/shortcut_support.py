@@ -17,10 +17,8 @@ def context(mode: Any = FULL, rows: int = 3) -> Any:
 
 
 def compiled(model: nn.Module, **settings: Any) -> Any:
-    given = {"dynamic_dims": {"x": 0}, "guards": "none", **settings}
-    return cgcompile.compile(
-        model.requires_grad_(False), compiler="eager", capture_device="host", **given
-    )
+    given = {"dynamic_dims": {"x": 0}, "guards": "none", "capture_device": "host", **settings}
+    return cgcompile.compile(model.requires_grad_(False), compiler="eager", **given)
 
 
 class Linear(nn.Module):

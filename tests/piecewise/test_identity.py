@@ -34,6 +34,10 @@ def built(model: nn.Module, door: str, **settings: Any) -> tuple[Any, Backend]:
     return cgcompile.compile(model, backend, guards=door), backend
 
 
+def recorder(device: str) -> str:
+    return "host" if device == "cpu" else "auto"
+
+
 def context(mode: CUDAGraphMode | None) -> Any:
     if mode is None:
         return contextlib.nullcontext()
@@ -90,11 +94,13 @@ def objects(model: Count, x: torch.Tensor, y: torch.Tensor, result: Any) -> dict
 
 @pytest.mark.parametrize("mode", [None, FULL, PIECEWISE], ids=str)
 @pytest.mark.parametrize("door", DOORS)
-def test_a_buffer_that_is_changed_in_place_stays(door: str, mode: CUDAGraphMode | None) -> None:
-    model, eager = Count(), Count()
+def test_a_buffer_that_is_changed_in_place_stays(
+    door: str, mode: CUDAGraphMode | None, device: str
+) -> None:
+    model, eager = Count().to(device), Count().to(device)
     eager.load_state_dict(model.state_dict())
-    compiled, backend = built(model, door, strict=True)
-    count, x = model.count, torch.empty(2, N)
+    compiled, backend = built(model, door, strict=True, capture_device=recorder(device))
+    count, x = model.count, torch.empty(2, N, device=device)
     for calls in range(1, 31):
         x.copy_(torch.randn(2, N))
         with context(mode):
@@ -112,12 +118,12 @@ def test_a_buffer_that_is_changed_in_place_stays(door: str, mode: CUDAGraphMode 
     [*(("eager", door) for door in DOORS), ("aot", "torch"), ("aot", "none"), ("inductor", "none")],
 )
 def test_the_same_items_are_inputs_as_in_eager(
-    compiler: str, door: str, mode: CUDAGraphMode | None
+    compiler: str, door: str, mode: CUDAGraphMode | None, device: str
 ) -> None:
-    model, eager = Returns(), Returns()
+    model, eager = Returns().to(device), Returns().to(device)
     eager.load_state_dict(model.state_dict())
-    compiled, backend = built(model, door, compiler=compiler)
-    x, y = torch.empty(N, N), torch.randn(N, N)
+    compiled, backend = built(model, door, compiler=compiler, capture_device=recorder(device))
+    x, y = torch.empty(N, N, device=device), torch.randn(N, N, device=device)
     for calls in range(1, 6):
         x.copy_(torch.randn(N, N))
         other = x.clone(), y.clone()
@@ -135,13 +141,13 @@ def test_the_same_items_are_inputs_as_in_eager(
 
 
 @pytest.mark.parametrize("mode", [None, FULL], ids=str)
-def test_each_call_gets_its_own_argument(mode: CUDAGraphMode | None) -> None:
+def test_each_call_gets_its_own_argument(mode: CUDAGraphMode | None, device: str) -> None:
     """The graphs read one buffer, or one place, whichever tensor a call passes."""
-    model = Returns()
-    compiled, backend = built(model, "none", on_input_change="copy")
-    y, seen = torch.zeros(N, N), []
+    model, settings = Returns().to(device), {"capture_device": recorder(device)}
+    compiled, backend = built(model, "none", on_input_change="copy", **settings)
+    y, seen = torch.zeros(N, N, device=device), []
     for _ in range(6):
-        x, alike = torch.randn(N, N), y[:]
+        x, alike = torch.randn(N, N, device=device), y[:]
         with context(mode):
             made = compiled(x, alike)
         assert made["contiguous"] is made["to"] is x

@@ -7,7 +7,7 @@ import pytest
 import torch
 from again_support import FULL, PIECEWISE
 from entry_support import assert_same
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from shortcut_support import Linear, compiled, context
 from torch import nn
@@ -24,7 +24,8 @@ def no_grad():
 
 def served(model: nn.Module, calls: list[tuple[Any, ...]], **settings: Any) -> Any:
     """Each call gives what eager gives; returns the compiled model."""
-    runs = compiled(model, dynamic_dims=None, **settings)
+    where = "host" if calls[0][0].device.type == "cpu" else "auto"
+    runs = compiled(model, dynamic_dims=None, capture_device=where, **settings)
     for call in calls:
         with context():
             assert_same([runs(*call)], [model(*call)])
@@ -41,26 +42,26 @@ class LinearProduct(Linear):
         return self.inner(x) @ w
 
 
-def parameter() -> torch.Tensor:
-    return nn.Parameter(torch.randn(4, 4), requires_grad=False)
+def parameter(device: str) -> torch.Tensor:
+    return nn.Parameter(torch.randn(4, 4, device=device), requires_grad=False)
 
 
-def static() -> torch.Tensor:
-    made = torch.randn(4, 4)
+def static(device: str) -> torch.Tensor:
+    made = torch.randn(4, 4, device=device)
     torch._dynamo.mark_static_address(made, guard=False)
     return made
 
 
 @pytest.mark.parametrize("model", [Product, LinearProduct])
 @pytest.mark.parametrize("make", [parameter, static])
-def test_parameters_that_are_arguments(model: Any, make: Any) -> None:
+def test_parameters_that_are_arguments(model: Any, make: Any, device: str) -> None:
     """They are told apart by what they are, whatever else is frozen."""
-    x, one, other = torch.randn(3, 4), make(), make()
-    runs = served(model(), [(x, w) for w in [one] * 4 + [other] * 3 + [one]])
+    x, one, other = torch.randn(3, 4, device=device), make(device), make(device)
+    runs = served(model().to(device), [(x, w) for w in [one] * 4 + [other] * 3 + [one]])
     (graph,) = runs.backend.graphs
     assert graph.counters.captures == 2
     assert graph.counters.replays == 4
-    one.data = torch.randn(4, 4)
+    one.data = torch.randn(4, 4, device=device)
     for _ in range(3):
         with context():
             assert_same([runs(x, one)], [runs.runnable(x, one)])
@@ -77,13 +78,13 @@ class Unread(Linear):
 
 @pytest.mark.parametrize("guards", ["none", "shape"])
 @pytest.mark.parametrize("first", ["another", "a view of it", "not read"])
-def test_a_tensor_of_the_model_that_is_compared_alone(first: str, guards: str) -> None:
-    model = Unread()
-    x, kept = torch.randn(3, 4), model.kept
+def test_a_tensor_of_the_model_that_is_compared_alone(first: str, guards: str, device: str) -> None:
+    model = Unread().to(device)
+    x, kept = torch.randn(3, 4, device=device), model.kept
     calls: list[tuple[Any, ...]] = {
         "another": [(x,)] * 5 + [(kept,)] * 2 + [(x,)],
         "a view of it": [(kept[:],)] + [(kept,)] * 2,
-        "not read": [(x, torch.randn(3, 4))] * 5 + [(x, kept)] * 2,
+        "not read": [(x, torch.randn_like(x))] * 5 + [(x, kept)] * 2,
     }[first]
     runs = served(model, calls, guards=guards)
     assert len(runs.traces) == 2
@@ -99,9 +100,9 @@ class Two(Linear):
         return made * 2 if y is self.kept else made * 5 if x is y else made
 
 
-def test_a_frozen_tensor_as_several_arguments() -> None:
-    model = Two()
-    k, d, x = model.kept, model.kept.detach(), torch.randn(3, 4)
+def test_a_frozen_tensor_as_several_arguments(device: str) -> None:
+    model = Two().to(device)
+    k, d, x = model.kept, model.kept.detach(), torch.randn(3, 4, device=device)
     served(model, [(k, k)] * 4 + [(k, d)] * 2 + [(d, k), (k, k), (x, k), (x, d), (x, x), (d, d)])
 
 
@@ -145,10 +146,12 @@ class Tells(Linear):
 
 def lying_alike(model: Tells) -> list[torch.Tensor]:
     """Tensors that are, or share memory and layout with, each other and those of the model."""
-    x, y, kept, weight = torch.randn(3, 4), torch.randn(3, 4), model.kept, model.inner.weight
-    found = [x, x[:], x[:2], x[1:], y, torch.empty(0, 4), model.empty]
+    kept, weight, device = model.kept, model.inner.weight, model.kept.device
+    x, y = torch.randn(3, 4, device=device), torch.randn(3, 4, device=device)
+    found = [x, x[:], x[:2], x[1:], y, torch.empty(0, 4, device=device), model.empty]
     found += [kept, kept[:], kept.detach(), weight, weight[:3], weight.t()[:3]]
-    return [*found, nn.Parameter(x, requires_grad=False), torch.randn(3, 8)[:, ::2]]
+    found.append(nn.Parameter(x, requires_grad=False))
+    return [*found, torch.randn(3, 8, device=device)[:, ::2]]
 
 
 places = st.integers(0, 14)
@@ -156,15 +159,19 @@ calls_of_three = st.lists(st.tuples(places, places, places), min_size=1, max_siz
 
 
 @pytest.mark.parametrize(("guards", "mode"), [("none", FULL), ("none", PIECEWISE), ("shape", FULL)])
-@settings(max_examples=12, deadline=None)
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(several=calls_of_three, mixed=st.lists(st.integers(0, 4), max_size=12))
 @example(several=[(0, 4, 5), (0, 4, 6), (0, 4, 10)], mixed=[0, 1, 0, 2, 0])
 @example(several=[(8, 8, 9), (7, 9, 8), (7, 7, 9), (8, 9, 9)], mixed=[0, 1, 2, 3, 0, 1, 2, 3])
 def test_whatever_is_passed_in_whatever_order(
-    guards: str, mode: Any, several: list[tuple[int, int, int]], mixed: list[int]
+    guards: str, mode: Any, device: str, several: list[tuple[int, int, int]], mixed: list[int]
 ) -> None:
-    model = Tells()
-    runs, tensors = compiled(model, dynamic_dims=None, guards=guards), lying_alike(model)
+    model = Tells().to(device)
+    where = "host" if device == "cpu" else "auto"
+    runs = compiled(model, dynamic_dims=None, guards=guards, capture_device=where)
+    tensors = lying_alike(model)
     for which in [0] * 4 + [each % len(several) for each in mixed]:
         call = [tensors[place] for place in several[which]]
         tensors[0].copy_(torch.randn(3, 4))
