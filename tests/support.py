@@ -1,5 +1,6 @@
 """What several test files share: run a case against eager, look at what was really compiled."""
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -180,6 +181,19 @@ def _tolerance(case: Case, compiler: Any, device: str) -> dict[str, float]:
     return dict(zip(("rtol", "atol"), case.tolerance, strict=True))
 
 
+def watched(function: Callable[[], Any], see: Callable[[Any, str, Any], None]) -> None:
+    """Call a function while ``see`` gets what Python enters and leaves, but for finalizers."""
+    collects = gc.isenabled()
+    gc.disable()  # a collection may begin anywhere, and calls what waits for the dead
+    sys.setprofile(see)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        if collects:
+            gc.enable()
+
+
 def calls_of(function: Callable[[], Any]) -> list[str]:
     """The Python functions that a call enters, itself included."""
     found: list[str] = []
@@ -188,9 +202,5 @@ def calls_of(function: Callable[[], Any]) -> list[str]:
         if event == "call":
             found.append(frame.f_code.co_name)
 
-    sys.setprofile(see)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
+    watched(function, see)
     return found

@@ -1,7 +1,6 @@
 """The shortest way through a compiled step: what it asks each time, and how many calls it takes."""
 
 import contextvars
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +10,7 @@ import pytest
 import torch
 from again_support import FULL, NONE, PIECEWISE, ROWS, Engine
 from entry_support import Hook
+from support import watched
 
 import cgcompile
 from cgcompile import BatchDescriptor
@@ -47,11 +47,7 @@ def calls_of(run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
         elif event == "c_call":
             native[argument.__name__] += 1
 
-    sys.setprofile(seen)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
+    watched(run, seen)
     del native["setprofile"]
     return python, native
 

@@ -1,11 +1,12 @@
 """The dispatcher: what is planned, what is refused, and the cases that other systems miss."""
 
-import sys
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 from dispatch_support import Batch, Mode, decode, dispatcher, short
+from support import watched
 
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode
 from cgcompile.errors import BatchError, ConfigError
@@ -325,11 +326,7 @@ def calls_of(function, *args) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
-    sys.setprofile(seen)
-    try:
-        function(*args)
-    finally:
-        sys.setprofile(None)
+    watched(partial(function, *args), seen)
     return count
 
 
