@@ -17,9 +17,9 @@ replay. Parts (``--parts``):
   in one process, and beside each runs its *floor*: the bare loop over the very same graphs and op,
   with the same kind of call. A probe graph says in which pace the GPU replays.
 * ``memory``: seconds and bytes of capturing 20 sizes.
-* ``compile``: seconds of the first call, with empty caches and with all that it left, in processes
-  of their own: those that a goal compares one by one before anything else, the rest a few at a
-  time, while the others compile.
+* ``compile``: seconds of the first call, with empty caches (but bytecode of torch, as pip leaves
+  it) and with all that it left, in processes of their own: those that a goal compares one by one
+  before anything else, the rest a few at a time, while the others compile.
 
 Results are ``compare.json``, ``compare.txt`` and, with matplotlib, ``compare.png`` in ``--out``,
 and the files of each part are written as soon as there is something, so that little is lost when
@@ -55,6 +55,7 @@ from capture_time import SIZES
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for llm_engine
 
+from rivals.bytecode import bytecode_in
 from rivals.decoder import Dims
 from rivals.plot import can_plot, plot
 from rivals.report import whole_text
@@ -284,13 +285,15 @@ def run_all(args: argparse.Namespace, given: Sequence[str]) -> Result:
 
 
 @contextmanager
-def caches_in(folder: str) -> Iterator[None]:
-    """Processes that start within it find nothing that was compiled before."""
+def caches_in(folder: str, parts: Sequence[str]) -> Iterator[None]:
+    """Processes that start within it find nothing that was compiled before, but for bytecode."""
     wanted = {
         "CGCOMPILE_CACHE_DIR": f"{folder}/cgcompile",
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
         "TRITON_CACHE_DIR": f"{folder}/triton",
     }
+    if "compile" in parts:
+        wanted |= bytecode_in(f"{folder}/bytecode")
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -309,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.worker:
         return run_worker(args)
-    with tempfile.TemporaryDirectory() as caches, caches_in(caches):
+    with tempfile.TemporaryDirectory() as caches, caches_in(caches, args.parts):
         result = run_all(args, given)
     text = whole_text(result.found)
     print(text)

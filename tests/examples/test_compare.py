@@ -3,6 +3,9 @@
 import copy
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +17,7 @@ import torch
 from example_support import EXAMPLES, run
 from rivals import report
 from rivals.budget import budget
+from rivals.bytecode import bytecode_in
 from rivals.decoder import Dims, arguments_of, attend, counted, make_decoder
 from rivals.measure import Broken, check, measure
 from rivals.ours import Ours, all_ours
@@ -334,3 +338,30 @@ def test_the_section_is_written_between_the_comments(found: dict[str, Any], tmp_
         readme_table.between("nothing here")
     with pytest.raises(ValueError, match="expected one"):
         readme_table.between(around + around)
+
+
+def test_processes_find_bytecode_that_was_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "cgunseen"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "part.py").write_text("import sys\nprint(__cached__)\n")
+    (package / "other.py").write_text("of another version of Python(\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    names = ("cgunseen", "not_there_at_all")
+    wanted = bytecode_in(str(tmp_path / "bytecode"), names)
+    command = [sys.executable, "-v", "-c", "import cgunseen.part"]
+    for variables in (wanted, {}):
+        done = subprocess.run(
+            command, env={**os.environ, **variables}, capture_output=True, text=True, check=True
+        )
+        rows = [row for row in done.stderr.splitlines() if "code object from" in row]
+        compiled = any(str(package / "part.py") in row for row in rows)
+        assert compiled is not bool(variables)
+        assert done.stdout.startswith(str(tmp_path / "bytecode")) is bool(variables)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(package)], check=False)
+    assert bytecode_in(str(tmp_path / "more"), names) == {}
+    assert not (tmp_path / "more").exists()
