@@ -19,7 +19,7 @@ from rivals import report
 from rivals.budget import budget
 from rivals.bytecode import bytecode_in
 from rivals.decoder import Dims, arguments_of, attend, counted, make_decoder
-from rivals.measure import Broken, check, measure
+from rivals.measure import BURST, Broken, Row, beside_floors, check, measure, one_round
 from rivals.ours import Ours, all_ours
 from rivals.plot import can_plot, plot
 from rivals.torchs import MetaPieces, Plain
@@ -365,3 +365,16 @@ def test_processes_find_bytecode_that_was_missing(
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(package)], check=False)
     assert bytecode_in(str(tmp_path / "more"), names) == {}
     assert not (tmp_path / "more").exists()
+
+
+def test_rows_with_one_floor_go_there_and_back() -> None:
+    calls: list[str] = []
+    rows = {name: Row(partial(calls.append, name)) for name in ("a", "b", "its floor", "alone")}
+    groups = beside_floors(rows, {"a": "its floor", "b": "its floor"})
+    one_round(groups, "cpu", 3)
+    there = ["a", "b", "its floor"]
+    once = [*there, *there[::-1], *there, "alone", "alone", "alone"]
+    assert calls[::BURST] == once * 2  # without attention, and in full
+    assert all(
+        len(row.samples["host"]) == len(row.samples["host_noop"]) == 3 for row in rows.values()
+    )

@@ -113,10 +113,19 @@ def beside_floors(rows: dict[str, Row], floors: dict[str, str]) -> list[list[Row
 
 
 def one_round(groups: list[list[Row]], device: str, repeats: int) -> None:
-    """A few samples of each metric, group after group, the rows of one in turn."""
+    """A few samples of each metric, group after group, the rows of one in turn.
+
+    They go there and back, so that none always follows the same one and what that leaves in caches.
+    """
+    there_and_back = [
+        row
+        for group in groups
+        for turn in range(repeats)
+        for row in group[:: -1 if turn % 2 else 1]
+    ]
 
     def in_turn(sample: Callable[[Row], None]) -> None:
-        for row in [row for group in groups for _ in range(repeats) for row in group]:
+        for row in there_and_back:
             if row.error is None:
                 try:
                     sample(row)
