@@ -31,6 +31,7 @@ from cgcompile.piecewise.bindings import Binding, Bindings
 from cgcompile.piecewise.cache import Compilation
 from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.frozen import Frozen
+from cgcompile.piecewise.overlap import Overlaps
 from cgcompile.piecewise.program import Program
 from cgcompile.piecewise.ranges import artifacts_text
 from cgcompile.piecewise.recorder import record
@@ -97,6 +98,7 @@ class CompiledGraph:
         self.turn = Turn()
         self._observer: Observer | None = None
         self._frozen = Frozen(frozen)
+        self._overlaps = Overlaps(split.inputs)
         self._prepare(step, runnables, boundaries)
 
     def _prepare(self, step: Step, runnables: Sequence[Runnable], boundaries: Boundaries) -> None:
@@ -280,7 +282,8 @@ class CompiledGraph:
         self._bindings.reap()
         roles, weights = self._roles[batch.mode], binding.starts
         recording = Recording(self._program, roles, batch, inputs, weights)
-        overlap = recording.overlap(inputs) or recording.own_memory(inputs)
+        overlap = self._overlaps.why(inputs) or recording.overlap(inputs)
+        overlap = overlap or recording.own_memory(inputs)
         if overlap is not None:
             return overlap, None
         outcome = record(self._program, binding.wrappers, binding.full, recording, inputs)
@@ -321,9 +324,12 @@ class CompiledGraph:
     def _plain(self, why: Why, context: ForwardContext | None, inputs: tuple[Any, ...]) -> Any:
         if why.reason is Reason.GRADIENTS and self.split.recomputes:
             raise GradientError.recomputes()
+        overlap = self._overlaps.why(inputs)
+        why = overlap or why
         if self._config.strict and why.reason not in EXPECTED:
             raise DispatchError.strict("the compiled step", why.reason.value, why.detail)
-        run = self._run_differentiable if why.reason is Reason.GRADIENTS else self._run
+        uncompiled = overlap is not None or why.reason is Reason.GRADIENTS
+        run = self._run_differentiable if uncompiled else self._run
         if context is None and why.reason is not Reason.INSIDE_CAPTURE:
             with override_forward_context(ForwardContext.synthetic(NONE, None)):
                 result = run(*inputs)
