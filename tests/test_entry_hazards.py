@@ -165,6 +165,30 @@ def test_results_of_an_eager_region_that_share_memory(device: str, kind: Any, mo
     assert_counts(backend, 1, 3, {WARMING: 1})
 
 
+class ReturnsAViewMadeLater(nn.Module):
+    """The caller gets what the region made, and a view of it that another piece makes."""
+
+    def forward(self, x):
+        x = x.sin()
+        with cgcompile.eager_region():
+            w = x * 2
+        y = w + 1
+        return w, w[1:], y
+
+
+def test_a_result_of_a_region_and_a_later_view_of_it_share_memory(device: str) -> None:
+    model, compiled, backend = compiled_model(
+        ReturnsAViewMadeLater, device, cudagraph_mode="PIECEWISE"
+    )
+    for _ in range(5):
+        x = torch.randn(3, 4, device=device)
+        w, view, y = compiled(x)
+        assert_same((w, view, y), model(x))
+        w.add_(1)
+        assert_same(view, w[1:])
+    assert_counts(backend, 1, 3, {WARMING: 1})
+
+
 # ------------------------------------------------------------------ conjugate and negative views
 
 
