@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from cgcompile import compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError, GradientError, GuardError
@@ -188,7 +189,7 @@ class CompiledGraph:
         self, context: ForwardContext | None, inputs: tuple[Any, ...]
     ) -> tuple[Why | None, Any]:
         """(None, result) of a step that ran; else (why no graph can run it, None)."""
-        if torch.is_grad_enabled() and self._needs_grad(inputs):
+        if self._needs_grad(inputs):
             return _GRADIENTS, None
         if self._never is not None:
             return self._never, None
@@ -315,9 +316,11 @@ class CompiledGraph:
         return self._capture(binding, key, replace(batch, mode=PIECEWISE), inputs)
 
     def _needs_grad(self, inputs: tuple[Any, ...]) -> bool:
-        return any(inputs[position].requires_grad for position in self._may_require_grad) or any(
-            constant.requires_grad for constant in self._constants
-        )
+        if not torch.is_grad_enabled():
+            return compat.has_tangent(inputs)
+        needed = any(inputs[position].requires_grad for position in self._may_require_grad)
+        needed = needed or any(constant.requires_grad for constant in self._constants)
+        return needed or compat.has_tangent(inputs)
 
     # -------------------------------------------------------------- without graphs
 
@@ -390,4 +393,4 @@ class CompiledGraph:
                 self.pool.release()
 
 
-_GRADIENTS = Why(Reason.GRADIENTS, "grad mode is on, and an input or a constant requires grad")
+_GRADIENTS = Why(Reason.GRADIENTS, "an input or a constant requires grad, or has a tangent")
