@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.compiler import is_dynamo_compiling
 
 from cgcompile import compat
 from cgcompile.descriptors import allows_full as allows_full
@@ -128,7 +129,7 @@ def eager_region() -> AbstractContextManager[Any]:
 
     It marks nodes of an FX split; outside of tracing it does nothing.
     """
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return compat.annotate(REGION_MARK)
     return nullcontext()
 

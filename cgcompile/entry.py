@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from cgcompile import compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError, GradientError, GuardError
@@ -31,6 +32,7 @@ from cgcompile.piecewise.bindings import Binding, Bindings
 from cgcompile.piecewise.cache import Compilation
 from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.frozen import Frozen
+from cgcompile.piecewise.overlap import Overlaps
 from cgcompile.piecewise.program import Program
 from cgcompile.piecewise.ranges import artifacts_text
 from cgcompile.piecewise.recorder import record
@@ -97,6 +99,7 @@ class CompiledGraph:
         self.turn = Turn()
         self._observer: Observer | None = None
         self._frozen = Frozen(frozen)
+        self._overlaps = Overlaps(split.inputs)
         self._prepare(step, runnables, boundaries)
 
     def _prepare(self, step: Step, runnables: Sequence[Runnable], boundaries: Boundaries) -> None:
@@ -186,7 +189,7 @@ class CompiledGraph:
         self, context: ForwardContext | None, inputs: tuple[Any, ...]
     ) -> tuple[Why | None, Any]:
         """(None, result) of a step that ran; else (why no graph can run it, None)."""
-        if torch.is_grad_enabled() and self._needs_grad(inputs):
+        if self._needs_grad(inputs):
             return _GRADIENTS, None
         if self._never is not None:
             return self._never, None
@@ -280,7 +283,8 @@ class CompiledGraph:
         self._bindings.reap()
         roles, weights = self._roles[batch.mode], binding.starts
         recording = Recording(self._program, roles, batch, inputs, weights)
-        overlap = recording.overlap(inputs) or recording.own_memory(inputs)
+        overlap = self._overlaps.why(inputs) or recording.overlap(inputs)
+        overlap = overlap or recording.own_memory(inputs)
         if overlap is not None:
             return overlap, None
         outcome = record(self._program, binding.wrappers, binding.full, recording, inputs)
@@ -312,18 +316,23 @@ class CompiledGraph:
         return self._capture(binding, key, replace(batch, mode=PIECEWISE), inputs)
 
     def _needs_grad(self, inputs: tuple[Any, ...]) -> bool:
-        return any(inputs[position].requires_grad for position in self._may_require_grad) or any(
-            constant.requires_grad for constant in self._constants
-        )
+        if not torch.is_grad_enabled():
+            return compat.has_tangent(inputs)
+        needed = any(inputs[position].requires_grad for position in self._may_require_grad)
+        needed = needed or any(constant.requires_grad for constant in self._constants)
+        return needed or compat.has_tangent(inputs)
 
     # -------------------------------------------------------------- without graphs
 
     def _plain(self, why: Why, context: ForwardContext | None, inputs: tuple[Any, ...]) -> Any:
         if why.reason is Reason.GRADIENTS and self.split.recomputes:
             raise GradientError.recomputes()
+        overlap = self._overlaps.why(inputs)
+        why = overlap or why
         if self._config.strict and why.reason not in EXPECTED:
             raise DispatchError.strict("the compiled step", why.reason.value, why.detail)
-        run = self._run_differentiable if why.reason is Reason.GRADIENTS else self._run
+        uncompiled = overlap is not None or why.reason is Reason.GRADIENTS
+        run = self._run_differentiable if uncompiled else self._run
         if context is None and why.reason is not Reason.INSIDE_CAPTURE:
             with override_forward_context(ForwardContext.synthetic(NONE, None)):
                 result = run(*inputs)
@@ -384,4 +393,4 @@ class CompiledGraph:
                 self.pool.release()
 
 
-_GRADIENTS = Why(Reason.GRADIENTS, "grad mode is on, and an input or a constant requires grad")
+_GRADIENTS = Why(Reason.GRADIENTS, "an input or a constant requires grad, or has a tangent")

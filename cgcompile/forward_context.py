@@ -5,6 +5,9 @@ not, because its value would be frozen into the graph. Without it every attentio
 step's metadata as arguments. The rule a caller keeps: set the context around the call of the
 model, in the same thread and asyncio task.
 
+Whether code is traced is asked of Dynamo: ``torch.compiler.is_compiling()`` is one flag of the
+process, and true in every thread while another one compiles.
+
 The context variable below and the permission to capture are the only ambient state of cgcompile.
 """
 
@@ -17,6 +20,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cgcompile.config import CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
@@ -167,7 +171,7 @@ class override_forward_context:
     _tokens: _Tokens
 
     def __init__(self, context: ForwardContext | None) -> None:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             raise ForwardContextError.traced(type(self).__name__ + "()")
         self._context = context
         self._callers = None if context is None or context.is_synthetic else context
@@ -229,7 +233,7 @@ class set_forward_context(override_forward_context):
         inputs_ready: Any = None,
         **additional: Any,
     ) -> None:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             raise ForwardContextError.traced(type(self).__name__ + "()")
         self._context = self._callers = ForwardContext(
             attn_metadata,
@@ -251,7 +255,7 @@ def is_forward_context_available() -> bool:
     Raises:
         ForwardContextError: called in code that torch.compile traces.
     """
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         raise ForwardContextError.traced("is_forward_context_available()")
     return current_forward_context() is not None
 
@@ -262,7 +266,7 @@ def get_forward_context() -> ForwardContext:
     Raises:
         ForwardContextError: none is set, or the caller is being traced by torch.compile.
     """
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         raise ForwardContextError.traced("get_forward_context()")
     context = current_forward_context()
     if context is None:

@@ -32,7 +32,7 @@ class Reason(enum.Enum):
     NO_KERNEL = "no_kernel"  # launches nothing: there is nothing to capture
 
     # Of a whole step: decided at each call.
-    GRADIENTS = "gradients"  # grad mode is on and an input requires grad
+    GRADIENTS = "gradients"  # an input requires grad in grad mode, or has a forward gradient
     WARMING = "warming"  # the first calls of a shape run plain, so that no kernel compiles later
     NO_CONTEXT = "no_forward_context"  # a wrapper was called without a forward context
     MODE_NONE = "mode_none"  # the forward context, or the settings, ask for no graph

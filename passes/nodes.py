@@ -54,6 +54,7 @@ _VIEWS |= {"alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d"}
 _VIEWS |= {"feature_alpha_dropout", "feature_dropout"}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty"}
 _ALLOCATIONS |= {"new_empty_strided"}
+_RESTRIDES = {"as_strided", "as_strided_copy"}
 _RUN_ONCE_ON_THE_HOST = {"_log_api_usage_once", "lazy_load_decompositions", "_assert_scalar"}
 _RUN_ONCE_ON_THE_HOST |= {"sym_constrain_range", "sym_constrain_range_for_size", "_check"}
 
@@ -161,6 +162,43 @@ def written_storages(gm: fx.GraphModule) -> set[int]:
         for target in written(gm, node):
             found |= storages(value(target))
     return found
+
+
+def outreached_storages(gm: fx.GraphModule) -> set[int]:
+    """Keys of the storages of arguments that ``as_strided`` may read beyond the argument itself.
+
+    A copy of such an argument lacks what is read. An offset that is given counts from where the
+    storage begins, and nothing says how far before an argument that is at another call.
+    """
+    inputs = [value(node) for node in gm.graph.find_nodes(op="placeholder")]
+    found: set[int] = set()
+    for node in gm.graph.nodes:
+        if node.op not in COMPUTING or short_name(node.target) not in _RESTRIDES:
+            continue
+        keys, made = storages(value(node.all_input_nodes[0])), tensors(value(node))
+        given = len(node.args) > 3 or node.kwargs.get("storage_offset") is not None
+        within = [t for t in tensors(inputs) if not keys.isdisjoint(storages(t))]
+        if given or not all(_lies_within(one, other) for one in made for other in within):
+            found |= keys
+    return found
+
+
+def _lies_within(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether the elements of one tensor lie between the first and the last of another.
+
+    A no may mean that their symbolic sizes do not tell.
+    """
+    (first, last), (start, end) = _extent(tensor), _extent(whole)
+    return all(sympy.sympify(gap).is_nonnegative for gap in (first - start, end - last))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """The offsets of the first and the last element, as expressions."""
+    rank = tensor.dim()
+    numbers = layout_of(tensor)[-(2 * rank + 1) :]
+    sizes, strides, first = numbers[:rank], numbers[rank:-1], numbers[-1]
+    pairs = zip(sizes, strides, strict=True)
+    return first, first + sum((size - 1) * stride for size, stride in pairs)
 
 
 def _written_by_function(node: fx.Node) -> list[fx.Node]:

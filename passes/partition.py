@@ -23,6 +23,7 @@ from cgcompile.passes.assign import placement
 from cgcompile.passes.capturable import graph_device
 from cgcompile.passes.nodes import (
     attribute,
+    outreached_storages,
     runs_once_on_host,
     short_name,
     storages,
@@ -70,7 +71,7 @@ class _Cutter:
         self._after: dict[int, _State] = {}
         self._differentiable = False
         self._walk()
-        self._written = written_storages(gm)
+        self._written = written_storages(gm) | outreached_storages(gm)
         self._names = self._name_everything()
         self._modules: dict[Hashable, tuple[int, fx.GraphModule]] = {}
 

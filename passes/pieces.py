@@ -19,7 +19,7 @@ class Value:
         source: where the caller has it, such as ``model.layers.0.weight``; None for results.
         static: the caller promises a fixed address: a parameter, a buffer or a module attribute.
         written: some node writes the memory that it lies in, before or after, as far as the graph
-            tells; when in doubt, yes.
+            tells, or reads it beyond the value itself: a copy will not do. When in doubt, yes.
     """
 
     name: str

@@ -2,7 +2,9 @@
 
 import gc
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -204,3 +206,24 @@ def calls_of(function: Callable[[], Any]) -> list[str]:
 
     watched(function, see)
     return found
+
+
+@contextmanager
+def compiling_elsewhere() -> Iterator[None]:
+    """Inside, another thread is in the midst of a compilation of its own."""
+    begun, finish = threading.Event(), threading.Event()
+
+    def slow(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        begun.set()
+        assert finish.wait(60)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=slow)
+    thread = threading.Thread(target=compiled, args=(torch.ones(2),))
+    thread.start()
+    try:
+        assert begun.wait(60)
+        yield
+    finally:
+        finish.set()
+        thread.join()

@@ -165,6 +165,30 @@ def test_results_of_an_eager_region_that_share_memory(device: str, kind: Any, mo
     assert_counts(backend, 1, 3, {WARMING: 1})
 
 
+class ReturnsAViewMadeLater(nn.Module):
+    """The caller gets what the region made, and a view of it that another piece makes."""
+
+    def forward(self, x):
+        x = x.sin()
+        with cgcompile.eager_region():
+            w = x * 2
+        y = w + 1
+        return w, w[1:], y
+
+
+def test_a_result_of_a_region_and_a_later_view_of_it_share_memory(device: str) -> None:
+    model, compiled, backend = compiled_model(
+        ReturnsAViewMadeLater, device, cudagraph_mode="PIECEWISE"
+    )
+    for _ in range(5):
+        x = torch.randn(3, 4, device=device)
+        w, view, y = compiled(x)
+        assert_same((w, view, y), model(x))
+        w.add_(1)
+        assert_same(view, w[1:])
+    assert_counts(backend, 1, 3, {WARMING: 1})
+
+
 # ------------------------------------------------------------------ conjugate and negative views
 
 
@@ -657,3 +681,42 @@ def test_release_takes_back_the_mode_of_the_beginning(device: str, hook: Any) ->
         x = batch(device)
         assert_same(compiled(x), model(x))
     assert graph.recordings[0].batch.mode is CUDAGraphMode.FULL
+
+
+class ReadsBeyond(nn.Module):
+    """Windows over a part of a larger buffer that go on behind its end, or begin before it."""
+
+    def __init__(self, *offset: int) -> None:
+        super().__init__()
+        self.offset = offset
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x[1:].as_strided((2, 6), (1, 1), *self.offset) * 2
+
+
+@pytest.mark.parametrize("offset", [(), (0,)], ids=["behind", "before"])
+@pytest.mark.parametrize("mode", [None, PIECEWISE], ids=["auto", "context"])
+def test_as_strided_reads_beyond_an_argument(
+    mode: CUDAGraphMode | None, offset: tuple[int, ...], device: str
+) -> None:
+    model, backend = ReadsBeyond(*offset), backend_for()
+    compiled, buffer = torch.compile(model, backend=backend), torch.zeros(16, device=device)
+    for _ in range(5):
+        buffer.normal_()
+        with context(mode):
+            assert_same(compiled(buffer[4:8]), model(buffer[4:8]))
+    assert backend.counters.replays == 3, backend.counters
+    if mode is None:
+        for _ in range(5):
+            other = torch.randn(16, device=device)
+            assert_same(compiled(other[4:8]), model(other[4:8]))
+
+
+def test_as_strided_within_an_argument_takes_a_copy(device: str) -> None:
+    model, backend = nn.Module(), backend_for()
+    model.forward = lambda x: x[1:].as_strided((3, 4), (2, 1)) * 2
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(5):
+        x = torch.randn(9, device=device)  # not a byte more
+        assert_same(compiled(x), model(x))
+    assert backend.counters.replays == 3, backend.counters

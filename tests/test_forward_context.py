@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import compiling_elsewhere
 
 from cgcompile import (
+    Backend,
     BatchDescriptor,
     CUDAGraphMode,
     ForwardContext,
@@ -219,6 +221,20 @@ def test_traced_code_is_told_what_to_do(function) -> None:
 
     with pytest.raises(Exception, match=r"torch\.library"):
         torch.compile(step, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+def test_a_compilation_in_another_thread_is_none_of_ours() -> None:
+    with compiling_elsewhere(), set_forward_context("mine"):
+        assert is_forward_context_available()
+        assert get_forward_context().attn_metadata == "mine"
+
+
+def test_a_compiled_model_serves_while_another_thread_compiles() -> None:
+    compiled = torch.compile(torch.nn.Linear(4, 4), backend=Backend(compiler="eager"))
+    with torch.no_grad():
+        expected = compiled(torch.ones(3, 4))
+        with compiling_elsewhere():
+            torch.testing.assert_close(compiled(torch.ones(3, 4)), expected)
 
 
 def test_opaque_op_reads_the_context_of_each_step() -> None:

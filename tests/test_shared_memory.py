@@ -1,6 +1,8 @@
 """Memory that several values of a step share, and what a caller may do with results."""
 
+import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -38,9 +40,11 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def step(tokens: int = 4, mode: CUDAGraphMode = PIECEWISE) -> set_forward_context:
-    return set_forward_context(
-        cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(tokens)
-    )
+    return context(mode, BatchDescriptor(tokens))
+
+
+def context(mode: CUDAGraphMode, batch: BatchDescriptor) -> set_forward_context:
+    return set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=batch)
 
 
 def check_wrapper(function: Any, device: str, steps: int = 4) -> BreakableCUDAGraphWrapper:
@@ -345,3 +349,35 @@ def test_release_inside_of_a_step_or_a_capture_is_an_error(device: str, hook: An
     wrapper = CUDAGraphWrapper(clears, HOST)
     with step(4, CUDAGraphMode.FULL), pytest.raises(CaptureError, match="inside of a capture"):
         wrapper(torch.rand(4, 8, device=device))
+
+
+class WritesOneReadsAnother(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        x.mul_(y.flip(0))
+        z = y.sin()
+        x.add_(z)
+        return y * 2, z.flip(0)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["auto", "context"])
+@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+def test_arguments_that_overlap_later_were_compiled_as_apart(
+    compiler: str, own: bool, device: str
+) -> None:
+    """Functions that compilers make read an argument in another order than the model wrote it."""
+    model, backend = WritesOneReadsAnother(), backend_for(compiler=compiler)
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    apart = torch.zeros(8, 4, device=device), torch.zeros(8, 4, device=device)
+    memory = torch.zeros(16, 4, device=device)
+    for place in (None, None, None, 4, 4, 4, None, 2, 0, 8, 8, 8, 4):
+        given = apart if place is None else (memory[:8], memory[place : place + 8])
+        for each in (*apart, memory):
+            each.normal_()
+        others = copy.deepcopy(given)  # shares what they share
+        asked = PIECEWISE, BatchDescriptor(8, extra=(place,))
+        with nullcontext() if own else context(*asked):
+            torch.testing.assert_close(compiled(*given), model(*others))
+        torch.testing.assert_close(given, others)
+    refused = 9 if own else 6  # a copy is not made of any part of memory that is written
+    assert backend.counters.plain[Reason.UNSUPPORTED_INPUT] == refused, backend.counters
+    assert backend.counters.replays >= 2, backend.counters

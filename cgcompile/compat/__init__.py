@@ -88,6 +88,7 @@ from cgcompile.compat.marks import (
     without_traces_left,
 )
 from cgcompile.compat.modes import (
+    FORWARD_GRADIENTS,
     DispatchMode,
     any_autocast,
     autocast_off,
@@ -99,6 +100,7 @@ from cgcompile.compat.modes import (
     draws_random,
     functionalized_op,
     functorch_transform,
+    has_tangent,
     holds_compiled_code,
     is_named,
     python_kernel,

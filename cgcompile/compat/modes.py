@@ -8,7 +8,21 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from cgcompile.compat.trees import tree_tensors
+
+# Whether some thread is inside of ``torch.autograd.forward_ad.dual_level()``, for generated code:
+# the expression, and the module that it names. Reading it costs 0.04 us.
+FORWARD_GRADIENTS = ("forward_ad._current_level >= 0", forward_ad)
+
+
+def has_tangent(values: Any) -> bool:
+    """Whether a tensor in a nest of containers carries a forward gradient, in whatever mode."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(each).tangent is not None for each in tree_tensors(values))
 
 
 class DispatchMode(TorchDispatchMode):

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cgcompile import compat
 from cgcompile.boundaries import Boundaries
@@ -53,7 +54,7 @@ def eager_break_during_capture(function: F_) -> F_:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return function(*args, **kwargs)
         recorder = who_captures_here()
         if not isinstance(recorder, Breaker):

@@ -237,9 +237,11 @@ def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def gradients_due(needed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a result must be differentiable, backward or forward."""
     if not torch.is_grad_enabled():
-        return False
-    return needed or any(leaf.requires_grad for leaf in compat.tree_tensors((args, kwargs)))
+        return compat.has_tangent((args, kwargs))
+    needed = needed or any(leaf.requires_grad for leaf in compat.tree_tensors((args, kwargs)))
+    return needed or compat.has_tangent((args, kwargs))
 
 
 def holds_parameters_with_grad(runnable: Any) -> bool:

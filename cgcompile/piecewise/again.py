@@ -107,7 +107,7 @@ _ASKED = (
 asked = context.batch_descriptor
 if context.cudagraph_runtime_mode is not mode or asked is not descriptor and asked != descriptor:
     return {other}
-if turn.owner == thread or grad_is_on() or capturing():
+if turn.owner == thread or grad_is_on() or capturing() or {forward}:
     return another
 """
 )
@@ -151,9 +151,10 @@ def step_source(
         other: what it returns where the context asks for another step.
     """
     text = textwrap.indent
+    asked = _ASKED.format(other=other, forward=compat.FORWARD_GRADIENTS[0])
     run = _ALONE if inputs is None else f"made = replay({inputs}, context.num_unpadded_tokens)\n"
     return (
-        f"def step({signature}):\n{text(_ASKED.format(other=other) + first, ' ' * 4)}"
+        f"def step({signature}):\n{text(asked + first, ' ' * 4)}"
         "    with lock:\n"
         "        if turn.epoch is not epoch or pool.generation != generation:\n"
         "            return another\n"
@@ -227,6 +228,7 @@ class Again:
             "mode": recording.batch.mode,
             "descriptor": recording.batch.descriptor,
             "grad_is_on": torch.is_grad_enabled,
+            "forward_ad": compat.FORWARD_GRADIENTS[1],
             "capturing": pool.device.is_capturing,
             "pool": pool,
             "generation": pool.generation,

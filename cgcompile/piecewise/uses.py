@@ -1,5 +1,8 @@
 """Who uses each value of a PIECEWISE step, apart from the piece that makes it: :class:`Uses`."""
 
+from collections.abc import Iterable, Mapping
+
+from cgcompile.passes.nodes import storages
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.returns import returned_names
 
@@ -26,9 +29,14 @@ class Uses:
         self.made = {name for piece in split.pieces for name in piece.outputs}
         self.returned = set(returned_names(split)) - {""}
         values = split.values
-        eager = {name for piece in split.pieces if not piece.capture for name in piece.outputs}
-        unwritten = {name for name in self.returned & eager if not values[name].written}
-        self.originals = unwritten if own else set()
+        eager = {
+            name: piece.index
+            for piece in split.pieces
+            if not piece.capture
+            for name in piece.outputs
+        }
+        unwritten = {name for name in self.returned & eager.keys() if not values[name].written}
+        self.originals = self._apart(split, unwritten, eager) if own else set()
         self.read = {name for piece in split.pieces if piece.capture for name in piece.inputs}
         if not own:
             self.read |= self.returned  # the next graph may read it where it lies
@@ -40,3 +48,20 @@ class Uses:
             self.live |= set(split.numbers.inputs)
             self.last.update(dict.fromkeys(split.numbers.inputs, end))
         self.last.update(dict.fromkeys(self.returned - self.originals, end))
+
+    def _apart(
+        self, split: SplitGraph, names: Iterable[str], makers: Mapping[str, int]
+    ) -> set[str]:
+        """Those of these names that share memory with no result that another piece makes.
+
+        Such a result lies in the copy, and the caller may write to one and look at the other.
+        """
+        memory: dict[int, set[int | None]] = {}
+        for name in self.returned:
+            for key in storages(split.values[name].meta):
+                memory.setdefault(key, set()).add(makers.get(name))
+        return {
+            name
+            for name in names
+            if all(len(memory[key]) == 1 for key in storages(split.values[name].meta))
+        }

@@ -36,10 +36,17 @@ from graphs.breakable_support import (
     soft,
     step,
 )
+from support import compiling_elsewhere
 from torch import nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 
-from cgcompile import BatchDescriptor, CompilationConfig, CUDAGraphMode, set_forward_context
+from cgcompile import (
+    BatchDescriptor,
+    CompilationConfig,
+    CUDAGraphMode,
+    get_forward_context,
+    set_forward_context,
+)
 from cgcompile.boundaries import AttentionCGSupport, Boundaries, SplittingOp
 from cgcompile.errors import (
     AddressChangedError,
@@ -1772,6 +1779,18 @@ def test_other_thread_replays_in_its_own_context(device, wrap) -> None:
     found, error = in_thread(lambda: one(-4.0))
     assert error is None
     assert same(found, x * -4.0)
+    assert_counters(wrapper, captures=1, replays=2)
+
+
+def test_a_break_breaks_while_another_thread_compiles(device, wrap) -> None:
+    scale = eager_break_during_capture(lambda x: x * get_forward_context().attn_metadata)
+    wrapper = wrap(lambda x: scale(x + 1) + 1)
+    x = rand(device=device)
+    with compiling_elsewhere():
+        for metadata in (2.0, 3.0, -4.0):
+            x.uniform_()
+            with step(4, metadata=metadata):
+                assert same(wrapper(x), (x + 1) * metadata + 1)
     assert_counters(wrapper, captures=1, replays=2)
 
 

@@ -1,9 +1,12 @@
 """A compiled model must never return detached results where eager returns differentiable ones."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from cases import CASES, D
 from support import build
+from torch.autograd import forward_ad
 
 import cgcompile
 from cgcompile.errors import GradientError
@@ -168,3 +171,47 @@ def test_checkpointing_refuses_gradients_that_would_be_wrong() -> None:
         assert compiled(x).shape == x.shape
     with pytest.raises(GradientError, match="checkpoint"):
         compiled(x.requires_grad_())
+
+
+def pushed_forward(function, x: torch.Tensor) -> torch.Tensor | None:
+    """The forward gradient of a function at x, in a direction that x gives."""
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x.cos()))).tangent
+
+
+@pytest.mark.parametrize("context", [False, True], ids=["auto", "context"])
+@pytest.mark.parametrize("guards", ["keep", "none"])
+def test_forward_gradients_are_not_lost_in_a_replay(guards: str, context: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh())
+    compiled = cgcompile.compile(model, guards=guards, compiler="eager", capture_device="host")
+    batch, mode = cgcompile.BatchDescriptor(6), cgcompile.CUDAGraphMode.FULL
+    x = torch.zeros(6, D)
+    for step in range(8):
+        x.normal_()
+        step_context = cgcompile.set_forward_context(
+            cudagraph_runtime_mode=mode, batch_descriptor=batch
+        )
+        with torch.no_grad(), step_context if context else nullcontext():
+            if step % 4 < 3:
+                torch.testing.assert_close(compiled(x), model(x))
+            else:
+                found, expected = pushed_forward(compiled, x), pushed_forward(model, x)
+                assert expected is not None
+                torch.testing.assert_close(found, expected)
+    counters = compiled.backend.counters
+    assert counters.plain[Reason.GRADIENTS] == 2, counters
+    assert counters.replays >= 4, counters
+
+
+def test_forward_gradients_are_not_lost_in_a_wrapper() -> None:
+    config = cgcompile.CompilationConfig(capture_device="host")
+    wrapper, x = cgcompile.CUDAGraphWrapper(torch.sin, config), torch.zeros(3)
+    mode, batch = cgcompile.CUDAGraphMode.FULL, cgcompile.BatchDescriptor(3)
+    with torch.no_grad():
+        for step in range(4):
+            x.normal_()
+            with cgcompile.set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=batch):
+                torch.testing.assert_close(wrapper(x), x.sin())
+                if step > 1:
+                    torch.testing.assert_close(pushed_forward(wrapper, x), x.cos() * x.cos())
+    assert wrapper.counters.plain == {Reason.GRADIENTS: 2}, wrapper.counters

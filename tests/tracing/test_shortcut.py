@@ -54,7 +54,7 @@ def step(args, kwargs):
     asked = context.batch_descriptor
     if context.cudagraph_runtime_mode is not mode or asked is not descriptor and asked != descriptor:
         return turn.switched(context, args, kwargs)
-    if turn.owner == thread or grad_is_on() or capturing():
+    if turn.owner == thread or grad_is_on() or capturing() or forward_ad._current_level >= 0:
         return another
     if hooks_0 or hooks_1:
         return another
