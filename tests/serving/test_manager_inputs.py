@@ -85,6 +85,42 @@ def test_padding_never_reaches_the_cache(kind: str, device: str) -> None:
     assert made.counters.replays == before + 4
 
 
+class Shifting(Caching):
+    """Counts slots from 1, in the very buffer; or its metadata does."""
+
+    def forward(self, input_ids, positions, slot_mapping):
+        return super().forward(input_ids, positions, slot_mapping.add_(1))
+
+
+@pytest.mark.parametrize("writer", ["model", "metadata"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_tails_where_a_step_writes_into_its_inputs(
+    mode: str, kind: str, writer: str, device: str
+) -> None:
+    """A tail that drifts from -1 would reach slots that are other requests'."""
+
+    def shifting(batch: Batch, descriptor: Any, buffers: dict[str, Any]) -> Metadata:
+        buffers["slot_mapping"].add_(1)
+        return Metadata(buffers["query_start_loc"])
+
+    slots = InputBuffer("slot_mapping", ("tokens",), torch.int64, -1)
+    given = {"model": Shifting()} if writer == "model" else {"model": Caching()}
+    if writer == "metadata":
+        given["metadata"] = shifting
+    made = manager(mode, kind, device, inputs=(*INPUTS, slots), **given)
+    made.capture()
+    cache = given["model"].cache
+    cache.zero_()
+    for _ in range(3):  # in the largest size, of which each step leaves the whole tail clean
+        batch = requests(SIZES[-1] - 7, device=device)
+        where = torch.arange(20, 29, device=device)
+        made.run(replace(batch, inputs={**batch.inputs, "slot_mapping": where}))
+        assert cache[21:30].any(1).all()
+        assert not cache[1:21].any()
+    assert made.counters.replays >= 3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_positions_a_token_and_several_hidden_states(kind: str, device: str) -> None:
     made = manager(kind=kind, device=device, model=Mrope(), inputs=(INPUTS[0], MROPE, INPUTS[2]))
