@@ -23,6 +23,7 @@ from manager_support import (
     requests,
 )
 
+import cgcompile
 from cgcompile.errors import AddressChangedError, BatchError, InputBufferError, ManagerError
 from cgcompile.reasons import Reason
 from cgcompile.serving.buffers import InputBuffer
@@ -294,6 +295,32 @@ def test_a_graph_is_not_replayed_where_gradients_are_due() -> None:
     del results
     gc.collect()
     assert died() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_step_that_its_graph_could_not_serve_is_no_hit(mode: str, kind: str) -> None:
+    made = manager(mode, kind, inference_mode=False)
+    with torch.no_grad():
+        made.capture()
+        made.run(requests(3, 2))
+    assert made.run(requests(3, 2)).requires_grad
+    hits = {(row.mode, row.reason, row.ran) for row in made.statistics.rows() if row.hits}
+    assert hits == {(mode, None, 8), ("NONE", Reason.GRADIENTS, 5)}
+    with torch.no_grad():
+        made.run(requests(3, 2))
+    assert "2 of 3 steps on graphs" in str(cgcompile.coverage(made))
+
+
+def test_a_step_on_other_weights_is_no_hit() -> None:
+    made = manager("PIECEWISE", "compiled")
+    made.capture()
+    model = made.model._orig_mod
+    made.run(requests(3, 2))
+    model.layers[0].qkv.weight = torch.nn.Parameter(torch.randn_like(model.layers[0].qkv.weight))
+    batch = requests(4, 2)
+    torch.testing.assert_close(made.run(batch), eager(model, batch), rtol=1e-5, atol=1e-5)
+    assert made.statistics.reasons() == {Reason.WARMING: 1}
 
 
 def test_inputs_that_want_gradients() -> None:
