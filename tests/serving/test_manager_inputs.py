@@ -4,7 +4,8 @@ hidden states; and batches at the edges."""
 import gc
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -228,6 +229,49 @@ def test_metadata_of_another_step_is_never_read(device: str) -> None:
     made = manager("FULL", device=device, metadata=starts_of(fresh), check_metadata=False)
     made.capture()
     made.run(requests(3, device=device))
+
+
+class Slotted:
+    __slots__ = ("starts",)
+
+    def __init__(self, starts: torch.Tensor) -> None:
+        self.starts = starts
+
+
+@dataclass
+class Fields:
+    """What a subclass of a dataclass adds is no field of it."""
+
+    kind: str = "decode"
+
+
+class Added(Fields):
+    def __init__(self, starts: torch.Tensor) -> None:
+        super().__init__()
+        self.starts = starts
+
+
+@pytest.mark.parametrize(
+    ("held", "path"),
+    [
+        (lambda starts: MappingProxyType({"starts": starts}), r"\['starts'\]"),
+        (Slotted, r"\.starts"),
+        (Added, r"\.starts"),
+    ],
+    ids=["mapping", "slots", "dataclass"],
+)
+def test_metadata_is_looked_into_whatever_holds_it(held: Any, path: str) -> None:
+    kept: list[Any] = []
+
+    def fresh(batch: Batch, descriptor: Any, buffers: Any) -> Metadata:
+        starts = buffers["query_start_loc"].clone()
+        kept.append(starts)
+        return Metadata(buffers["query_start_loc"], held(starts))
+
+    made = manager("FULL", metadata=fresh)
+    made.capture()
+    with pytest.raises(AddressChangedError, match=f"slot_mapping{path} is at "):
+        made.run(requests(3))
 
 
 def starts_of(build: Any) -> Any:
