@@ -31,7 +31,9 @@ class InputBuffer:
         dtype: of the buffer; data of another one is refused.
         tail: what rows hold that are not real: a number that the dtype has (token 0, slot -1,
             sequence length 0 or 1), or None to repeat the last real value, as offsets do.
-        argument: the model takes it as a keyword argument; else metadata alone reads it.
+        argument: the model takes it as a keyword argument; else metadata alone reads it. What
+            counts requests varies within a PIECEWISE graph, whose key says tokens alone: it may
+            reach the boundaries of a compiled model then, and no piece.
         optional: a step may leave it out (``inputs_embeds``); the model gets None then. Whether it
             is there is part of the key of the graphs.
         host_slots: for data from the host: how many pinned copies to own; with 2 the host may

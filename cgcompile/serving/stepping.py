@@ -41,6 +41,8 @@ BuildMetadata = Callable[[Batch, BatchDescriptor, dict[str, Any]], Metadata]
 class _Whole:
     """The whole step as a callable; ``unwrap`` tells the wrapper whose weights it has."""
 
+    compares_weights = True  # the manager does
+
     def __init__(self, model: Callable[..., Any], step: Callable[..., Any]) -> None:
         self._model = model
         self._step = step

@@ -30,9 +30,9 @@ from manager_support import requests
 
 import cgcompile
 from cgcompile.encoder import Costs, EncoderCudaGraphManager, GraphKey, PatchEncoder
-from cgcompile.encoder.modules import modules_of
 from cgcompile.errors import AddressChangedError, CaptureError
 from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.modules import modules_of
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Reason
 

@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,13 +22,16 @@ from manager_support import (
     dispatcher,
     eager,
     manager,
+    metadata,
     requests,
 )
 
 import cgcompile
+from cgcompile.config import CompilationConfig
 from cgcompile.errors import AddressChangedError, BatchError, InputBufferError, ManagerError
 from cgcompile.reasons import Reason
 from cgcompile.serving.buffers import InputBuffer
+from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.steps import Batch, GraphHooks, Metadata
 from cgcompile.serving.variants import Axis
 
@@ -425,3 +429,35 @@ def test_hooks_end_where_a_step_raises() -> None:
     with pytest.raises(ValueError, match="d"):
         made.run(batch)
     assert calls == ["before c", "after c"]
+
+
+class Called:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, **given: Any) -> Any:
+        return self._model(**given)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [partial, Called, lambda model: lambda **given: model(**given)],
+    ids=["partial", "object", "closure"],
+)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_weights_of_a_model_that_is_no_module(mode: str, wrapped: Any) -> None:
+    made = manager(mode, "plain")
+    decoder = made.model
+    op = cgcompile.SplittingOp("cgserve::attend", support=cgcompile.AttentionCGSupport.ALWAYS)
+    config = CompilationConfig(splitting_ops=(op,), capture_device="host")
+    again = CudaGraphManager(
+        wrapped(decoder), dispatcher(mode), INPUTS, device="cpu", metadata=metadata, config=config
+    )
+    again.capture()
+    before = again.run(requests(3)).clone()
+    with torch.no_grad():
+        decoder.places.weight.mul_(2)  # in place: seen
+    assert not torch.equal(again.run(requests(3)), before)
+    decoder.places.weight = torch.nn.Parameter(decoder.places.weight * 2)
+    with pytest.raises(AddressChangedError, match=r"weight 'places\.weight'"):
+        again.run(requests(3))
