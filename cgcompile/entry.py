@@ -82,7 +82,7 @@ class CompiledGraph:
         self.split = split
         self.compilation = compilation
         self.timeline = Timeline()
-        self._ledger = Ledger(self.timeline.refused)
+        self._ledger = Ledger(self.timeline.plain, self.timeline.refused)
         self._config = config
         step = Step(split)
         self.source = step.source

@@ -25,6 +25,7 @@ from torch.compiler import is_dynamo_compiling
 from cgcompile.config import CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import ForwardContextError
+from cgcompile.reasons import Why
 
 _RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
@@ -32,7 +33,8 @@ _RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FUL
 class ForwardContext:
     """What opaque ops, wrappers and eager segments may know of the current step.
 
-    Attributes are those of :class:`set_forward_context`; ``additional`` holds its extra keywords.
+    Attributes are those of :class:`set_forward_context`; ``additional`` holds its extra keywords,
+    and ``ran_plain`` why what was called in it ran without a graph, the last time that it did.
     """
 
     __slots__ = (
@@ -45,6 +47,7 @@ class ForwardContext:
         "num_tokens",
         "num_tokens_across_dp",
         "num_unpadded_tokens",
+        "ran_plain",
         "slot_mapping",
     )
 
@@ -77,6 +80,7 @@ class ForwardContext:
         self.inputs_ready = inputs_ready
         self.additional = additional
         self.is_synthetic = False
+        self.ran_plain: Why | None = None
 
     @classmethod
     def synthetic(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor | None) -> "ForwardContext":

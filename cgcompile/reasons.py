@@ -145,11 +145,14 @@ class Ledger:
     """Counters that several threads write; nothing is called while its lock is held.
 
     Args:
-        told: learns each reason.
+        told_plain: learns why a call ran without graphs.
+        told_degraded: learns why one takes a lesser mode.
     """
 
-    def __init__(self, told: Callable[[Why], None] = lambda why: None) -> None:
-        self._told = told
+    def __init__(
+        self, told_plain: Callable[[Why], None], told_degraded: Callable[[Why], None]
+    ) -> None:
+        self._told_plain, self._told_degraded = told_plain, told_degraded
         self._lock = threading.Lock()
         self._counters = Counters()
 
@@ -186,11 +189,11 @@ class Ledger:
             self._counters.details[why.reason] = why.detail
         if new:
             log.info("a step runs without graphs: %s", why)
-        self._told(why)
+        self._told_plain(why)
 
     def degraded(self, why: Why) -> None:
         """A call takes a lesser mode than was asked for."""
         with self._lock:
             self._counters.degraded[why.reason] += 1
             self._counters.details[why.reason] = why.detail
-        self._told(why)
+        self._told_degraded(why)

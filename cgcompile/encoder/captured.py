@@ -14,7 +14,6 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.encoder.defs import DEFAULT, EncoderCudaGraphConfig, EncoderItemSpec
 from cgcompile.encoder.keys import GraphKey
 from cgcompile.encoder.limits import Limits
-from cgcompile.encoder.modules import modules_of
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.results import checked_rows, empty_rows, own_rows
 from cgcompile.encoder.room import Rehearsal, left_out
@@ -26,6 +25,7 @@ from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import holds_parameters_with_grad
 from cgcompile.graphs.guards import WeightsGuard
+from cgcompile.graphs.modules import modules_of
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sets import capture_set
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
@@ -56,6 +56,8 @@ class EncoderGraphs:
         kept_keys: how often a replay left a buffer as it was, by key.
         without_room: what the last capture left out for its bytes, with the reason as text.
     """
+
+    compares_weights = True  # itself, if it is to
 
     def __init__(
         self,

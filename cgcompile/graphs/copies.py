@@ -35,6 +35,12 @@ def numbers_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         return plain.reshape(-1).view(torch.uint8)
 
 
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a dtype that torch compares: it cannot for floats of eight bits."""
+    narrow = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.float() if narrow else tensor
+
+
 class OwnedCopy:
     """A buffer with the layout of one tensor, refilled from others of the same layout.
 

@@ -13,6 +13,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import AddressChangedError, HostValueChangedError, with_article
+from cgcompile.graphs.modules import modules_of
 
 _BY_VALUE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), torch.Size)
 _BY_VALUE += (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -78,18 +79,21 @@ _NO_TENSORS = frozenset((bool, int, float, str, type(None), dict, OrderedDict, s
 
 
 class WeightsGuard:
-    """The parameters, buffers and other tensors of one captured module: the same, where they were.
+    """The parameters, buffers and other tensors of what was captured: the same, where they were.
 
     Sub-modules must be the same too. Keeps the memory, so that a graph never reads what was freed.
-    Tensors that a function finds elsewhere, in globals or closures, are not seen.
+    Tensors that are in no module, and modules that a function finds in globals, are not seen.
 
     Args:
-        runnable: what was captured; a module, or a method of one. Anything else has no weights.
+        runnable: what was captured: a module, or what holds some; see
+            :func:`~cgcompile.graphs.modules.modules_of`. Nothing is looked at if it, or the object
+            whose method it is, says ``compares_weights``: by itself, that is.
     """
 
     def __init__(self, runnable: Any) -> None:
-        module = getattr(runnable, "__self__", runnable)
-        modules = list(module.named_modules()) if isinstance(module, torch.nn.Module) else []
+        owner = getattr(runnable, "__self__", runnable)
+        roots = () if getattr(owner, "compares_weights", False) is True else modules_of(runnable)
+        modules = [named for root in roots for named in root.named_modules()]
         self._places: list[tuple[dict[str, Any], str, str]] = []
         for prefix, each in modules:
             start = f"{prefix}." if prefix else ""

@@ -245,7 +245,8 @@ class _Recorder(compat.DispatchMode):
             if not self._pool.lasts(leaf.untyped_storage().data_ptr()):
                 shape = f"{tuple(leaf.shape)} {leaf.dtype}"
                 outside.append((compat.StorageLife(leaf), shape))
-            return compat.weak_tensor(leaf)
+            # Ops made of other ops choose kernels by it, without gradients too.
+            return compat.weak_tensor(leaf).requires_grad_(leaf.requires_grad)
 
         weak_args, weak_kwargs = compat.tree_map(held, (args, kwargs))
         line = compat.program_line() if self._lines else ""

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from cgcompile import compat
 from cgcompile.config import CUDAGraphMode
-from cgcompile.forward_context import BatchDescriptor
+from cgcompile.forward_context import BatchDescriptor, callers_context
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.reasons import Reason, Why
@@ -125,6 +125,13 @@ class Timeline:
             compat.trace_artifact("cgcompile_capture", record.to_dict, self._compile_id)
             if text:
                 compat.trace_artifact("cgcompile_sequence", lambda: text, self._compile_id)
+
+    def plain(self, why: Why) -> None:
+        """A step ran without a graph; its forward context, if a caller has set one, learns why."""
+        context = callers_context()
+        if context is not None:
+            context.ran_plain = why
+        self.refused(why)
 
     def refused(self, why: Why) -> None:
         """A step runs without a graph, or with a lesser one; told once for each detail."""

@@ -20,7 +20,7 @@ from cgcompile.forward_context import callers_context, in_full_mode
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.breaks import Breaker, BreakMode
 from cgcompile.graphs.capture import capture_turn
-from cgcompile.graphs.copies import flat, numbers_as_bytes
+from cgcompile.graphs.copies import comparable, flat, numbers_as_bytes
 from cgcompile.graphs.entries import CUDAGraphEntry
 from cgcompile.graphs.opened import alike, named_values, names_compared, uncompared, value_text
 from cgcompile.graphs.sequence import EagerSegment
@@ -93,7 +93,8 @@ def _same_kind(found: Any, expected: torch.Tensor) -> bool:
 def _close(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> bool:
     if rtol == atol == 0.0:
         return torch.equal(numbers_as_bytes(found), numbers_as_bytes(expected))
-    return torch.allclose(found, expected, rtol=rtol, atol=atol, equal_nan=True)
+    pair = comparable(found), comparable(expected)
+    return torch.allclose(*pair, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def _of_numbers(

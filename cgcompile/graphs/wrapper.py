@@ -312,7 +312,7 @@ class CUDAGraphWrapper(Transparent):
         with self._lock:
             self.counters.plain[reason] += 1
             self.counters.details[reason] = detail
-        self.timeline.refused(Why(reason, detail))
+        self.timeline.plain(Why(reason, detail))
         return result
 
     # -------------------------------------------------------------- what a user may ask

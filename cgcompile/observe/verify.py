@@ -239,11 +239,14 @@ def _padded(
 
 
 def real_part(found: Any, exact: Any, size: int) -> Any:
-    """The rows of a padded value that an exact one has; anything else as it is."""
-    if not isinstance(found, torch.Tensor) or not isinstance(exact, torch.Tensor):
+    """The rows of a padded value that an exact one has, in any dimension; else as it is."""
+    both = isinstance(found, torch.Tensor) and isinstance(exact, torch.Tensor)
+    if not both or exact.dim() != found.dim():
         return found
-    shorter = found.dim() and exact.dim() == found.dim() and len(exact) < len(found) == size
-    return found[: len(exact)] if shorter else found
+    for dim, (more, fewer) in enumerate(zip(found.shape, exact.shape, strict=True)):
+        if fewer < more == size:
+            found = found.narrow(dim, 0, fewer)
+    return found
 
 
 # ---------------------------------------------------------------- against breakable capture

@@ -5,7 +5,9 @@ An engine that makes a new tensor for each step would get the results of old one
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -22,9 +24,9 @@ _NOT_LOOKED_INTO = (int, float, str, bytes, type, torch.nn.Module)
 class MetadataGuard:
     """The addresses of the device's tensors in the metadata of one capture.
 
-    Found in tuples, lists, dicts and objects with attributes, three deep, at each step anew; that
-    synchronises nothing. Tensors of the host are not looked at, where the device is another: a
-    graph cannot read them.
+    Found in tuples, lists, mappings and objects with attributes, in slots too, three deep, at each
+    step anew; that synchronises nothing. Tensors of the host are not looked at, where the device is
+    another: a graph cannot read them.
 
     Args:
         metadata: of the capture.
@@ -70,13 +72,28 @@ def _addresses(value: Any, path: str, kind: str, depth: int) -> Iterator[tuple[s
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)):
         yield from ((f"[{place}]", part) for place, part in enumerate(value))
-    elif dataclasses.is_dataclass(value):
-        yield from (
-            (f".{each.name}", getattr(value, each.name)) for each in dataclasses.fields(value)
-        )
+    elif isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
     else:
-        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
+        attributes = getattr(value, "__dict__", {})
+        kind: Any = type(value)  # which mypy takes for unhashable
+        yield from ((f".{name}", part) for name, part in attributes.items())
+        for name in _declared(kind):
+            if name not in attributes and hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+
+
+@lru_cache(maxsize=256)
+def _declared(kind: Any) -> tuple[str, ...]:
+    """Attributes that may be in no ``__dict__``: those in slots, and fields with a default."""
+    slots = (
+        name
+        for each in kind.__mro__
+        if "__slots__" in vars(each)
+        for name, member in vars(each).items()
+        if isinstance(member, MemberDescriptorType)
+    )
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return tuple(dict.fromkeys([*(each.name for each in fields), *slots]))

@@ -31,7 +31,9 @@ class InputBuffer:
         dtype: of the buffer; data of another one is refused.
         tail: what rows hold that are not real: a number that the dtype has (token 0, slot -1,
             sequence length 0 or 1), or None to repeat the last real value, as offsets do.
-        argument: the model takes it as a keyword argument; else metadata alone reads it.
+        argument: the model takes it as a keyword argument; else metadata alone reads it. What
+            counts requests varies within a PIECEWISE graph, whose key says tokens alone: it may
+            reach the boundaries of a compiled model then, and no piece.
         optional: a step may leave it out (``inputs_embeds``); the model gets None then. Whether it
             is there is part of the key of the graphs.
         host_slots: for data from the host: how many pinned copies to own; with 2 the host may
@@ -122,8 +124,9 @@ class _Held:
             self.whole = torch.empty(sizes, dtype=spec.dtype, device=device)
             self.whole.fill_(0 if spec.tail is None else spec.tail)
         self._host: dict[int, torch.Tensor] = {}
-        self.shared = False  # the engine writes here too: nothing is known of the tail
+        self.shared = False  # others write here too: nothing is known of the tail
         self._clean = 0  # from this row on all hold the tail
+        self._version = self.whole._version  # as this class left it; others' writes raise it
 
     def front(self, rows: int) -> torch.Tensor:
         return self.whole.narrow(self.spec.dim, 0, rows)
@@ -147,11 +150,12 @@ class _Held:
     def write(self, value: torch.Tensor, padded: int) -> None:
         """Real rows to the front, and the tail behind them as far as a graph reads."""
         real = value.shape[self.spec.dim]
+        end = self._end(real, padded)
         if not self.is_front(value):
             self.front(real).copy_(value)
-        end = self._end(real, padded)
         if end > real:
             self._fill(self.whole, real, end)
+        self._version = self.whole._version
 
     def upload(self, value: torch.Tensor, padded: int, turn: int) -> None:
         """As :meth:`write`, by one copy: the tail is filled in on the host."""
@@ -164,16 +168,20 @@ class _Held:
         host.narrow(dim, 0, real).copy_(value)
         if end > real:
             self._fill(host, real, end)
-        if not dim:
-            self.whole[:end].copy_(host[:end], non_blocking=True)
-            return
         # Rows of rows, each of which is one copy: torch would gather them in memory of its own.
         lines = zip(self.whole.flatten(0, dim - 1), host.flatten(0, dim - 1), strict=True)
-        for line, source in lines:
+        for line, source in lines if dim else ((self.whole, host),):
             line[:end].copy_(source[:end], non_blocking=True)
+        self._version = self.whole._version
 
     def _end(self, real: int, padded: int) -> int:
-        """Up to which row the tail has to be written, behind the real ones."""
+        """Up to which row the tail has to be written, behind the real ones.
+
+        A model or a ``metadata`` that writes into a buffer changes tails too. Its replays do so
+        unseen, but not its warm-ups, and so all tails are written from then on.
+        """
+        if self.whole._version != self._version:
+            self.shared = True
         end = padded if self.shared or self.spec.tail is None else min(padded, self._clean)
         if padded >= self._clean:
             self._clean = real

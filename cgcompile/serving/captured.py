@@ -111,7 +111,7 @@ class CapturedGraphs:
         if self._dispatcher.is_captured(mode, descriptor):
             if mode is FULL and not agreed:  # else they were, before ranks agreed
                 self.check_weights(descriptor)
-            return steps.step(batch, mode, descriptor), None
+            return steps.step(batch, mode, descriptor), steps.ran_plain
         if (mode, descriptor) not in self.warmed:
             self.warmed.add((mode, descriptor))
             with postponed_capture():

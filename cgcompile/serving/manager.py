@@ -66,7 +66,8 @@ class CudaGraphManager(Questions):
             only :meth:`capture` does.
         inference_mode: capture and run in inference mode; else in the caller's mode.
         check_weights: compare objects and addresses of all weights before each FULL replay, about
-            0.2 us a weight; else call :meth:`release` where one is replaced.
+            0.2 us a weight; else call :meth:`release` where one is replaced. Of a model that is no
+            module those of the modules that it holds, but in globals.
         check_metadata: compare where tensors of ``metadata`` lie with where they lay at capture.
         agreement: ranks that run the same graphs, made with this dispatcher. All ranks make the
             same calls then: :meth:`capture`, and :meth:`run` at each step.

@@ -23,7 +23,7 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import CUDAGraphEntry, gradients_due
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.reasons import Counters
+from cgcompile.reasons import EXPECTED, Counters, Reason, Why
 from cgcompile.serving.baked import MetadataGuard
 from cgcompile.serving.buffers import StaticInputs
 from cgcompile.serving.outputs import OutputBuffers, Outputs
@@ -32,11 +32,16 @@ from cgcompile.settings import require, require_items, require_kind
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
+# What wrappers in a part of the model may say at each replay, as the step is not theirs.
+_OF_PARTS = EXPECTED - {Reason.WARMING}
+
 BuildMetadata = Callable[[Batch, BatchDescriptor, dict[str, Any]], Metadata]
 
 
 class _Whole:
     """The whole step as a callable; ``unwrap`` tells the wrapper whose weights it has."""
+
+    compares_weights = True  # the manager does
 
     def __init__(self, model: Callable[..., Any], step: Callable[..., Any]) -> None:
         self._model = model
@@ -73,6 +78,7 @@ class StepRunner:
         hooks: all of them, as one.
         across: int32 [R] on the CPU, the tokens that each of R ranks runs in the next step; None
             without ranks.
+        ran_plain: why the last step ran without the graph that it was to replay; None if it did.
     """
 
     def __init__(
@@ -108,6 +114,7 @@ class StepRunner:
         self._baked: dict[BatchDescriptor, MetadataGuard] = {}
         self._sizes = (0, 0)  # of the step that runs, padded
         self.across: torch.Tensor | None = None
+        self.ran_plain: Why | None = None
         found = capture_device(device, config.capture_device)
         self.pool = None if found is None else GraphPool(found)
         whole = _Whole(model, self._whole)
@@ -144,6 +151,7 @@ class StepRunner:
             AddressChangedError: metadata of a FULL graph lies elsewhere than at its capture.
             HostValueChangedError: another autocast mode than at the capture of a FULL graph.
         """
+        self.ran_plain = None
         real = (batch.num_tokens, batch.num_reqs)
         padded = (descriptor.num_tokens, descriptor.num_reqs or batch.num_reqs)
         buffers = self._inputs.stage(batch.inputs, real, padded)
@@ -169,9 +177,12 @@ class StepRunner:
             num_tokens_across_dp=self.across if across is None else across,
             slot_mapping=metadata.slot_mapping,
             **metadata.additional,
-        ):
+        ) as context:
             self._sizes = padded
             result = run(**{name: buffers[name] for name in self._arguments})
+        why = None if context is None else context.ran_plain
+        if why is not None and why.reason not in _OF_PARTS:
+            self.ran_plain = why
         if mode is FULL and self._checks_metadata and descriptor not in self._baked:
             self._remember(metadata, descriptor)
         return self._rows.real(result, padded, real)

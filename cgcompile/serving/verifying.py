@@ -16,6 +16,7 @@ from cgcompile import compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import ManagerError
+from cgcompile.graphs.copies import comparable
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.steps import Batch
 
@@ -80,8 +81,8 @@ def verify_full(
         plain = compat.tree_map(_copied, manager.run(batch, valid_modes=()))
         replayed = replayed_step(manager, batch, number)
         compared += 1
-        pairs = zip(compat.tree_leaves(plain), compat.tree_leaves(replayed), strict=True)
-        for expected, got in pairs:
+        sides = (map(comparable, compat.tree_leaves(each)) for each in (plain, replayed))
+        for expected, got in zip(*sides, strict=True):
             if not torch.allclose(got, expected, rtol, atol, equal_nan=True):
                 rows, largest = _differing(got, expected, rtol, atol)
                 found.append(Unequal(chosen.descriptor, number, rows, largest))

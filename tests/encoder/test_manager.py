@@ -30,9 +30,9 @@ from manager_support import requests
 
 import cgcompile
 from cgcompile.encoder import Costs, EncoderCudaGraphManager, GraphKey, PatchEncoder
-from cgcompile.encoder.modules import modules_of
 from cgcompile.errors import AddressChangedError, CaptureError
 from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.modules import modules_of
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Reason
 
@@ -477,7 +477,17 @@ def partially(tower: Any) -> Any:
     return functools.partial(lambda held, buffers: held["it"][0](buffers), {"it": [tower]})
 
 
-@pytest.mark.parametrize("forward", [method, closure, partially])
+class Called:
+    __slots__ = ("_tower",)
+
+    def __init__(self, tower: Any) -> None:
+        self._tower = tower
+
+    def __call__(self, buffers: Any) -> Any:
+        return self._tower(buffers)
+
+
+@pytest.mark.parametrize("forward", [method, closure, partially, Called])
 def test_weights_are_found_wherever_the_forward_has_them(forward: Any, device: str) -> None:
     tower: Any = Tower().to(device).eval()
     model = PatchEncoder(

@@ -62,3 +62,15 @@ def test_running_statistics_move_once(kind: type[nn.Module]) -> None:
     assert torch.equal(model.running_mean, other.running_mean)
     assert torch.equal(model.running_var, other.running_var)
     assert other.running_mean.abs().sum() > 0
+
+
+def test_composite_ops_choose_the_same_kernels() -> None:
+    """A product in a linear layer is folded into a matrix only if its weight requires gradients."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 8), torch.randn(64, 4, 8)
+
+    def one_token(x: torch.Tensor) -> torch.Tensor:
+        return layer(x[:, :1])
+
+    with torch.inference_mode():
+        assert torch.equal(run(one_token, x), one_token(x))

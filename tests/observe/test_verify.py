@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import D
 from expecttest import TestCase
 from manager_support import manager, requests
@@ -123,6 +124,27 @@ def test_a_good_manager(device: str, mode: str, kind: str) -> None:
 
 
 # ---------------------------------------------------------------- nothing to compare
+
+
+class Layouts(nn.Module):
+    """A result with the batch in its second dimension, and a cache and a result of eight bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2, 4, D, dtype=torch.float8_e4m3fn))
+
+    def forward(self, x):
+        y = F.scaled_dot_product_attention(x, x, x).sin()
+        self.cache.copy_(y[:2])
+        return y.transpose(0, 1) + 1, y.to(torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot"])  # compared bitwise, and by dtype
+def test_rows_in_another_dimension_and_narrow_numbers(compiler: str) -> None:
+    settings = config(compiler=compiler)
+    found = verify(Layouts(), rows("cpu"), config=settings, padded_sizes=(8,))
+    assert found.ok, found
+    assert found.replays == 6
 
 
 def test_nothing_replayed_is_not_ok() -> None:

@@ -4,7 +4,9 @@ hidden states; and batches at the edges."""
 import gc
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -20,12 +22,16 @@ from manager_support import (
     dispatcher,
     eager,
     manager,
+    metadata,
     requests,
 )
 
+import cgcompile
+from cgcompile.config import CompilationConfig
 from cgcompile.errors import AddressChangedError, BatchError, InputBufferError, ManagerError
 from cgcompile.reasons import Reason
 from cgcompile.serving.buffers import InputBuffer
+from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.steps import Batch, GraphHooks, Metadata
 from cgcompile.serving.variants import Axis
 
@@ -83,6 +89,42 @@ def test_padding_never_reaches_the_cache(kind: str, device: str) -> None:
         assert torch.equal(cache[1:], expected[1:])
         torch.testing.assert_close(found, eager(model, batch), rtol=1e-5, atol=1e-5)
     assert made.counters.replays == before + 4
+
+
+class Shifting(Caching):
+    """Counts slots from 1, in the very buffer; or its metadata does."""
+
+    def forward(self, input_ids, positions, slot_mapping):
+        return super().forward(input_ids, positions, slot_mapping.add_(1))
+
+
+@pytest.mark.parametrize("writer", ["model", "metadata"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_tails_where_a_step_writes_into_its_inputs(
+    mode: str, kind: str, writer: str, device: str
+) -> None:
+    """A tail that drifts from -1 would reach slots that are other requests'."""
+
+    def shifting(batch: Batch, descriptor: Any, buffers: dict[str, Any]) -> Metadata:
+        buffers["slot_mapping"].add_(1)
+        return Metadata(buffers["query_start_loc"])
+
+    slots = InputBuffer("slot_mapping", ("tokens",), torch.int64, -1)
+    given = {"model": Shifting()} if writer == "model" else {"model": Caching()}
+    if writer == "metadata":
+        given["metadata"] = shifting
+    made = manager(mode, kind, device, inputs=(*INPUTS, slots), **given)
+    made.capture()
+    cache = given["model"].cache
+    cache.zero_()
+    for _ in range(3):  # in the largest size, of which each step leaves the whole tail clean
+        batch = requests(SIZES[-1] - 7, device=device)
+        where = torch.arange(20, 29, device=device)
+        made.run(replace(batch, inputs={**batch.inputs, "slot_mapping": where}))
+        assert cache[21:30].any(1).all()
+        assert not cache[1:21].any()
+    assert made.counters.replays >= 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,6 +235,49 @@ def test_metadata_of_another_step_is_never_read(device: str) -> None:
     made.run(requests(3, device=device))
 
 
+class Slotted:
+    __slots__ = ("starts",)
+
+    def __init__(self, starts: torch.Tensor) -> None:
+        self.starts = starts
+
+
+@dataclass
+class Fields:
+    """What a subclass of a dataclass adds is no field of it."""
+
+    kind: str = "decode"
+
+
+class Added(Fields):
+    def __init__(self, starts: torch.Tensor) -> None:
+        super().__init__()
+        self.starts = starts
+
+
+@pytest.mark.parametrize(
+    ("held", "path"),
+    [
+        (lambda starts: MappingProxyType({"starts": starts}), r"\['starts'\]"),
+        (Slotted, r"\.starts"),
+        (Added, r"\.starts"),
+    ],
+    ids=["mapping", "slots", "dataclass"],
+)
+def test_metadata_is_looked_into_whatever_holds_it(held: Any, path: str) -> None:
+    kept: list[Any] = []
+
+    def fresh(batch: Batch, descriptor: Any, buffers: Any) -> Metadata:
+        starts = buffers["query_start_loc"].clone()
+        kept.append(starts)
+        return Metadata(buffers["query_start_loc"], held(starts))
+
+    made = manager("FULL", metadata=fresh)
+    made.capture()
+    with pytest.raises(AddressChangedError, match=f"slot_mapping{path} is at "):
+        made.run(requests(3))
+
+
 def starts_of(build: Any) -> Any:
     def metadata(batch: Batch, descriptor: Any, buffers: Any) -> Metadata:
         return Metadata(build(batch, descriptor, buffers).attn_metadata["starts"])
@@ -260,6 +345,32 @@ def test_a_graph_is_not_replayed_where_gradients_are_due() -> None:
     assert died() is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_step_that_its_graph_could_not_serve_is_no_hit(mode: str, kind: str) -> None:
+    made = manager(mode, kind, inference_mode=False)
+    with torch.no_grad():
+        made.capture()
+        made.run(requests(3, 2))
+    assert made.run(requests(3, 2)).requires_grad
+    hits = {(row.mode, row.reason, row.ran) for row in made.statistics.rows() if row.hits}
+    assert hits == {(mode, None, 8), ("NONE", Reason.GRADIENTS, 5)}
+    with torch.no_grad():
+        made.run(requests(3, 2))
+    assert "2 of 3 steps on graphs" in str(cgcompile.coverage(made))
+
+
+def test_a_step_on_other_weights_is_no_hit() -> None:
+    made = manager("PIECEWISE", "compiled")
+    made.capture()
+    model = made.model._orig_mod
+    made.run(requests(3, 2))
+    model.layers[0].qkv.weight = torch.nn.Parameter(torch.randn_like(model.layers[0].qkv.weight))
+    batch = requests(4, 2)
+    torch.testing.assert_close(made.run(batch), eager(model, batch), rtol=1e-5, atol=1e-5)
+    assert made.statistics.reasons() == {Reason.WARMING: 1}
+
+
 def test_inputs_that_want_gradients() -> None:
     embeds = InputBuffer("inputs_embeds", ("tokens", D), torch.float32, 0.0, optional=True)
     axes = [Axis("inputs_embeds", (True,))]
@@ -318,3 +429,35 @@ def test_hooks_end_where_a_step_raises() -> None:
     with pytest.raises(ValueError, match="d"):
         made.run(batch)
     assert calls == ["before c", "after c"]
+
+
+class Called:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, **given: Any) -> Any:
+        return self._model(**given)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [partial, Called, lambda model: lambda **given: model(**given)],
+    ids=["partial", "object", "closure"],
+)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_weights_of_a_model_that_is_no_module(mode: str, wrapped: Any) -> None:
+    made = manager(mode, "plain")
+    decoder = made.model
+    op = cgcompile.SplittingOp("cgserve::attend", support=cgcompile.AttentionCGSupport.ALWAYS)
+    config = CompilationConfig(splitting_ops=(op,), capture_device="host")
+    again = CudaGraphManager(
+        wrapped(decoder), dispatcher(mode), INPUTS, device="cpu", metadata=metadata, config=config
+    )
+    again.capture()
+    before = again.run(requests(3)).clone()
+    with torch.no_grad():
+        decoder.places.weight.mul_(2)  # in place: seen
+    assert not torch.equal(again.run(requests(3)), before)
+    decoder.places.weight = torch.nn.Parameter(decoder.places.weight * 2)
+    with pytest.raises(AddressChangedError, match=r"weight 'places\.weight'"):
+        again.run(requests(3))

@@ -11,19 +11,22 @@ from typing import Any
 
 import torch
 
+from cgcompile.graphs.state import Slots
+
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
-    """The model, if it is a module; else those that its attributes hold.
+    """The model, if it is a module; else those that it or its attributes hold.
 
-    An attribute may be a module, a method of one, a function that has one in its closure or its
-    defaults, a ``functools.partial``, or a container of any of these. What a function finds in
-    globals is not seen.
+    It, or an attribute, may be a module, a method of one, a function that has one in its closure or
+    its defaults, a ``functools.partial``, an object that can be called and has one in its
+    attributes, or a container of any of these. What a function finds in globals is not seen,
+    nor what is in other objects: an engine among them would have the weights of all its models.
     """
     if isinstance(model, torch.nn.Module):
         return [model]
     found: dict[int, torch.nn.Module] = {}  # a tower may be its own forward
     seen = {id(model)}
-    todo = list(getattr(model, "__dict__", {}).values())
+    todo = list(_held(model) or _attributes(model))
     while todo:
         each = todo.pop(0)
         if id(each) in seen:
@@ -50,11 +53,13 @@ def _held(value: Any) -> Iterable[Any]:
     if isinstance(value, FunctionType):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return (*map(_content, value.__closure__ or ()), *defaults)
-    return ()
+    return _attributes(value) if callable(value) else ()
 
 
 def _attributes(value: Any) -> Iterable[Any]:
-    return () if isinstance(value, type) else getattr(value, "__dict__", {}).values()
+    if isinstance(value, type):
+        return ()
+    return (*getattr(value, "__dict__", {}).values(), *Slots(value).read().values())
 
 
 def _content(cell: CellType) -> Any:
