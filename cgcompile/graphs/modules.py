@@ -4,6 +4,7 @@ Weights are compared before replays. One that nobody finds is never compared, an
 on with memory that was freed since.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 
 from cgcompile.graphs.state import Slots
+
+_HOLD_NOTHING = frozenset((str, bytes, int, float, bool, type(None), type, torch.Tensor))
 
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
@@ -26,16 +29,16 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
         return [model]
     found: dict[int, torch.nn.Module] = {}  # a tower may be its own forward
     seen = {id(model)}
-    todo = list(_held(model) or _attributes(model))
+    todo = deque(_held(model) or _attributes(model))
     while todo:
-        each = todo.pop(0)
+        each = todo.popleft()
         if id(each) in seen:
             continue
         seen.add(id(each))
         if isinstance(each, torch.nn.Module):
             found[id(each)] = each
-        else:
-            todo += _held(each)
+        else:  # a tokenizer among them has words by the hundred thousand
+            todo += [item for item in _held(each) if type(item) not in _HOLD_NOTHING]
     return list(found.values())
 
 

@@ -32,7 +32,6 @@ import cgcompile
 from cgcompile.encoder import Costs, EncoderCudaGraphManager, GraphKey, PatchEncoder
 from cgcompile.errors import AddressChangedError, CaptureError
 from cgcompile.graphs.device import capture_device
-from cgcompile.graphs.modules import modules_of
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Reason
 
@@ -499,15 +498,6 @@ def test_weights_are_found_wherever_the_forward_has_them(forward: Any, device: s
     tower.merge.weight = torch.nn.Parameter(torch.randn_like(tower.merge.weight))
     with pytest.raises(AddressChangedError, match=r"merge\.weight"):
         made.execute(call)
-
-
-def test_modules_of_a_model_without_attributes() -> None:
-    class Bare:
-        __slots__ = ()
-
-    assert modules_of(Bare()) == []
-    tower = Tower()
-    assert modules_of(tower) == [tower]
 
 
 def test_two_managers_share_one_pool(device: str) -> None:

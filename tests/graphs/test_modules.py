@@ -1,0 +1,71 @@
+"""Whose weights are compared: the modules that something holds that is called."""
+
+import functools
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from support import calls_of
+from torch import nn
+
+from cgcompile.graphs.modules import modules_of
+
+
+class Called:
+    __slots__ = ("_held",)
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return self._held
+
+
+class Engine:
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.words = model, {"a": 1}
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+def closure(held: Any) -> Any:
+    return lambda x: held(x)
+
+
+HOLDERS = {
+    "closure": closure,
+    "default": lambda held: lambda x, model=held: model(x),
+    "partial": lambda held: functools.partial(lambda held, x: held(x), held),
+    "object": Called,
+    "method of the module": lambda held: held.forward,
+    "method of an object": lambda held: Engine(held).step,
+    "list in a mapping": lambda held: Called(MappingProxyType({"it": [(held,)]})),
+    "function in a function": lambda held: closure(Called(functools.partial(closure(held)))),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_module_is_found(holder: str) -> None:
+    module = nn.Linear(2, 2)
+    assert modules_of(HOLDERS[holder](module)) == [module]
+
+
+def test_what_holds_none() -> None:
+    class Bare:
+        __slots__ = ()
+
+    assert modules_of(Bare()) == modules_of(len) == modules_of(closure(Called(None))) == []
+    module = nn.Linear(2, 2)
+    assert modules_of(module) == [module]
+    assert modules_of(closure([module, module, Called(module)])) == [module]
+
+
+def test_a_large_vocabulary_costs_nothing() -> None:
+    """A tokenizer can be called too, and what it holds cannot hold a module."""
+    words = {str(number): number for number in range(20_000)}
+    engine, module = Called([words, [*words], set(words)]), nn.Linear(2, 2)
+    engine = Called([engine, module])
+    assert modules_of(engine) == [module]
+    assert len(calls_of(lambda: modules_of(engine))) < 100
