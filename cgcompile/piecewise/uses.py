@@ -57,7 +57,7 @@ class Uses:
         Such a result lies in the copy, and the caller may write to one and look at the other.
         """
         memory: dict[int, set[int | None]] = {}
-        for name in self.returned:
+        for name in self.returned & split.values.keys():  # numbers lie in no memory
             for key in storages(split.values[name].meta):
                 memory.setdefault(key, set()).add(makers.get(name))
         return {
