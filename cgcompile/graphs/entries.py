@@ -14,6 +14,7 @@ from cgcompile.forward_context import BatchDescriptor
 from cgcompile.graphs.device import DeviceGraph
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.lent import LentTree, Passed, can_be_lent
+from cgcompile.graphs.modules import modules_of
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import flatten, is_record, rebuilt
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
@@ -245,10 +246,8 @@ def gradients_due(needed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def holds_parameters_with_grad(runnable: Any) -> bool:
+    """Whether a parameter of a module, or of those that something else holds, requires grad."""
     unwrap = getattr(runnable, "unwrap", None)
-    runnable = unwrap() if callable(unwrap) else runnable
-    module = getattr(runnable, "__self__", runnable)  # of a bound method such as module.forward
-    if not isinstance(module, torch.nn.Module):
-        return False
-    tables = [each._parameters for each in _modules(module)]
+    roots = modules_of(unwrap() if callable(unwrap) else runnable)
+    tables = [each._parameters for root in roots for each in _modules(root)]
     return any([w.requires_grad for table in tables for w in table.values() if w is not None])

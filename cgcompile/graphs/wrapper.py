@@ -50,7 +50,7 @@ from cgcompile.reasons import EXPECTED, Counters, Reason, Why
 
 log = logging.getLogger(__name__)
 
-_GRADIENTS = "grad mode is on, and an input, a parameter or an output requires grad"
+_GRADIENTS = "an input, a parameter or an output requires grad, or has a tangent"
 
 
 class CUDAGraphWrapper(Transparent):

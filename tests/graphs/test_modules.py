@@ -9,7 +9,18 @@ import torch
 from support import calls_of
 from torch import nn
 
+from cgcompile import (
+    BatchDescriptor,
+    BreakableCUDAGraphWrapper,
+    CompilationConfig,
+    CUDAGraphMode,
+    CUDAGraphWrapper,
+    set_forward_context,
+)
 from cgcompile.graphs.modules import modules_of
+from cgcompile.reasons import Reason
+
+FULL = CUDAGraphMode.FULL
 
 
 class Called:
@@ -19,7 +30,7 @@ class Called:
         self._held = held
 
     def __call__(self, x: torch.Tensor) -> Any:
-        return self._held
+        return self._held(x)
 
 
 class Engine:
@@ -44,6 +55,7 @@ HOLDERS = {
     "list in a mapping": lambda held: Called(MappingProxyType({"it": [(held,)]})),
     "function in a function": lambda held: closure(Called(functools.partial(closure(held)))),
 }
+CALL_IT = ("closure", "default", "partial", "object", "method")  # the others are called by nobody
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -60,6 +72,25 @@ def test_what_holds_none() -> None:
     module = nn.Linear(2, 2)
     assert modules_of(module) == [module]
     assert modules_of(closure([module, module, Called(module)])) == [module]
+
+
+@pytest.mark.parametrize("holder", [each for each in HOLDERS if each.startswith(CALL_IT)])
+@pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
+def test_gradients_reach_the_weights(kind: Any, holder: str) -> None:
+    """A replay would return a result that has none, as if the weights were constants."""
+    module, x = nn.Linear(2, 2), torch.empty(3, 2)
+    runs = kind(HOLDERS[holder](module), CompilationConfig(capture_device="host"), FULL)
+    for grad in (False, False, True, False, True):
+        x.copy_(torch.randn(3, 2))
+        context = set_forward_context(
+            cudagraph_runtime_mode=FULL, batch_descriptor=BatchDescriptor(3)
+        )
+        with torch.set_grad_enabled(grad), context:
+            made = runs(x)
+        assert torch.equal(made, module(x))
+        assert made.requires_grad is grad
+    assert (runs.counters.captures, runs.counters.replays) == (1, 2)
+    assert runs.counters.plain == {Reason.GRADIENTS: 2}
 
 
 def test_a_large_vocabulary_costs_nothing() -> None:
