@@ -121,9 +121,11 @@ def managed(model: nn.Module, device: str, config: CompilationConfig) -> FrontEn
         metadata=lambda *_: Metadata({}),
     )
 
+    captured = []
+
     def step(x: torch.Tensor) -> Any:
-        if manager.needs_capture():
-            manager.capture()
+        if not captured:
+            captured.append(manager.capture())
         return manager.run(Batch(len(x), len(x), {"x": x}))
 
     return FrontEnd("CudaGraphManager", step, lambda: manager.counters, manager)
