@@ -54,6 +54,8 @@ STANDARD_LIBRARY_ONLY = {
     "serving/variants": DISPATCH,
 }
 
+LONGEST = 75  # lines of a function, with its docstring
+
 # Private names of torch, and modules it does not document, are compat's alone.
 PRIVATE = ("torch._", "torch.fx.experimental", "torch.utils._", "functorch")
 
@@ -148,9 +150,15 @@ def test_ground_floor_needs_no_torch(name: str) -> None:
         assert found & allowed, f"{name} imports {imported}"
 
 
-def test_files_stay_small() -> None:
-    long = {p.name: n for p in files() if (n := len(p.read_text().splitlines())) > 400}
-    assert not long, "split what has two subjects"
+def test_functions_stay_small() -> None:
+    long = {
+        f"{path.name}:{node.name}": lines
+        for path in files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (lines := (node.end_lineno or 0) - node.lineno) > LONGEST
+    }
+    assert not long, "split what does two things"
 
 
 def test_importing_changes_nothing() -> None:
