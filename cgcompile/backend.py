@@ -229,9 +229,8 @@ class Backend:
         """Free all CUDA graphs and their memory; capture is open again.
 
         Results that a replay returned under a forward context lie in that memory: drop them first.
-        Graphs of models that are gone are freed as well, or by the next capture. Scratch memory of
-        cuBLAS stays until ``torch._C._cuda_clearCublasWorkspaces()``. Waits for captures of other
-        threads to end.
+        Graphs of models that are gone are freed as well, or by the next capture. Waits for captures
+        of other threads to end.
 
         Raises:
             CaptureError: called inside of a step or of a capture.

@@ -276,7 +276,6 @@ def test_a_failure_in_the_middle_of_a_bulk_capture(
 ) -> None:
     inside = {"splitting_ops": OPS[:1]} if way in ("piecewise", "auto") else {}
     subject = Subject(way, device, lambda: Model(1), **inside)
-    # On CUDA all sizes: cuBLAS keeps scratch memory for a stream once it needed it.
     subject.capture(SIZES if device == "cuda" else SIZES[:1])
     subject.release()
     baseline = allocated(device)

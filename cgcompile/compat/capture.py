@@ -208,6 +208,15 @@ def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     return bound
 
 
+def drop_blas_workspaces() -> None:
+    """Free the workspaces that torch caches for cuBLAS, one per handle and stream.
+
+    Each is made again where it is needed next. 2.15 caches them only with
+    ``TORCH_CUBLAS_WORKSPACE_CACHE=1``.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def raw_stream_of(device_index: int) -> Callable[[], int]:
     """What tells the handle of the current stream of a device; equal numbers, same stream."""
     return functools.partial(torch._C._cuda_getCurrentRawStream, device_index)

@@ -239,8 +239,8 @@ class EncoderCudaGraphManager:
             max_graph_bytes: most bytes of ``pool.nbytes`` afterwards: memory of the graphs, of
                 the arena, and the buffers of all managers that share the pool. So the second one
                 gets what the first has left; that some of its graphs may lie in memory of the
-                first's is not counted on. Not counted: what the driver keeps of each graph, and
-                scratch of libraries. Left out: no limit.
+                first's is not counted on. Not counted: what the driver keeps of each graph. Left
+                out: no limit.
 
         Returns:
             How it went. What has no room is among ``missing``; its items take the next larger

@@ -24,7 +24,7 @@ class Rehearsal:
     """Captures that nobody replays, on memory of their own.
 
     Args:
-        pool: what the graphs are to be captured into; its stream is used, not its memory.
+        pool: what the graphs are to be captured into; its device is used, not its memory.
         settings: of the graphs.
         recorded: what they record.
 
@@ -36,9 +36,6 @@ class Rehearsal:
         self, pool: GraphPool, settings: CompilationConfig, recorded: Callable[..., Any]
     ) -> None:
         self._pool = GraphPool(pool.device)
-        self._pool.stream = pool.stream
-        # Else it would lie in the memory that is measured here, and stay when that goes.
-        pool.device.make_scratch(pool.stream)
         self._settings = settings
         self.wrapper = CUDAGraphWrapper(
             recorded, settings, CUDAGraphMode.FULL, pool=self._pool, name="encoder, measured"

@@ -6,6 +6,7 @@ failure, and hides the first error behind the one of ``capture_end``.
 """
 
 import contextlib
+import functools
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,6 +18,26 @@ import torch
 from cgcompile import compat
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.usage import MIB, PoolBytes
+
+# Note [cuBLAS workspaces]
+# torch (2.11 to 2.14) caches one workspace of cuBLAS per handle and stream, 32 MiB on Hopper, and a
+# graph keeps the address that it was captured with. A cached workspace is therefore shared with all
+# that runs a product on the stream, and outlives the graphs of its pool, or is freed under them: a
+# graph that is destroyed drops the workspaces of its capture stream (2.12 to 2.14). So the cache is
+# emptied before and after each capture. What a capture needs then comes from its own pool, where it
+# is memory like that of any intermediate: other captures of the pool use it again, no other pool
+# does, and it goes with the pool. Graphs of two pools may run at the same time. torch's own graph
+# trees do the same. 2.15 allocates a workspace per call, which comes to the same.
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that all captures of a device use, one at a time.
+
+    torch has 32 streams in all, so pools with streams of their own would soon capture on one that
+    the program works on in another thread, and that work would become part of the graph.
+    """
+    return torch.cuda.Stream(device)
 
 
 def _nothing_recorded() -> None:
@@ -172,6 +193,7 @@ class CudaGraph:
         self._pool = pool
         pool.grows()
         self._stream = torch.cuda.current_stream(self._device.index)
+        compat.drop_blas_workspaces()  # see Note [cuBLAS workspaces]
         # "global" mode would let unsafe calls of other threads fail this capture.
         self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         self._begun = True
@@ -180,6 +202,7 @@ class CudaGraph:
         assert self._pool is not None
         with named_failures():
             self._graph.capture_end()
+        compat.drop_blas_workspaces()
         self.replay = compat.replay_of(self._graph)
         self._pool.rests()
 
@@ -196,6 +219,7 @@ class CudaGraph:
             assert self._device.index is not None
             compat.stop_allocating_to(self._device.index, self._pool.id)
             _broken.append(self._graph)
+        compat.drop_blas_workspaces()
 
     def reset(self) -> None:
         self.replay = _nothing_recorded
@@ -236,8 +260,8 @@ class CudaDevice:
     def new_graph(self) -> CudaGraph:
         return CudaGraph(self.device)
 
-    def new_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+    def capture_stream(self) -> torch.cuda.Stream:
+        return _capture_stream(self.device)
 
     def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return compat.OnStream(stream)
@@ -283,12 +307,6 @@ class CudaDevice:
     def graph_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free - torch.cuda.memory_reserved(self.device)
-
-    def make_scratch(self, stream: torch.cuda.Stream) -> int:
-        before = torch.cuda.memory_allocated(self.device)
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            torch.cuda.current_blas_handle()
-        return max(0, torch.cuda.memory_allocated(self.device) - before)
 
     def give_back(self) -> None:
         torch.cuda.synchronize(self.device)

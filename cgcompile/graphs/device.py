@@ -67,8 +67,8 @@ class CaptureDevice(Protocol):
     def new_graph(self) -> DeviceGraph:
         """A graph without a recording."""
 
-    def new_stream(self) -> Any:
-        """A stream to capture on."""
+    def capture_stream(self) -> Any:
+        """Return the stream to capture on, one for all pools: use it with the right to capture."""
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Make ``stream`` current, and the former one again after, whatever happens."""
@@ -113,12 +113,6 @@ class CaptureDevice(Protocol):
 
     def graph_bytes(self) -> int:
         """Memory that no allocator of this process holds, graphs among it; of all processes."""
-
-    def make_scratch(self, stream: Any) -> int:
-        """Make what libraries need once for work on a stream; the bytes it took, 0 the next time.
-
-        Else the first capture would make it, in its pool, where it would outlive the graphs.
-        """
 
     def give_back(self) -> None:
         """Return memory that nobody uses to the device. Synchronises."""

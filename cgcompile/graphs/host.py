@@ -323,7 +323,7 @@ class HostDevice:
     def new_graph(self) -> HostGraph:
         return HostGraph(self._lines)
 
-    def new_stream(self) -> None:
+    def capture_stream(self) -> None:
         return None
 
     def on_stream(self, stream: None) -> AbstractContextManager[Any]:
@@ -369,9 +369,6 @@ class HostDevice:
         return nbytes
 
     graph_bytes = reserved
-
-    def make_scratch(self, stream: None) -> int:
-        return 0
 
     def give_back(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""What graphs share: :class:`GraphPool`, a memory pool and a stream to capture on.
+"""What graphs share: :class:`GraphPool`, a memory pool and the stream to capture on.
 
 Graphs of one pool use each other's memory, so they must never run at the same time, and what one of
 them returned is valid until another one runs. The rule: one owner, one pool.
@@ -35,7 +35,7 @@ LENT = (
 
 
 class GraphPool:
-    """Memory and capture stream of graphs that never run at the same time.
+    """Memory of graphs that never run at the same time.
 
     Args:
         device: what records.
@@ -43,7 +43,8 @@ class GraphPool:
     Attributes:
         device: what records.
         generation: grows when graphs are dropped; what was built on those of before is void.
-        stream: what captures run on; replays run on the caller's stream.
+        stream: what captures run on, the same for all pools of a device; replays run on the
+            caller's stream.
         arena: memory of our own for the steps that these graphs are part of.
         lock: for owners that several threads call: held from the writing of inputs to the copying
             of results.
@@ -53,7 +54,7 @@ class GraphPool:
     def __init__(self, device: CaptureDevice) -> None:
         self.device = device
         self.generation = 0
-        self.stream = device.new_stream()
+        self.stream = device.capture_stream()
         self.arena = Arena()
         self.lock = threading.RLock()
         self._memory: Any = None

@@ -176,9 +176,10 @@ class SegmentRecorder(Breaker):
         self.pool.retire(*broken)
 
     def _leave(self) -> None:
-        with self._stack:
-            pass
-        self.pool.device.wait_for(self.pool.stream)  # on which breaks may have run
+        device = self.pool.device
+        # Breaks may have run on the capture stream, which is others' once the turn is given back.
+        with self._stack, device.on_stream(self._callers_stream):
+            device.wait_for(self.pool.stream)
 
     def fail(self, name: str, error: BaseException) -> None:
         """Whatever the program does now, the recording is lost."""

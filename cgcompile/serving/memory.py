@@ -36,7 +36,6 @@ class GraphMemory:
         pools: what torch's allocator holds for graphs, in use or not.
         staging: buffers of inputs and of bridges.
         outputs: buffers of what FULL graphs return.
-        scratch: of libraries, for work on the stream of the captures; not given back.
         driver: the graphs themselves, as the driver keeps them. It may hold on to some when they
             are dropped.
     """
@@ -44,13 +43,12 @@ class GraphMemory:
     pools: int = 0
     staging: int = 0
     outputs: int = 0
-    scratch: int = 0
     driver: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.pools + self.staging + self.outputs + self.scratch + self.driver
+        return self.pools + self.staging + self.outputs + self.driver
 
     def __str__(self) -> str:
         parts = [f"{name} {value / MIB:.2f}" for name, value in vars(self).items() if value]
@@ -88,7 +86,6 @@ class MemoryMeter:
         self._pool = pool
         self._backend = backend
         self._outputs = outputs
-        self._scratch = 0
         self._before: int | None = None  # level of the driver
         self._driver = 0
 
@@ -107,13 +104,12 @@ class MemoryMeter:
         """Remember the level of the driver, unless that was done: captures follow.
 
         Returns:
-            What is taken by now: buffers, scratch memory, and what the driver holds of graphs that
-            were dropped.
+            What is taken by now: buffers, and what the driver holds of graphs that were dropped.
         """
         now = self.read()
         if self._before is None:
             self._before = now.driver
-        return self._scratch + now.held + max(0, now.driver - self._before)
+        return now.held + max(0, now.driver - self._before)
 
     def before_capture(self, _: BatchDescriptor) -> None:
         """The same, if it was not done: cheap at each further graph."""
@@ -126,10 +122,6 @@ class MemoryMeter:
             self._pool.device.synchronize()
             self._driver = max(0, self._pool.device.graph_bytes() - self._before)
 
-    def make_scratch(self) -> None:
-        """What libraries need on the streams of captures, before any memory of graphs is read."""
-        self._scratch += sum(pool.device.make_scratch(pool.stream) for pool in self.pools)
-
     def read(self) -> _Reading:
         """A look in between; asks the allocator and the driver, and synchronises nothing."""
         pools = self.pools
@@ -141,7 +133,7 @@ class MemoryMeter:
     def memory(self) -> GraphMemory:
         """What graphs take now; the driver's share as of the end of the last captures."""
         now = self.read()
-        return GraphMemory(now.pools.held, now.staging, now.outputs, self._scratch, self._driver)
+        return GraphMemory(now.pools.held, now.staging, now.outputs, self._driver)
 
 
 @dataclass(frozen=True)
@@ -154,8 +146,8 @@ class MemoryPlan:
             intervals do not add up to the total, which is narrower.
         sampled: which of them were captured to see.
         missing: which of those could not be captured, with the reason.
-        total: bytes of all graphs, scratch memory of libraries included.
-        fixed: of that, what is the same for any choice of graphs: output buffers, scratch memory.
+        total: bytes of all graphs.
+        fixed: of that, what is the same for any choice of graphs: output buffers.
         seconds: of host time that planning took, warming up included.
     """
 
@@ -319,7 +311,6 @@ class _Sampling:
             Group(tuple(places), tuple(rows[place] for place in places))
             for places in kinds.values()
         ]
-        self._meter.make_scratch()
         self._device.give_back()
         self.fixed = self._meter.begin()
 
