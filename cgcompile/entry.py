@@ -33,7 +33,7 @@ from cgcompile.piecewise.cache import Compilation
 from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.frozen import Frozen
 from cgcompile.piecewise.overlap import Overlaps
-from cgcompile.piecewise.program import Program
+from cgcompile.piecewise.program import Program, taking_cpu_scalars
 from cgcompile.piecewise.ranges import artifacts_text
 from cgcompile.piecewise.recorder import record
 from cgcompile.piecewise.recording import Batch, Recording
@@ -87,6 +87,7 @@ class CompiledGraph:
         step = Step(split)
         self.source = step.source
         self.artifacts = artifacts_text(split, runnables)
+        runnables = taking_cpu_scalars(split, runnables)
         self._run = step.bind(runnables)
         self._run_differentiable = step.bind([piece.module.forward for piece in split.pieces])
         constants = split.constants.values() if split.differentiable else ()

@@ -7,6 +7,7 @@ copies through pageable memory. What this predicate misses shows at the first ca
 
 import operator
 from collections.abc import Iterable, Sequence, Set
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -15,17 +16,23 @@ from torch import fx
 
 from cgcompile import compat
 from cgcompile.boundaries import Boundaries, in_eager_region, target_name
+from cgcompile.passes.fakes import alike, run_on_fakes
 from cgcompile.passes.nodes import (
     COMPUTING,
+    changes_layout,
+    is_cpu_scalar,
     is_symbolic_number,
     launches_kernel,
+    on_device,
     short_name,
     subgraphs,
     symbols_of,
     tensors,
     value,
+    written,
 )
 from cgcompile.passes.normalize import bound_symbols
+from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.reasons import Reason, Why
 
 _BRANCHES_ON_THE_HOST = {"cond", "while_loop"}
@@ -137,7 +144,36 @@ class Capturability:
         given = [t for a in node.all_input_nodes for t in tensors(value(a))]
         name, made = short_name(node.target), tensors(value(node))
         fills = name in _FROM_PYTHON and launches_kernel(self._gm, node)
-        return why_not_on(self.device, name, given, made, from_python=fills)
+        why = why_not_on(self.device, name, given, made, from_python=fills)
+        return why or self._cpu_scalars(node)
+
+    def _cpu_scalars(self, node: fx.Node) -> Why | None:
+        """Return why a node cannot take its 0-dim CPU tensors on the device instead, or None.
+
+        A kernel gets the value of such a tensor as a launch argument, which a graph bakes in. So a
+        captured piece reads a copy on the device, which must give the same result.
+        """
+        scalars = {
+            each: on_device(value(each), self.device)
+            for each in node.all_input_nodes
+            if is_cpu_scalar(value(each), self.device)
+        }
+        if not scalars or changes_layout(node) or node in self._in_regions:
+            return None
+        detail = f"{short_name(node.target)} takes a 0-dim tensor on the CPU only"
+        why = Why(Reason.CPU_TENSOR, detail)
+        if not scalars.keys().isdisjoint(written(self._gm, node)):
+            return why
+        try:
+            with torch.no_grad(), compat.fake_context(scalars.values()):
+                made = run_on_fakes(self._gm, node, scalars)
+        except Exception:
+            return why
+        return None if value(node) is None or alike([made], [value(node)]) else why
+
+    @cached_property
+    def _in_regions(self) -> set[fx.Node]:
+        return nodes_in_regions(self._gm)
 
 
 def is_collective(op: Any) -> bool:
@@ -198,8 +234,7 @@ def why_not_on(
     cpu = [t for t in given if t.device == _CPU]
     if cpu and (name in _COPIES or crosses):
         return Why(Reason.DEVICE_COPY, f"{name} copies from the CPU to {device}")
-    # A 0-dim CPU tensor is read on the host at launch, like a number: capturing it must guard its
-    # value.
+    # A captured piece reads a copy of a 0-dim CPU tensor; see :meth:`Capturability._cpu_scalars`.
     if any(t.dim() > 0 for t in cpu):
         return Why(Reason.CPU_TENSOR, f"{name} reads a CPU tensor")
     return None

@@ -97,7 +97,7 @@ class _Filler:
             return not self._rebuilt  # with a value of the pass's own
         if call.unchanged(node):
             return False
-        return node.target != call.target or not _alike(
+        return node.target != call.target or not alike(
             [self._old_value(each) for each in _leaves(call.args, call.kwargs)],
             [self._new_value(each) for each in _leaves(node.args, node.kwargs)],
         )
@@ -131,7 +131,7 @@ class _Filler:
             if trusted or any(map(compat.is_unbacked, free)):
                 return None  # it may need what only tracing has
             return f"node {node.name!r} fails on its new arguments: {error}"
-        if not _alike([made], [old]):
+        if not alike([made], [old]):
             node.meta["example_value"] = made
             self._moved.add(node)
         return None
@@ -154,7 +154,7 @@ def _leaves(*found: Any) -> list[Any]:
     return leaves
 
 
-def _alike(some: list[Any], others: list[Any]) -> bool:
+def alike(some: list[Any], others: list[Any]) -> bool:
     """Whether values are the same as far as an op can tell that sees no data.
 
     Sizes that only the data tell count as equal: an op makes new symbols for them at each run.

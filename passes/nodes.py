@@ -69,6 +69,19 @@ def tensors(found: Any) -> list[torch.Tensor]:
     return [leaf for leaf in compat.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
 
 
+def is_cpu_scalar(found: Any, device: torch.device) -> bool:
+    """Whether a value is a 0-dim CPU tensor in a graph of another device."""
+    if device.type == "cpu" or not isinstance(found, torch.Tensor):
+        return False
+    return found.dim() == 0 and found.device.type == "cpu"
+
+
+def on_device(scalar: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a fake 0-dim tensor of another device with the dtype of ``scalar``, also a fake."""
+    with compat.fake_context([scalar]):
+        return torch.empty((), dtype=scalar.dtype, device=device)
+
+
 def is_symbolic_number(found: Any) -> bool:
     return isinstance(found, (torch.SymInt, torch.SymFloat, torch.SymBool))
 

@@ -23,6 +23,8 @@ from cgcompile.passes.assign import placement
 from cgcompile.passes.capturable import graph_device
 from cgcompile.passes.nodes import (
     attribute,
+    is_cpu_scalar,
+    on_device,
     outreached_storages,
     runs_once_on_host,
     short_name,
@@ -65,6 +67,7 @@ class _Cutter:
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._bound = bound_symbols(gm)
+        self._device = graph_device(gm)
         self._grad_outside = grad_mode_around(gm)
         self._members: dict[int, list[fx.Node]] = {}
         self._before: dict[int, _State] = {}
@@ -122,6 +125,8 @@ class _Cutter:
         for name, constant in constants.items():
             values[name] = Value(name, constant, source=name, static=True)
         output = self._gm.graph.output_node().args[0]
+        captured = {name for piece in pieces if piece.capture for name in piece.inputs}
+        scalars = [name for name in captured if is_cpu_scalar(values[name].meta, self._device)]
         return SplitGraph(
             pieces=pieces,
             inputs=inputs,
@@ -130,7 +135,8 @@ class _Cutter:
             numbers=self._numbers_for_the_caller(),
             result=self._result(output),
             symbols=Symbols(self._gm),
-            device=graph_device(self._gm),
+            device=self._device,
+            cpu_scalars=frozenset(scalars),
             graph_break=compat.graph_break(self._gm),
             differentiable=self._differentiable,
             sets_grad_mode=self._grad_outside is not None,
@@ -190,6 +196,8 @@ class _Cutter:
         assert place is not None
         outputs = [n for n in members if self._leaves(n, index)]
         graph, inputs = self._graph(members, outputs, self._before[index], self._after[index])
+        if place.capture:
+            self._take_scalars_on_device(graph)
         key = (place.capture, place.compiled, structural_key(self._gm, graph))
         if key not in self._modules:
             self._modules[key] = (index, fx.GraphModule(self._gm, graph, class_name="Piece"))
@@ -250,6 +258,12 @@ class _Cutter:
             graph.call_function(compat.SET_GRAD_ENABLED, (self._grad_outside,))
         graph.output(tuple(copies[node] for node in outputs))
         return graph, tuple(self._names[node] for node in foreign)
+
+    def _take_scalars_on_device(self, graph: fx.Graph) -> None:
+        """Let a captured piece take its 0-dim CPU tensors as tensors of the device."""
+        for node in graph.find_nodes(op="placeholder"):
+            if is_cpu_scalar(value(node), self._device):
+                node.meta["example_value"] = on_device(value(node), self._device)
 
     def _needs(
         self, members: list[fx.Node], outputs: list[fx.Node]

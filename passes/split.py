@@ -30,6 +30,8 @@ class SplitGraph:
         result: what the caller gets, with :class:`Ref` where a value stands.
         symbols: the sizes, and what the traced code demands of them.
         device: where most values are; the CPU only if nothing is elsewhere.
+        cpu_scalars: names of the 0-dim CPU tensors that captured pieces read on ``device``: the
+            modules of these pieces were traced with a copy there, filled before each run.
         graph_break: why Dynamo ended the graph early, or None.
         differentiable: whether any part runs in the caller's grad mode; False if the model turns
             gradients off for all of it.
@@ -46,6 +48,7 @@ class SplitGraph:
     result: Any
     symbols: Symbols
     device: torch.device
+    cpu_scalars: frozenset[str] = frozenset()
     graph_break: str | None = None
     differentiable: bool = True
     sets_grad_mode: bool = False

@@ -47,6 +47,7 @@ class OwnedCopy:
     Args:
         template: what has the layout.
         frame: where the memory comes from.
+        device: where the buffer is; that of the template if left out.
 
     Attributes:
         tensor: the buffer; its address never changes.
@@ -55,9 +56,11 @@ class OwnedCopy:
 
     __slots__ = ("_contiguous", "_flat", "block", "tensor")
 
-    def __init__(self, template: torch.Tensor, frame: Frame) -> None:
+    def __init__(
+        self, template: torch.Tensor, frame: Frame, device: torch.device | None = None
+    ) -> None:
         size = span(template)
-        self.block: Block = frame.take(size * template.element_size(), template.device)
+        self.block: Block = frame.take(size * template.element_size(), device or template.device)
         with torch.inference_mode(False), torch.no_grad():
             self._flat = self.block.view(template.dtype, (size,), (1,))
             strided = self._flat.as_strided(template.size(), template.stride())
@@ -72,6 +75,33 @@ class OwnedCopy:
             self.tensor.copy_(source, non_blocking=True)
         else:
             self._flat.copy_(flat(source), non_blocking=True)
+
+
+class ScalarCopy(OwnedCopy):
+    """A 0-dim tensor on a device, refilled from 0-dim CPU tensors.
+
+    A fill takes the value as a launch argument: it needs no pinned memory and does not synchronise.
+
+    Args:
+        template: a CPU tensor with the dtype.
+        frame: where the memory comes from.
+        device: where the buffer is.
+    """
+
+    def __init__(self, template: torch.Tensor, frame: Frame, device: torch.device) -> None:
+        super().__init__(torch.empty((), dtype=template.dtype, device="meta"), frame, device)
+
+    def fill(self, source: torch.Tensor) -> None:
+        """Copy the value of ``source``, on the current stream."""
+        self.tensor.fill_(source.detach() if source.requires_grad else source)
+
+
+def moved(scalar: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a 0-dim CPU tensor on a device; one that is there is returned as it is."""
+    if scalar.device == device:
+        return scalar
+    with torch.no_grad():
+        return torch.empty((), dtype=scalar.dtype, device=device).fill_(scalar)
 
 
 class FreshCopies:

@@ -14,8 +14,10 @@ input that is only read         forward context: bound,      this call's        
                                 copied into the arena
 input that is written, or       bound by address, guarded,   this call's                  step ends
 shares memory with one          never copied
-integer, 0-dim CPU tensor       part of the key, or guarded  this call's                  step ends
+integer                         part of the key, or guarded  this call's                  step ends
                                 by value
+0-dim CPU tensor                a copy on the device, filled this call's                  step ends
+                                before each replay
 result of a graph segment       pool memory                  bound to that memory         last use
 result of an eager segment      copied over a bridge in the  the bridge; a slot, if no    last use
                                 arena; or checked, if it is  graph segment reads it
@@ -37,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile.compat import is_profiling
+from cgcompile.graphs.copies import ScalarCopy
 from cgcompile.graphs.device import DeviceGraph
 from cgcompile.graphs.ranges import OBSERVERS, run_observed
 
@@ -57,10 +60,18 @@ class GraphSegment:
     Attributes:
         name: for messages.
         graph: the recording.
+        scalars: (buffer, source) of the 0-dim CPU tensors that it reads: each buffer is filled from
+            its source, a tensor or a slot, before a replay.
     """
 
     name: str
     graph: DeviceGraph
+    scalars: tuple[tuple[ScalarCopy, Any], ...] = ()
+
+    @property
+    def reads(self) -> set[int]:
+        """The slots that it reads."""
+        return {source.at for _, source in self.scalars if isinstance(source, Slot)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +148,11 @@ class GraphSequence:
         self._inputs = tuple((slot.at, position) for slot, position in inputs)
         self.positions = {position for _, position in inputs}
         self._real = [0]  # how many rows are real in the present step
-        replays = [each.graph.replay for each in self.segments if isinstance(each, GraphSegment)]
+        replays = [
+            each.graph.replay
+            for each in self.segments
+            if isinstance(each, GraphSegment) and not each.scalars
+        ]
         if len(replays) == len(self.segments):  # as that of every piece
             self.steps = self._padded_steps = tuple(replays)
             return
@@ -249,9 +264,10 @@ class GraphSequence:
         """For each segment, the slots that it is the last to use."""
         last: dict[int, int] = {}
         for place, each in enumerate(self.segments):
+            made: set[int] = set()
             if isinstance(each, EagerSegment):
                 made = {slot.at for _, slot in (*each.originals, *each.stores)}
-                last.update(dict.fromkeys(each.reads | made, place))
+            last.update(dict.fromkeys(each.reads | made, place))
         done: list[list[int]] = [[] for _ in self.segments]
         given = {slot for slot, _ in self._inputs}
         for slot, place in last.items():
@@ -261,7 +277,7 @@ class GraphSequence:
 
     def _step(self, segment: Segment, done: list[int], padded: bool) -> Callable[[], Any]:
         if isinstance(segment, GraphSegment):
-            return segment.graph.replay
+            return self._graph_step(segment, done)
         call = self._call(segment)
         tails = segment.tails if padded else ()
         handed_on = segment.originals or segment.crossings or segment.stores
@@ -279,6 +295,20 @@ class GraphSequence:
                 slots[slot.at] = made[item]
             for tail in tails:
                 tail[count[0] :].zero_()
+            for index in done:
+                slots[index] = None
+
+        return run
+
+    def _graph_step(self, segment: GraphSegment, done: list[int]) -> Callable[[], Any]:
+        replay, slots = segment.graph.replay, self.slots
+        if not segment.scalars:
+            return replay
+
+        def run() -> None:
+            for buffer, source in segment.scalars:
+                buffer.fill(slots[source.at] if isinstance(source, Slot) else source)
+            replay()
             for index in done:
                 slots[index] = None
 

@@ -15,7 +15,7 @@ from cgcompile.graphs.capture import capture_allowed, capture_postponed, capture
 from cgcompile.passes.pieces import Value
 from cgcompile.piecewise.auto import AutoDispatch
 from cgcompile.piecewise.bindings import Binding, Bindings
-from cgcompile.piecewise.recording import Batch, number
+from cgcompile.piecewise.recording import Batch
 from cgcompile.piecewise.roles import Roles
 from cgcompile.reasons import Ledger, Reason, Why
 
@@ -92,7 +92,7 @@ class Admission:
             return key
         roles = self._roles[mode]
         addresses = (inputs[place].data_ptr() for place in (*roles.read, *roles.written))
-        numbers = (repr(number(inputs[place])) for place in (*roles.numbers, *roles.scalars))
+        numbers = (repr(inputs[place]) for place in roles.numbers)
         return (*key, *addresses, *numbers)
 
     def why_not_now(

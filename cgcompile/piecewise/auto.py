@@ -13,7 +13,6 @@ from cgcompile.forward_context import BatchDescriptor
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.bindings import Binding, picker
 from cgcompile.piecewise.growth import Growth
-from cgcompile.piecewise.recording import number
 from cgcompile.piecewise.roles import Roles, full_support
 from cgcompile.reasons import Reason, Why
 
@@ -51,15 +50,11 @@ class AutoDispatch:
         none = mode is CUDAGraphMode.NONE
         roles = Roles.of(self._split, CUDAGraphMode.FULL if none else mode)
         self._numbers = picker(roles.numbers)
-        self._scalars = roles.scalars
         self.written = roles.written
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable:
         """What tells the steps of one set of weights apart: the numbers that graphs read."""
-        numbers = self._numbers(inputs)
-        if self._scalars:
-            numbers += tuple(repr(number(inputs[position])) for position in self._scalars)
-        return numbers
+        return self._numbers(inputs)
 
     def descriptor(self, inputs: tuple[Any, ...]) -> BatchDescriptor:
         """The descriptor of a step, from its concrete sizes."""

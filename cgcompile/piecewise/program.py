@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import sympy
 import torch
 
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig
+from cgcompile.graphs.copies import moved
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.split import SplitGraph
@@ -70,6 +72,11 @@ class Program:
         return {each.name: position for position, each in enumerate(self.split.inputs)}
 
     @cached_property
+    def cpu_scalars(self) -> dict[int, tuple[int, ...]]:
+        """Which inputs of each captured piece are copies of 0-dim CPU tensors, by index."""
+        return cpu_scalars(self.split)
+
+    @cached_property
     def written(self) -> dict[int, list[str]]:
         """The names of the inputs that eager pieces write, by index."""
         pieces = self.split.pieces
@@ -106,3 +113,31 @@ def _rows(split: SplitGraph, wanted: str | None) -> sympy.Expr | None:
         return None
     found = [each.meta for each in split.inputs if each.name in dims]
     return split.symbols.number(found[0]) if found else None
+
+
+def cpu_scalars(split: SplitGraph) -> dict[int, tuple[int, ...]]:
+    """Which inputs of each captured piece are copies of 0-dim CPU tensors, by index."""
+    return {
+        piece.index: places
+        for piece in split.pieces
+        if piece.capture
+        and (places := tuple(k for k, n in enumerate(piece.inputs) if n in split.cpu_scalars))
+    }
+
+
+def taking_cpu_scalars(split: SplitGraph, runnables: Sequence[Runnable]) -> list[Runnable]:
+    """Return what runs each piece, with 0-dim CPU tensors copied to the device first."""
+    made = list(runnables)
+    for index, places in cpu_scalars(split).items():
+        made[index] = _taking(runnables[index], places, split.device)
+    return made
+
+
+def _taking(run: Runnable, places: Sequence[int], device: torch.device) -> Runnable:
+    def moving(*given: Any) -> Any:
+        args = list(given)
+        for place in places:
+            args[place] = moved(args[place], device)
+        return run(*args)
+
+    return moving

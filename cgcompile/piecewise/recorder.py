@@ -11,6 +11,7 @@ entries, and between them the eager pieces, bound to what the graphs before them
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,15 @@ from cgcompile.errors import CaptureBusyError, DispatchError
 from cgcompile.forward_context import callers_context
 from cgcompile.graphs.arena import Block, address
 from cgcompile.graphs.bridges import Bridged, Place, crossings
+from cgcompile.graphs.copies import ScalarCopy
 from cgcompile.graphs.entries import Captured, CUDAGraphEntry
-from cgcompile.graphs.sequence import EagerSegment, GraphSequence, Segment, Slot
+from cgcompile.graphs.sequence import (
+    EagerSegment,
+    GraphSegment,
+    GraphSequence,
+    Segment,
+    Slot,
+)
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.lines import raised_at
 from cgcompile.passes.nodes import tensors
@@ -167,6 +175,7 @@ class _Recorder:
         self._inputs: list[tuple[Slot, int]] = []
         self._sources: dict[str, Any] = dict(program.split.constants)
         self._bridges: list[tuple[Block, list[str]]] = []  # that something still reads
+        self._scalars: dict[str, ScalarCopy] = {}  # of 0-dim CPU tensors, on the device, by name
         self._lying: dict[str, int] = {}  # names whose memory begins at a fixed address
         self._batch = str(recording.batch.descriptor)
         self._pool_memory: set[int] = set()
@@ -266,7 +275,10 @@ class _Recorder:
         wrapper = self._wrappers[piece.index]
 
         def run(*given: Any) -> Sequence[Any]:
-            captured = self._capture(piece, wrapper, given) if self.why is None else None
+            captured = None
+            if self.why is None:
+                given, scalars = self._with_scalars(piece, given)
+                captured = self._capture(piece, wrapper, given, scalars)
             if captured is None:
                 return plain(*given)
             made: Sequence[Any] = captured.run()
@@ -277,8 +289,30 @@ class _Recorder:
 
         return run
 
+    def _with_scalars(
+        self, piece: Piece, given: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], tuple[tuple[ScalarCopy, Any], ...]]:
+        """What a piece takes, with copies of its 0-dim CPU tensors; and what fills the copies."""
+        places = self._program.cpu_scalars.get(piece.index, ())
+        args, scalars = list(given), []
+        for place in places:
+            name = piece.inputs[place]
+            buffer = self._scalars.get(name)
+            if buffer is None or self._program.split.values[name].written:
+                buffer = ScalarCopy(given[place], self._recording.frame, self._program.split.device)
+                buffer.fill(given[place])
+                self._scalars[name] = buffer
+                self._fixed.add(buffer.block.address)
+                scalars.append((buffer, self._source(name)))
+            args[place] = buffer.tensor
+        return tuple(args), tuple(scalars)
+
     def _capture(
-        self, piece: Piece, wrapper: CUDAGraphWrapper, given: tuple[Any, ...]
+        self,
+        piece: Piece,
+        wrapper: CUDAGraphWrapper,
+        given: tuple[Any, ...],
+        scalars: tuple[tuple[ScalarCopy, Any], ...],
     ) -> Captured | None:
         """Capture a piece; what it makes lies where it will, though nothing has run."""
         try:
@@ -294,7 +328,9 @@ class _Recorder:
         self._fixed |= own
         self._lying.update(zip(piece.outputs, captured.starts, strict=True))
         self._sources.update(zip(piece.outputs, captured.entry.output, strict=True))
-        self._segments += captured.entry.sequence.segments
+        (segment,) = captured.entry.sequence.segments
+        assert isinstance(segment, GraphSegment)
+        self._segments.append(replace(segment, scalars=scalars) if scalars else segment)
         return captured
 
     def _eager(self, piece: Piece) -> Runnable:

@@ -18,7 +18,7 @@ from cgcompile.forward_context import (
     override_forward_context,
 )
 from cgcompile.graphs.arena import address
-from cgcompile.graphs.copies import OwnedCopy
+from cgcompile.graphs.copies import OwnedCopy, ScalarCopy
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.sequence import GraphSequence, Slot
 from cgcompile.piecewise.program import Program
@@ -105,11 +105,13 @@ class Recording:
         self._written_memory = {*_starts([inputs[p] for p in program.written_positions], {})} - {0}
         if batch.copies:
             self._copied = [(p, OwnedCopy(inputs[p], self.frame)) for p in roles.read]
+        device = program.split.device
+        self._copied += [(p, ScalarCopy(inputs[p], self.frame, device)) for p in roles.scalars]
         if not batch.own_context:  # else these are part of the key
             addressed = roles.written if batch.copies else (*roles.read, *roles.written)
             self.addresses = [(p, inputs[p].data_ptr()) for p in addressed]
             self._held = [inputs[p].untyped_storage() for p in addressed]
-            self.numbers = [(p, number(inputs[p])) for p in (*roles.numbers, *roles.scalars)]
+            self.numbers = [(p, inputs[p]) for p in roles.numbers]
         self._fills = program.config.poison or bool(self._copied)
         self.given = self._filled(inputs)
         self.starts = _starts(self.given, weights)
@@ -144,10 +146,8 @@ class Recording:
                     *self._where(position), inputs[position].data_ptr(), before
                 )
         for position, value in self.numbers:
-            if not same_value(number(inputs[position]), value):
-                raise HostValueChangedError.changed(
-                    *self._where(position), number(inputs[position]), value
-                )
+            if not same_value(inputs[position], value):
+                raise HostValueChangedError.changed(*self._where(position), inputs[position], value)
 
     def _where(self, position: int) -> tuple[str, str, str]:
         value = self._program.split.inputs[position]
@@ -191,7 +191,7 @@ class Recording:
         """Its sequence, where a replay is that of one graph, and :attr:`lent` all that varies."""
         more = self._fills or self._context is not None or self._program.split.sets_grad_mode
         sequence = self.sequence
-        if more or sequence.num_eager_breaks or sequence.num_graphs != 1:
+        if more or sequence.positions or sequence.num_eager_breaks or sequence.num_graphs != 1:
             return None
         return sequence if self._returns.is_steady else None
 
@@ -307,11 +307,6 @@ class Recording:
         lasting = self._program.frozen.by_position(len(inputs))
         given = Given(self.given, self.starts, inputs, lasting)
         return Returns(made, sources, given, fixed, self.batch.own_context)
-
-
-def number(value: Any) -> Any:
-    """A number as the host knows it. Of CPU memory, so that nothing synchronises."""
-    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _starts(values: Sequence[Any], known: Mapping[int, int]) -> list[int]:

@@ -7,7 +7,9 @@ In a FULL graph all of the step is one segment; in a PIECEWISE one the eager pie
 input                               read by a graph segment   read by eager pieces alone
 =================================== ========================= ===================================
 parameter, buffer, constant         static: same object       static
-number, 0-dim CPU tensor            key: by value             live: this call's
+number                              key: by value             live: this call's
+0-dim CPU tensor in a graph of      copied to the device      live
+another device                      before each replay
 tensor that is only read            read: see below           live
 tensor that is written, or shares   written: bound by its     live
 memory with one that is             address
@@ -27,7 +29,7 @@ import torch
 from cgcompile import compat
 from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.config import CUDAGraphMode
-from cgcompile.passes.nodes import is_symbolic_number, storages, tensors
+from cgcompile.passes.nodes import is_cpu_scalar, is_symbolic_number, storages, tensors
 from cgcompile.passes.pieces import Value
 from cgcompile.passes.split import SplitGraph
 from cgcompile.reasons import Reason, Why
@@ -40,7 +42,8 @@ class Roles:
     Attributes:
         static: parameters, buffers and module attributes.
         numbers: whole numbers that a graph segment reads.
-        scalars: 0-dim CPU tensors that a graph segment reads on another device.
+        scalars: 0-dim CPU tensors that the one segment of a FULL graph reads on another device; a
+            parameter is also among ``static``. In a PIECEWISE graph all of these are live.
         read: tensors that graph segments only read.
         written: tensors that a graph segment reads or writes and that some piece writes, or that
             share memory with one.
@@ -60,13 +63,18 @@ class Roles:
     @classmethod
     def of(cls, split: SplitGraph, mode: CUDAGraphMode) -> "Roles":
         names = _read_by_graphs(split, mode)
+        device = split.device
+        names -= split.cpu_scalars
+        names -= {value.name for value in split.inputs if is_cpu_scalar(value.meta, device)}
         memory = storages([split.values[name].meta for name in names])
         places: dict[str, list[int]] = {name: [] for name in cls.__annotations__}
         for position, value in enumerate(split.inputs):
             seen = value.name in names or not memory.isdisjoint(storages(value.meta))
-            role = _role(value, seen, split.device)
+            role = _role(value, seen)
             if role is not None:
                 places[role].append(position)
+            if mode is CUDAGraphMode.FULL and value.name in split.cpu_scalars:
+                places["scalars"].append(position)
         return cls(**{name: tuple(found) for name, found in places.items()})
 
 
@@ -76,17 +84,14 @@ def _read_by_graphs(split: SplitGraph, mode: CUDAGraphMode) -> set[str]:
     return {name for piece in split.pieces if piece.capture for name in piece.inputs}
 
 
-def _role(value: Value, seen: bool, device: torch.device) -> str | None:
+def _role(value: Value, seen: bool) -> str | None:
     if not isinstance(value.meta, torch.Tensor):
         return "numbers" if seen else None
     if value.static:
         return "static"
     if not seen:
         return None
-    if value.written:
-        return "written"
-    on_the_host = value.meta.device.type == "cpu" and device.type != "cpu"
-    return "scalars" if on_the_host and value.meta.dim() == 0 else "read"
+    return "written" if value.written else "read"
 
 
 def unsupported_input(split: SplitGraph) -> str | None:
@@ -105,13 +110,16 @@ def full_support(split: SplitGraph) -> AttentionCGSupport:
     """How far the whole step can go into a FULL graph: as far as its least able piece.
 
     Not at all if a piece reads memory of the CPU, such as sequence lengths, in a graph of another
-    device: what the host reads there would be repeated.
+    device: what the host reads there would be repeated. A captured piece may read a 0-dim CPU
+    tensor that is an input of the step, because that is copied to the device before a replay.
     """
     if split.device.type != "cpu":
+        copied = split.cpu_scalars.intersection(value.name for value in split.inputs)
         for piece in split.pieces:
-            for found in tensors([split.values[name].meta for name in piece.inputs]):
-                if found.device.type == "cpu" and found.dim():
-                    return AttentionCGSupport.NEVER
+            names = [name for name in piece.inputs if not (piece.capture and name in copied)]
+            found = tensors([split.values[name].meta for name in names])
+            if any(each.device.type == "cpu" for each in found):
+                return AttentionCGSupport.NEVER
     return min((piece.support for piece in split.pieces), default=AttentionCGSupport.ALWAYS)
 
 

@@ -20,7 +20,7 @@ class Uses:
         returned: names that the caller gets.
         originals: names of results that the caller gets as the eager piece made them, even where
             graphs read a copy: nothing writes them.
-        live: names that eager pieces read, or the caller.
+        live: names that eager pieces read, the caller, or what copies 0-dim CPU tensors.
         last: for each name, the index of the last piece that uses it; past the end if the caller
             gets what lies at its address.
     """
@@ -38,10 +38,11 @@ class Uses:
         unwritten = {name for name in self.returned & eager.keys() if not values[name].written}
         self.originals = self._apart(split, unwritten, eager) if own else set()
         self.read = {name for piece in split.pieces if piece.capture for name in piece.inputs}
+        self.read -= split.cpu_scalars  # graphs read a copy on the device
         if not own:
             self.read |= self.returned  # the next graph may read it where it lies
         self.live = {name for piece in split.pieces if not piece.capture for name in piece.inputs}
-        self.live |= self.returned
+        self.live |= self.returned | split.cpu_scalars
         self.last = {name: piece.index for piece in split.pieces for name in piece.inputs}
         end = len(split.pieces)
         if split.numbers is not None:
