@@ -32,9 +32,11 @@ class CaptureError(CGCompileError, RuntimeError):
 
     Attributes:
         op: the op that a capture cannot hold; empty where it is not about one.
+        field: the field that captured code rebinds, such as ``self.buf``; empty likewise.
     """
 
     op: str = ""
+    field: str = ""
 
     @classmethod
     def refused(cls, op: str) -> "CaptureError":
@@ -106,6 +108,17 @@ class CaptureError(CGCompileError, RuntimeError):
             "only there: no replay could give it any, or take any from it.\n"
             "  Put the transform into the break, or write the batch dimension out."
         )
+
+    @classmethod
+    def rebinds(cls, what: str, field: str, before: str, after: str) -> "CaptureError":
+        error = cls(
+            f"capture of {what}: the step rebinds {field} (before: {before}; after: {after}), and "
+            "a replay runs no Python: it would leave the field as it is.\n"
+            "  Write tensors in place (copy_, mul_, ...) and count in a tensor, or rebind the field "
+            "in an eager break (cgcompile.eager_break_during_capture) or outside of the step."
+        )
+        error.field = field
+        return error
 
     @classmethod
     def math_attention(cls) -> "CaptureError":

@@ -11,6 +11,7 @@ what varies from step to step it must read from the forward context.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from cgcompile.graphs.breaks import Breaker
 from cgcompile.graphs.capture import inside_capture, who_captures_elsewhere, who_captures_here
 from cgcompile.graphs.device import capture_device, device_named
 from cgcompile.graphs.entries import Captured, CUDAGraphOptions
+from cgcompile.graphs.fields import Rebinding
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.segments import SegmentRecorder
 from cgcompile.graphs.sequence import GraphSequence, Segment
@@ -290,11 +292,12 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         Raises:
             GradientError: a result requires grad.
             CaptureError: a splitting op ran that a FULL graph must not hold, or none ran although
-                some were declared.
+                some were declared; or a field was rebound, and is as it was before.
             BaseException: what ``runnable`` raised, unchanged, with a note of how far it came.
         """
         assert self._pool is not None
         shown = shown or str(descriptor)
+        rebinding = Rebinding(self.unwrap(), args, kwargs)
         recorder = SegmentRecorder(
             self._pool,
             self._log_capture(shown),
@@ -303,17 +306,26 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             sees_composites=self.sees_composites,
             debug=self.options.debug_breaks,
             batch=shown,
+            rebinding=rebinding,
         )
         recorder.start()
         try:
             result = self.runnable(*args, **kwargs)
+            rebinding.end_segment()
+            refused = rebinding.error(self.name)
+            if refused is not None and not recorder.has_run:
+                raise refused
         except BaseException as error:
             compat.add_note(error, f"{self.name}: in a breakable capture, {recorder.reached}")
             recorder.abandon()
+            if not recorder.has_run:
+                rebinding.put_back()
             raise
         sequence = recorder.finish()
+        if refused is not None:
+            rebinding.move_out(self._pool.holds)
         sequence.name, sequence.batch = self.name, shown
         captured = self._captured(descriptor, sequence, result, args, kwargs, executed=True)
         if captured is None:
             raise GradientError.of_a_capture(self.name)
-        return captured
+        return replace(captured, refused=refused)

@@ -9,9 +9,10 @@ import torch
 
 from cgcompile import compat
 from cgcompile.config import CompilationConfig
-from cgcompile.errors import GuardError
+from cgcompile.errors import CaptureError, GuardError
 from cgcompile.forward_context import BatchDescriptor
 from cgcompile.graphs.device import DeviceGraph
+from cgcompile.graphs.fields import FieldsGuard
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.lent import LentTree, Passed, can_be_lent
 from cgcompile.graphs.modules import modules_of
@@ -81,6 +82,7 @@ class CUDAGraphEntry:
         weights: what the parameters and buffers must be; None likewise.
         needs_grad: whether gradients would be due if grad mode were on.
         passed: what of the result the step was given; None where nobody asks for :meth:`result`.
+        fields: what the fields of objects among the arguments must be; None without such objects.
         tally: counts its replays.
     """
 
@@ -91,6 +93,7 @@ class CUDAGraphEntry:
     weights: WeightsGuard | None
     needs_grad: bool
     passed: Passed | None = None
+    fields: FieldsGuard | None = None
     tally: Tally = field(default_factory=Tally)
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> None:
@@ -102,6 +105,8 @@ class CUDAGraphEntry:
         """
         if self.guard is not None:
             self.guard.check(args, kwargs, what, self.batch_descriptor)
+        if self.fields is not None:
+            self.fields.check(what, self.batch_descriptor)
         if self.weights is not None:
             self.weights.check(what, self.batch_descriptor)
 
@@ -146,6 +151,7 @@ class Captured:
         result: what the captured call returned; tensors that hold nothing before :meth:`run`.
         starts: where the memory of each leaf of the result begins; 0 for what has none.
         executed: whether it has been executed on the way.
+        refused: why it must not be replayed; None if it may be.
     """
 
     pool: GraphPool
@@ -153,6 +159,7 @@ class Captured:
     result: Any
     starts: list[int]
     executed: bool
+    refused: CaptureError | None = None
 
     def run(self) -> Any:
         """Execute what was captured, on the current stream, if that is still to be done.

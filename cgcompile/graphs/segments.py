@@ -23,6 +23,7 @@ from cgcompile.graphs.bridges import Place, crossings
 from cgcompile.graphs.capture import capture_turn, without_garbage_collection
 from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.graphs.device import DeviceGraph
+from cgcompile.graphs.fields import Rebinding
 from cgcompile.graphs.foreign import foreign_breaks
 from cgcompile.graphs.given import Arguments, Containers, held, transform_around
 from cgcompile.graphs.originals import Original
@@ -52,9 +53,11 @@ class SegmentRecorder(Breaker):
         sees_composites: let ops skip autograd, so that composite ones arrive whole.
         debug: find tensors that a break makes and leaves behind.
         batch: what is captured, for messages.
+        rebinding: told where segments begin and end; None: fields are not compared.
 
     Attributes:
         is_full: whether the forward context asks for one graph without breaks.
+        has_run: whether a part of the step was executed.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class SegmentRecorder(Breaker):
         sees_composites: bool = False,
         debug: bool = False,
         batch: str = "one batch",
+        rebinding: Rebinding | None = None,
     ) -> None:
         self.pool = pool
         self.name = name
@@ -75,6 +79,8 @@ class SegmentRecorder(Breaker):
         self._below_autograd = sees_composites
         self._debug = debug
         self._batch = batch
+        self._rebinding = rebinding
+        self.has_run = False
         self._frame = pool.arena.frame()
         self._segments: list[Segment] = []
         self._graph: DeviceGraph | None = None
@@ -212,6 +218,7 @@ class SegmentRecorder(Breaker):
         self._segments.append(GraphSegment(f"{self.name}[{self._graphs}]", graph))
         self._graphs += 1
         if self._execute:
+            self.has_run = True
             with self._on_stream_of_breaks():
                 self.pool.follow_stream()
                 graph.replay()
@@ -278,12 +285,16 @@ class SegmentRecorder(Breaker):
 
         On an exception the recording is lost.
         """
+        if self._rebinding is not None:
+            self._rebinding.end_segment()
         self._end()
         try:
             with self._on_stream_of_breaks():
                 self._refuse_stale_copies()
                 self._bring_back_bridges()
                 yield
+            if self._rebinding is not None:
+                self._rebinding.begin_segment()
             self._begin()
         except BaseException as error:
             self.fail(name, error)

@@ -29,6 +29,7 @@ _MOST = 100_000  # holders; a model of thousands of modules has fewer
 _LONG = 10_000  # items of one container: a vocabulary, which holds no state
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
 _OPAQUE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.Size, torch.layout)
+_LIBRARIES = ("torch", "logging", "threading", "re", "weakref", "_thread", "functools")
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -87,17 +88,19 @@ class Slots:
 
 
 @dataclass
-class _Tensor:
-    """A tensor object and its geometry."""
+class Moved:
+    """A tensor object and its memory and geometry, to be put back."""
 
     tensor: torch.Tensor
     alias: torch.Tensor
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "_Tensor":
+    def of(cls, tensor: torch.Tensor) -> "Moved":
+        """Remember where a tensor is."""
         return cls(tensor, tensor.detach())
 
     def put_back(self) -> None:
+        """Let the tensor object have the memory again that it had."""
         now, was = self.tensor.detach(), self.alias
         if (now.shape, now.stride(), now.data_ptr()) != (was.shape, was.stride(), was.data_ptr()):
             self.tensor.data = was
@@ -116,7 +119,7 @@ class State:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.values: dict[str, tuple[Place, Any]] = {}
         self._holders: dict[int, tuple[Any, Any]] = {}  # by identity: (holder, shallow copy)
-        self._tensors: dict[int, _Tensor] = {}
+        self._tensors: dict[int, Moved] = {}
         for name, root in roots.items():
             self._follow(root, Place(name, None, ""), 0)
 
@@ -129,7 +132,7 @@ class State:
             *calls: positional and keyword arguments of each.
         """
         roots: dict[str, Any] = {"self": getattr(model, "__self__", model)}
-        cells = _cells(model)
+        cells = cells_of(model)
         for name, cell in cells.items():  # of which one may be called "self", as in a decorator
             roots[name if name not in roots else f"outer {name}"] = cell.cell_contents
         for number, (args, kwargs) in enumerate(calls):
@@ -163,7 +166,7 @@ class State:
     def put_back(self) -> None:
         """Every container, attribute and tensor object is as it was; not the bytes of tensors."""
         for holder, before in self._holders.values():
-            _restore(holder, before)
+            restore(holder, before)
         for tensor in self._tensors.values():
             tensor.put_back()
 
@@ -171,7 +174,7 @@ class State:
         self.values[place.path] = (place, found)
         if isinstance(found, torch.Tensor):
             if id(found) not in self._tensors and compat.is_plain_tensor(found):
-                self._tensors[id(found)] = _Tensor.of(found)
+                self._tensors[id(found)] = Moved.of(found)
         elif isinstance(found, (_PLAIN, _OPAQUE)) or id(found) in self._holders:
             return
         elif depth < _DEEPEST and len(self._holders) < _MOST:
@@ -193,7 +196,7 @@ class State:
                 yield each, place.item(number)
         if isinstance(found, tuple):
             return
-        if _is_librarys(found):
+        if is_librarys(found):
             return
         attributes = getattr(found, "__dict__", None)
         if isinstance(attributes, dict):
@@ -220,15 +223,15 @@ class State:
                 yield value, place.of(found, name)
 
 
-def _is_librarys(found: Any) -> bool:
+def is_librarys(found: Any) -> bool:
     """Whether an object is a part of torch or of Python that nobody should look into."""
     if isinstance(found, torch.nn.Module):
         return False
     top = type(found).__module__.partition(".")[0]
-    return top in ("torch", "logging", "threading", "re", "weakref", "_thread", "functools")
+    return top in _LIBRARIES
 
 
-def _cells(function: Any) -> dict[str, CellType]:
+def cells_of(function: Any) -> dict[str, CellType]:
     """What holds the values that a function has from around it, as far as they are there."""
     cells = getattr(function, "__closure__", None) or ()
     names = function.__code__.co_freevars if cells else ()
@@ -252,7 +255,7 @@ def _plainly(container: Any) -> Any:
     return next(kind for kind in kinds if isinstance(container, kind))
 
 
-def _restore(holder: Any, before: Any) -> None:
+def restore(holder: Any, before: Any) -> None:
     if isinstance(holder, Slots):
         holder.put_back(before)
     elif isinstance(holder, CellType):

@@ -18,7 +18,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.errors import DispatchError, GuardError
+from cgcompile.errors import CaptureError, DispatchError, GuardError
 from cgcompile.forward_context import BatchDescriptor, ForwardContext, callers_context
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.capture import (
@@ -40,6 +40,7 @@ from cgcompile.graphs.entries import (
     gradients_due,
     holds_parameters_with_grad,
 )
+from cgcompile.graphs.fields import FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.lent import Passed
 from cgcompile.graphs.pool import LENT, GraphPool
@@ -50,6 +51,8 @@ from cgcompile.reasons import EXPECTED, Counters, Reason, Why
 
 log = logging.getLogger(__name__)
 
+_MOST_REFUSALS = 2  # captures of a batch; the first may meet what the first step makes
+_TOO_MANY_FIELDS = "an argument has too many fields to compare before each replay"
 _GRADIENTS = "an input, a parameter or an output requires grad, or has a tangent"
 
 
@@ -105,6 +108,7 @@ class CUDAGraphWrapper(Transparent):
         self._modes: tuple[CUDAGraphMode, ...] = (runtime_mode,)
         # Per mode and descriptor: one entry, or with on_input_change="recapture" several.
         self._entries: dict[tuple[CUDAGraphMode, BatchDescriptor], list[CUDAGraphEntry]] = {}
+        self._refused: dict[tuple[CUDAGraphMode, BatchDescriptor], list[str]] = {}
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
         self._lock = threading.RLock()
         self._poison = self.config.poison and pool is None  # what is shared may be in use
@@ -212,19 +216,49 @@ class CUDAGraphWrapper(Transparent):
             raise DispatchError.cannot_copy(self.name)
         if self._pool.lends(compat.tree_tensors((args, kwargs))):
             return self._plain(Reason.UNSUPPORTED_INPUT, LENT, args, kwargs)
+        if self._guarded:
+            fields = FieldsGuard.of(args, kwargs, self._pool.device.tensor_type)
+            if fields is not None and not fields.complete:
+                return self._plain(Reason.UNSUPPORTED_INPUT, _TOO_MANY_FIELDS, args, kwargs)
+        refusals = self._refused.get((mode, descriptor), ())
+        if len(refusals) >= _MOST_REFUSALS:
+            return self._plain(Reason.CAPTURE_FAILED, refusals[-1], args, kwargs)
         needs_grad = holds_parameters_with_grad(self.runnable) or descriptor in self._grads
-        if not gradients_due(needs_grad, args, kwargs):
-            with self.timeline.capture(self._pool, self.name, mode, descriptor) as outcome:
+        if gradients_due(needs_grad, args, kwargs):
+            return self._plain(Reason.GRADIENTS, _GRADIENTS, args, kwargs)
+        return self._capture(mode, descriptor, args, kwargs)
+
+    def _capture(
+        self, mode: CUDAGraphMode, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Capture and run the step; it runs plain where a graph cannot repeat it."""
+        assert self._pool is not None
+        with self.timeline.capture(self._pool, self.name, mode, descriptor) as outcome:
+            try:
                 captured = self.record(descriptor, args, kwargs)
-                if captured is not None:
-                    result = captured.run()
-                    self.keep(captured.entry, mode)
-                    self.counters.captures += 1
-                    outcome.done(captured.entry.sequence)
-                    return result
-                outcome.why = _GRADIENTS
+            except CaptureError as error:
+                if not error.field:
+                    raise
+                why = Why(Reason.CAPTURE_FAILED, str(error).splitlines()[0])
+                captured = None
+            else:
+                why = Why(Reason.GRADIENTS, _GRADIENTS)
+            if captured is not None and captured.refused is not None:
+                why = Why(Reason.CAPTURE_FAILED, str(captured.refused).splitlines()[0])
+            elif captured is not None:
+                result = captured.run()
+                self.keep(captured.entry, mode)
+                self.counters.captures += 1
+                outcome.done(captured.entry.sequence)
+                return result
+            outcome.why = why.detail
+        if why.reason is Reason.GRADIENTS:
             self._grads.add(descriptor)
-        return self._plain(Reason.GRADIENTS, _GRADIENTS, args, kwargs)
+        else:
+            self._refused.setdefault((mode, descriptor), []).append(why.detail)
+        if captured is None:
+            return self._plain(*why, args, kwargs)
+        return self._ran_plain(why, captured.result)
 
     def record(
         self,
@@ -241,18 +275,31 @@ class CUDAGraphWrapper(Transparent):
 
         Raises:
             CaptureBusyError: another capture runs.
+            CaptureError: ``runnable`` rebinds a field, which is as it was before.
             BaseException: what ``runnable`` raised, unchanged.
         """
         pool = self._pool
         assert pool is not None, "a wrapper captures into a pool"
         shown = shown or str(descriptor)
+        rebinding = Rebinding(self.unwrap(), args, kwargs) if self._guarded else None
         with pool.device.around() if compat.holds_compiled_code(self.runnable) else nullcontext():
-            graph, result = capture(
-                partial(self.runnable, *args, **kwargs),
-                pool,
-                self._log_capture(shown),
-                collect=not self.options.gc_disable,
-            )
+            try:
+                graph, result = capture(
+                    partial(self.runnable, *args, **kwargs),
+                    pool,
+                    self._log_capture(shown),
+                    collect=not self.options.gc_disable,
+                )
+            except BaseException:
+                if rebinding is not None:
+                    rebinding.put_back()  # nothing was executed
+                raise
+        if rebinding is not None:
+            rebinding.end_segment()
+            error = rebinding.error(self.name)
+            if error is not None:
+                rebinding.put_back()
+                raise error
         sequence = GraphSequence((GraphSegment(self.name, graph),), name=self.name, batch=shown)
         return self._captured(descriptor, sequence, result, args, kwargs)
 
@@ -284,6 +331,7 @@ class CUDAGraphWrapper(Transparent):
             weights,
             self._guarded and holds_parameters_with_grad(self.runnable),
             None if weights is None else Passed.of(result, args, kwargs, weights.objects),
+            FieldsGuard.of(args, kwargs, self._pool.device.tensor_type) if self._guarded else None,
         )
         return Captured(self._pool, entry, result, kept.starts, executed)
 
@@ -308,11 +356,16 @@ class CUDAGraphWrapper(Transparent):
     ) -> Any:
         if self.config.strict and reason not in EXPECTED:
             raise DispatchError.strict(self.name, reason.value, detail)
-        result = self.runnable(*args, **kwargs)
+        return self._ran_plain(Why(reason, detail), self.runnable(*args, **kwargs))
+
+    def _ran_plain(self, why: Why, result: Any) -> Any:
+        """Count a step that ran without a graph; with ``strict`` that is an error."""
+        if self.config.strict and why.reason not in EXPECTED:
+            raise DispatchError.strict(self.name, why.reason.value, why.detail)
         with self._lock:
-            self.counters.plain[reason] += 1
-            self.counters.details[reason] = detail
-        self.timeline.plain(Why(reason, detail))
+            self.counters.plain[why.reason] += 1
+            self.counters.details[why.reason] = why.detail
+        self.timeline.plain(why)
         return result
 
     # -------------------------------------------------------------- what a user may ask
@@ -364,6 +417,7 @@ class CUDAGraphWrapper(Transparent):
         """Drop the graphs of this wrapper. The next call of a descriptor captures again."""
         with self._lock:
             self._entries.clear()
+            self._refused.clear()
             if self._pool is not None:
                 self._pool.generation += 1
 
