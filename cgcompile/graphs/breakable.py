@@ -29,6 +29,7 @@ from cgcompile.graphs.entries import Captured, CUDAGraphOptions
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.segments import SegmentRecorder
 from cgcompile.graphs.sequence import GraphSequence, Segment
+from cgcompile.graphs.storages import SameStorages
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.settings import require_callable, require_kind
 
@@ -284,13 +285,14 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         shown: str = "",
+        storages: SameStorages | None = None,
     ) -> Captured:
         """Capture ``runnable`` for a descriptor; it has been executed then.
 
         Raises:
             GradientError: a result requires grad.
             CaptureError: a splitting op ran that a FULL graph must not hold, or none ran although
-                some were declared.
+                some were declared; or a segment replaced the memory of an argument or a weight.
             BaseException: what ``runnable`` raised, unchanged, with a note of how far it came.
         """
         assert self._pool is not None
@@ -303,6 +305,8 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             sees_composites=self.sees_composites,
             debug=self.options.debug_breaks,
             batch=shown,
+            storages=storages or self._storages(args, kwargs),
+            compiled=self._may_run_compiled_code,
         )
         recorder.start()
         try:
