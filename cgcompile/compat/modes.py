@@ -212,6 +212,11 @@ def reads_on_host(op: Any) -> bool:
     return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
 
 
+def inside_backward() -> bool:
+    """Whether this thread runs a backward pass of autograd now."""
+    return torch._C._current_graph_task_id() != -1
+
+
 # Whether autocast is on for any device; 0.05 us.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
@@ -225,6 +230,33 @@ def autocast_state() -> dict[str, torch.dtype]:
     return {
         kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
     }
+
+
+class own_cached_casts:
+    """Context manager: no weight that autocast cast outside is read inside, nor one of inside after.
+
+    Autocast caches casts of parameters until its outermost context ends: a graph that reads such a
+    cast would read freed memory at its replays, and code after a capture would read a cast that the
+    graph has not computed yet. The cache is one for all threads, so it is off inside too.
+
+    Args:
+        compiled: leave it on, since Dynamo's guards compare that: compiled code would compile again.
+    """
+
+    __slots__ = ("_compiled", "_was_on")
+
+    def __init__(self, compiled: bool) -> None:
+        self._compiled = compiled
+
+    def __enter__(self) -> None:
+        self._was_on = torch.is_autocast_cache_enabled()
+        torch.clear_autocast_cache()
+        if not self._compiled:
+            torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_autocast_cache_enabled(self._was_on)
+        torch.clear_autocast_cache()
 
 
 def autocast_off() -> AbstractContextManager[Any]:

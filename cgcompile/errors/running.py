@@ -49,6 +49,54 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def pageable(cls, op: str, shape: str) -> "CaptureError":
+        return _about(
+            op,
+            f"{op} copies a tensor {shape} of Python data from pageable host memory: operation not "
+            "permitted when stream is capturing.\n"
+            "  Create it once, outside of the step (register_buffer), or on the device "
+            "(torch.full, torch.arange); or run the op outside of the graph: a splitting op or "
+            "cgcompile.eager_region().",
+        )
+
+    @classmethod
+    def replaces_memory(cls, what: str, name: str, count: int) -> "CaptureError":
+        more = f" (and {count - 1} more)" if count > 1 else ""
+        return cls(
+            f"capture of {what}: the step replaces the memory or layout of {name}{more}, which "
+            "exists before the step, as .data = or set_() do. Replays would not: they read the "
+            "memory of the first step again.\n"
+            "  Write in place (copy_, mul_). The tensor has the memory that it had before the "
+            "capture."
+        )
+
+    @classmethod
+    def seeded(cls, before: int, after: int) -> "CaptureError":
+        return _about(
+            "torch.manual_seed",
+            f"torch.manual_seed({after}): operation not permitted when stream is capturing; the "
+            f"seed was {before}. A replay does not set the seed.\n"
+            "  Seed before the step.",
+        )
+
+    @classmethod
+    def ended_recording(cls, op: str) -> "CaptureError":
+        return _about(
+            op,
+            f"{op} ran in a segment that has ended: autograd's backward pass restored the state "
+            "of before an eager break.\n"
+            "  Move the break out of the backward pass.",
+        )
+
+    @classmethod
+    def break_in_backward(cls, name: str) -> "CaptureError":
+        return cls(
+            f"eager break {name!r} ran inside of autograd's backward pass, which runs in threads "
+            "of its own, where no segment can end.\n"
+            "  Call the break before or after backward(), or capture inference alone."
+        )
+
+    @classmethod
     def nested(cls, what: str) -> "CaptureError":
         return cls(
             f"{what}: a capture runs in this thread already, and captures do not nest.\n"

@@ -31,6 +31,7 @@ from cgcompile.graphs.fields import Rebinding
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.segments import SegmentRecorder
 from cgcompile.graphs.sequence import GraphSequence, Segment
+from cgcompile.graphs.storages import SameStorages
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.settings import require_callable, require_kind
 
@@ -286,13 +287,15 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         shown: str = "",
+        storages: SameStorages | None = None,
     ) -> Captured:
         """Capture ``runnable`` for a descriptor; it has been executed then.
 
         Raises:
             GradientError: a result requires grad.
             CaptureError: a splitting op ran that a FULL graph must not hold, or none ran although
-                some were declared; or a field was rebound, and is as it was before.
+                some were declared; a segment replaced the memory of an argument or a weight; or
+                a field was rebound, and is as it was before.
             BaseException: what ``runnable`` raised, unchanged, with a note of how far it came.
         """
         assert self._pool is not None
@@ -307,6 +310,8 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             debug=self.options.debug_breaks,
             batch=shown,
             rebinding=rebinding,
+            storages=storages or self._storages(args, kwargs),
+            compiled=self._may_run_compiled_code,
         )
         recorder.start()
         try:

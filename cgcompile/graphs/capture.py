@@ -13,10 +13,12 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any
 
+from cgcompile import compat
 from cgcompile.errors import CaptureBusyError, CaptureError
 from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.graphs.device import DeviceGraph, any_capture
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.storages import SameStorages
 
 _allowed: ContextVar[bool] = ContextVar("cgcompile_capture_allowed", default=True)
 _postponed: ContextVar[bool] = ContextVar("cgcompile_capture_postponed", default=False)
@@ -246,7 +248,13 @@ def releasing() -> Iterator[None]:
 
 
 def capture(
-    function: Callable[[], Any], pool: GraphPool, what: str, *, collect: bool = False
+    function: Callable[[], Any],
+    pool: GraphPool,
+    what: str,
+    *,
+    collect: bool = False,
+    storages: SameStorages | None = None,
+    compiled: bool = False,
 ) -> tuple[DeviceGraph, Any]:
     """Record what ``function`` does, without doing it.
 
@@ -255,13 +263,16 @@ def capture(
         pool: where the memory comes from.
         what: what is captured, for messages.
         collect: collect garbage first, so that dead tensors give their memory back.
+        storages: tensors whose memory ``function`` must not replace.
+        compiled: whether ``function`` calls what ``torch.compile`` made.
 
     Returns:
         The graph, not replayed yet, and what ``function`` returned.
 
     Raises:
         CaptureBusyError: another capture runs, in this thread or another one.
-        CaptureError: the current stream is being captured by someone else.
+        CaptureError: the current stream is being captured by someone else; or ``function``
+            replaced the memory of one of ``storages``, which has its own again.
         BaseException: what ``function`` raised, unchanged.
     """
     if pool.device.is_capturing():
@@ -276,11 +287,16 @@ def capture(
                 raise CaptureError.nested(f"capture of {what}")
             memory = pool.memory
             try:
-                graph.begin(memory)
-                result = function()
-                graph.end()
+                with compat.own_cached_casts(compiled):
+                    graph.begin(memory)
+                    result = function()
+                    if storages is not None:
+                        storages.check()
+                    graph.end()
             except BaseException:
                 graph.abandon()
+                if storages is not None:
+                    storages.restore()
                 pool.retire(graph)
                 raise
     return graph, result

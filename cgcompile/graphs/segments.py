@@ -36,6 +36,7 @@ from cgcompile.graphs.sequence import (
     GraphSequence,
     Segment,
 )
+from cgcompile.graphs.storages import SameStorages
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class SegmentRecorder(Breaker):
         debug: find tensors that a break makes and leaves behind.
         batch: what is captured, for messages.
         rebinding: told where segments begin and end; None: fields are not compared.
+        storages: tensors whose memory segments must not replace.
+        compiled: whether what ``torch.compile`` made may run inside.
 
     Attributes:
         is_full: whether the forward context asks for one graph without breaks.
@@ -71,8 +74,12 @@ class SegmentRecorder(Breaker):
         debug: bool = False,
         batch: str = "one batch",
         rebinding: Rebinding | None = None,
+        storages: SameStorages | None = None,
+        compiled: bool = True,
     ) -> None:
         self.pool = pool
+        self._storages = storages
+        self._compiled = compiled
         self.name = name
         self._boundaries = boundaries
         self._execute = execute
@@ -119,6 +126,7 @@ class SegmentRecorder(Breaker):
             stack.enter_context(device.on_stream(self.pool.stream))
             device.wait_for(self._callers_stream)
             stack.enter_context(device.around())
+            stack.enter_context(compat.own_cached_casts(self._compiled))
             if self._below_autograd:
                 stack.enter_context(compat.below_autograd())
             if not self.is_full:
@@ -174,6 +182,8 @@ class SegmentRecorder(Breaker):
 
     def _give_up(self) -> None:
         """Park what was recorded; later captures go into new memory."""
+        if self._storages is not None:
+            self._storages.restore()
         broken = [each.graph for each in self._segments if isinstance(each, GraphSegment)]
         graph, self._graph, self._segments = self._graph, None, []
         if graph is not None:
@@ -205,6 +215,9 @@ class SegmentRecorder(Breaker):
         return f"after break {len(breaks)} ({breaks[-1]})" if breaks else "before the first break"
 
     def _begin(self) -> None:
+        torch.clear_autocast_cache()  # a break may have cast weights, into memory that it frees
+        if self._storages is not None and not self._storages.at_same_addresses:
+            self._storages.accept()  # a break may do so: it runs at each replay
         memory = self.pool.memory
         self._graph = self.pool.device.new_graph()
         self._graph.begin(memory)  # where it raises, the graph is there to be abandoned
@@ -213,6 +226,9 @@ class SegmentRecorder(Breaker):
     def _end(self) -> None:
         assert self._graph is not None
         self._mode.switch_off()
+        if self._storages is not None:
+            self._storages.check()
+        torch.clear_autocast_cache()
         self._graph.end()  # where it raises, the graph is still there to be abandoned
         graph, self._graph = self._graph, None
         self._segments.append(GraphSegment(f"{self.name}[{self._graphs}]", graph))
@@ -261,7 +277,7 @@ class SegmentRecorder(Breaker):
             What the function returned, with bridges in place of the tensors that it made.
 
         Raises:
-            CaptureError: it runs inside of a transform of ``torch.func``.
+            CaptureError: it runs inside of a transform of ``torch.func``, or of a backward pass.
             BaseException: what the function raised, unchanged; the recording is lost then.
         """
         given = args, dict(kwargs or {})
@@ -276,6 +292,10 @@ class SegmentRecorder(Breaker):
         self, name: str, function: Callable[..., Any], given: Arguments, silent: bool
     ) -> Any:
         """As :meth:`run_eager`; what a ``silent`` function returns is nothing by its schema."""
+        if compat.inside_backward():
+            error = CaptureError.break_in_backward(name)
+            self.fail(name, error)
+            raise error
         with self.pause(name):
             return self._break(name, function, given, silent)
 
@@ -287,8 +307,8 @@ class SegmentRecorder(Breaker):
         """
         if self._rebinding is not None:
             self._rebinding.end_segment()
-        self._end()
         try:
+            self._end()
             with self._on_stream_of_breaks():
                 self._refuse_stale_copies()
                 self._bring_back_bridges()

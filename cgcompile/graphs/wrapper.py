@@ -45,6 +45,7 @@ from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.lent import Passed
 from cgcompile.graphs.pool import LENT, GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
+from cgcompile.graphs.storages import SameStorages, weight_name, weights_of
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.reasons import EXPECTED, Counters, Reason, Why
@@ -266,8 +267,11 @@ class CUDAGraphWrapper(Transparent):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         shown: str = "",
+        storages: SameStorages | None = None,
     ) -> "Captured | None":
         """Capture ``runnable`` for a descriptor (``shown`` as text), without executing anything.
+
+        It must not replace the memory of ``storages``; by default the arguments and the weights.
 
         Returns:
             What has been captured, to be run once and then kept with :meth:`keep`; None if an
@@ -275,7 +279,7 @@ class CUDAGraphWrapper(Transparent):
 
         Raises:
             CaptureBusyError: another capture runs.
-            CaptureError: ``runnable`` rebinds a field, which is as it was before.
+            CaptureError: ``runnable`` rebinds a field or replaces such memory; both are restored.
             BaseException: what ``runnable`` raised, unchanged.
         """
         pool = self._pool
@@ -289,6 +293,8 @@ class CUDAGraphWrapper(Transparent):
                     pool,
                     self._log_capture(shown),
                     collect=not self.options.gc_disable,
+                    storages=storages or self._storages(args, kwargs),
+                    compiled=self._may_run_compiled_code,
                 )
             except BaseException:
                 if rebinding is not None:
@@ -302,6 +308,19 @@ class CUDAGraphWrapper(Transparent):
                 raise error
         sequence = GraphSequence((GraphSegment(self.name, graph),), name=self.name, batch=shown)
         return self._captured(descriptor, sequence, result, args, kwargs)
+
+    @property
+    def _may_run_compiled_code(self) -> bool:
+        """Whether a call may reach what ``torch.compile`` made; a function may hold it anywhere."""
+        if not self._guarded:  # pieces
+            return False
+        owner = getattr(self.runnable, "__self__", self.runnable)
+        return not isinstance(owner, torch.nn.Module) or compat.holds_compiled_code(owner)
+
+    def _storages(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SameStorages:
+        """The memory of arguments and weights, which a capture must not replace."""
+        tensors = compat.tree_tensors((args, kwargs)) + weights_of(self.unwrap())
+        return SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
 
     def _log_capture(self, shown: str) -> str:
         """What is about to be captured, in words."""

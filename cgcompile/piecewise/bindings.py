@@ -189,6 +189,8 @@ class Bindings:
             return key, binding
         strict = bool(written) and self._program.pool.device.notices_freed
         if binding.moved(inputs) or (strict and binding.outlived):
+            if not binding.captured:  # the step itself may move them, and has no graph for that
+                return key, binding
             self._forget(key)
             binding = None
         return key, binding

@@ -31,6 +31,7 @@ from cgcompile.graphs.sequence import (
     Segment,
     Slot,
 )
+from cgcompile.graphs.storages import SameStorages
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.lines import raised_at
 from cgcompile.passes.nodes import tensors
@@ -120,7 +121,8 @@ def _record_full(
     program: Program, full: CUDAGraphWrapper, recording: Recording, inputs: Sequence[Any]
 ) -> Outcome:
     def capture(*given: Any) -> Captured | None:
-        return full.record(recording.batch.descriptor, given, {})
+        storages = _storages(program, recording, "the step", recording.given)
+        return full.record(recording.batch.descriptor, given, {}, storages=storages)
 
     captured: Captured | None = None
     try:
@@ -136,6 +138,19 @@ def _record_full(
     returns = recording.returns(result, compat.tree_leaves(captured.entry.output), fixed, inputs)
     recording.finish(captured.entry.sequence, returns, {})
     return Outcome(recording, None, True, returns.make((), inputs))
+
+
+def _storages(
+    program: Program, recording: Recording, what: str, given: Sequence[Any]
+) -> SameStorages:
+    """The memory of those inputs of the step that a capture is given, which it must not replace."""
+    places = {id(each): p for p, each in enumerate(recording.given)}
+
+    def name_of(tensor: torch.Tensor) -> str:
+        value = program.split.inputs[places[id(tensor)]]
+        return repr(value.source or value.name)
+
+    return SameStorages(what, [each for each in tensors(list(given)) if id(each) in places], name_of)
 
 
 def _why(program: Program, error: Exception, what: str, where: str) -> Why:
@@ -316,7 +331,10 @@ class _Recorder:
     ) -> Captured | None:
         """Capture a piece; what it makes lies where it will, though nothing has run."""
         try:
-            captured = wrapper.record(self._recording.batch.descriptor, given, {}, self._batch)
+            storages = _storages(self._program, self._recording, piece.name, given)
+            captured = wrapper.record(
+                self._recording.batch.descriptor, given, {}, self._batch, storages
+            )
         except Exception as error:
             self.why = _why(self._program, error, piece.name, f" ({piece.where})")
             return None
