@@ -192,6 +192,9 @@ class _Recorder:
         sources = [
             self._source(name) if name else leaf for name, leaf in zip(names, leaves, strict=True)
         ]
+        pairs = zip(sources, leaves, strict=True)
+        values = [self._slots[s.at] if isinstance(s, Slot) else leaf for s, leaf in pairs]
+        made = compat.tree_unflatten(values, compat.tree_spec(made))
         returns = self._recording.returns(made, sources, self._fixed, inputs)
         sequence = GraphSequence(
             self._segments,
@@ -244,8 +247,9 @@ class _Recorder:
         for block, names in list(self._bridges):
             if self._is_read_after(index, names):
                 continue
-            names += [n for n, at in self._lying.items() if at == block.address and n not in names]
-            if not self._is_read_after(index, names):
+            views = [n for n, at in self._lying.items() if at == block.address and n not in names]
+            names += views
+            if not self._is_read_after(index, names) and self._uses.returned.isdisjoint(views):
                 self._bridges.remove((block, names))
                 self._recording.frame.give(block)
                 self._fixed.discard(block.address)
