@@ -248,12 +248,12 @@ class _Recorder:
             if self._is_read_after(index, names):
                 continue
             views = [n for n, at in self._lying.items() if at == block.address and n not in names]
-            names += views
-            if not self._is_read_after(index, names) and self._uses.returned.isdisjoint(views):
+            returned = not self._uses.returned.isdisjoint(views)
+            if not returned and not self._is_read_after(index, views):
                 self._bridges.remove((block, names))
                 self._recording.frame.give(block)
                 self._fixed.discard(block.address)
-                for name in names:
+                for name in (*names, *views):
                     self._lying.pop(name, None)
 
     def _is_read_after(self, index: int, names: Sequence[str]) -> bool:
