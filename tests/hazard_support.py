@@ -73,10 +73,12 @@ def front_end(name: str, model: nn.Module, device: str, **more: Any) -> FrontEnd
     )
 
 
-def compiled(name: str, model: nn.Module, config: CompilationConfig) -> FrontEnd:
+def compiled(
+    name: str, model: nn.Module, config: CompilationConfig, dynamic: bool | None = None
+) -> FrontEnd:
     backend = cgcompile.Backend(config)
     if name == "torch.compile":
-        step = torch.compile(model, backend=backend)
+        step = torch.compile(model, backend=backend, dynamic=dynamic)
     else:
         step = cgcompile.compile(model, backend)
     return FrontEnd(name, step, lambda: backend.counters, backend)

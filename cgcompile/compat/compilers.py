@@ -104,7 +104,7 @@ def uncapturable_op(aten: fx.GraphModule) -> str | None:
 
 
 def _with_a_tensor_output(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm``, or a copy of one without outputs that returns an input: callers ignore it.
+    """``gm``, or a copy of one without outputs that returns an input: callers drop it.
 
     ``standalone_compile`` looks for the fake mode, and with it the sizes, in the outputs.
     """

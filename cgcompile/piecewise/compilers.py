@@ -59,6 +59,8 @@ def compile_pieces(
                     run = _compile_or_not(variant, work, name, config.on_compile_error)
                 if callable(config.compiler):
                     run = _checked_outputs(piece, name, run)
+                elif not piece.outputs:
+                    run = _without_outputs(run)
                 fixed = variants.specialised(variant)
                 _check_sizes_stay_free(variant, fixed, users_own=callable(config.compiler))
                 parts.append((variant, run))
@@ -139,6 +141,16 @@ def _checked_outputs(piece: Piece, name: str, run: Runnable) -> Runnable:
         return outputs
 
     return checked
+
+
+def _without_outputs(run: Runnable) -> Runnable:
+    """Drop what a piece without outputs returns: Inductor compiles it with one."""
+
+    def without_outputs(*inputs: Any) -> Sequence[Any]:
+        run(*inputs)
+        return ()
+
+    return without_outputs
 
 
 def compiler_name(config: CompilationConfig) -> str:

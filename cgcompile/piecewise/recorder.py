@@ -216,6 +216,9 @@ class _Recorder:
         sources = [
             self._source(name) if name else leaf for name, leaf in zip(names, leaves, strict=True)
         ]
+        pairs = zip(sources, leaves, strict=True)
+        values = [self._slots[s.at] if isinstance(s, Slot) else leaf for s, leaf in pairs]
+        made = compat.tree_unflatten(values, compat.tree_spec(made))
         returns = self._recording.returns(made, sources, self._fixed, inputs)
         sequence = GraphSequence(
             self._segments,
@@ -268,12 +271,13 @@ class _Recorder:
         for block, names in list(self._bridges):
             if self._is_read_after(index, names):
                 continue
-            names += [n for n, at in self._lying.items() if at == block.address and n not in names]
-            if not self._is_read_after(index, names):
+            views = [n for n, at in self._lying.items() if at == block.address and n not in names]
+            returned = not self._uses.returned.isdisjoint(views)
+            if not returned and not self._is_read_after(index, views):
                 self._bridges.remove((block, names))
                 self._recording.frame.give(block)
                 self._fixed.discard(block.address)
-                for name in names:
+                for name in (*names, *views):
                     self._lying.pop(name, None)
 
     def _is_read_after(self, index: int, names: Sequence[str]) -> bool:

@@ -306,7 +306,8 @@ class Recording:
         """How results are made, from what a step returned that was given ``inputs``."""
         lasting = self._program.frozen.by_position(len(inputs))
         given = Given(self.given, self.starts, inputs, lasting)
-        return Returns(made, sources, given, fixed, self.batch.own_context)
+        owns = self._pool.holds if self.batch.own_context else None
+        return Returns(made, sources, given, fixed, owns)
 
 
 def _starts(values: Sequence[Any], known: Mapping[int, int]) -> list[int]:

@@ -1,14 +1,15 @@
 """What a captured step gives back to its caller: :class:`Returns`.
 
-Values that graphs made lie at fixed addresses and are overwritten by the next replay; a value that
-is memory of an input must be that of *this* call's input; what an eager piece has just made is the
-caller's already. A value that *is* an input, such as a buffer that was changed in place, is the
-very object that this call was given: a model that keeps it keeps its own buffer. A view of an
-input is another object each time, because the caller may change it. Worked out once, when a step
-is recorded.
+Memory of graphs and of the arena is overwritten by the next replay. So without a forward context
+every value in it is copied for the caller, whichever piece made the value: an eager piece may
+return a view of such memory. A value that is memory of an input must be that of *this* call's
+input; what an eager piece has just made in memory of its own is the caller's already. A value that
+*is* an input, such as a buffer that was changed in place, is the very object that this call was
+given: a model that keeps it keeps its own buffer. A view of an input is another object each time,
+because the caller may change it. Worked out once, when a step is recorded.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -66,11 +67,12 @@ class Returns:
     """Makes the result of each replay of one recording.
 
     Args:
-        made: what the recorded step returned.
+        made: what the recorded step returned, as later steps find it: what slots hold.
         sources: for each of its leaves, what later steps find in its place: a slot, or an object.
         given: what the recorded step was given.
         fixed: where the memory begins that graphs, bridges and copied inputs lie in.
-        copied: whether what lies at fixed addresses is copied for the caller.
+        owns: tells whether memory that begins at an address is the pool's, where results are
+            copied for the caller; None where they are not.
 
     Attributes:
         slots: what it reads after a replay.
@@ -88,7 +90,7 @@ class Returns:
         sources: Sequence[Any],
         given: Given,
         fixed: Set[int],
-        copied: bool,
+        owns: Callable[[int], bool] | None,
     ) -> None:
         self._spec = compat.tree_spec(made)
         self.is_flat = isinstance(made, tuple) and not any(map(compat.is_container, made))
@@ -111,10 +113,10 @@ class Returns:
                 self._inputs.append((item, place))
             elif found is not None:
                 self._views.append(_view(item, leaf, found, given.inputs[found]))
-            elif isinstance(source, Slot):
+            elif isinstance(source, Slot) and (owns is None or not lies or not owns(start)):
                 self._live.append((item, source.at))
             elif lies:
-                (lying if copied else lent).append((item, compat.weak_tensor(leaf)))
+                (lent if owns is None else lying).append((item, compat.weak_tensor(leaf)))
             elif can_be_lent(source):
                 lent.append((item, compat.alias(source)))
         self.slots = [Slot(index) for _, index in self._live]

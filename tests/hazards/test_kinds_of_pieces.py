@@ -1,0 +1,140 @@
+"""A piece may have no outputs, no inputs, only views or only numbers: each is captured and replayed."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hazard_support import WIDTH, compiled, settings
+from torch import nn
+
+from cgcompile import AttentionCGSupport, SplittingOp
+
+
+@cache
+def library() -> torch.library.Library:
+    """A boundary that writes a tensor, as attention does."""
+    lib = torch.library.Library("kinds", "FRAGMENT")
+    lib.define("attend(Tensor q, Tensor(a!) out) -> ()")
+    lib.impl("attend", lambda q, out: (out.copy_(q * 3), None)[1], "CompositeExplicitAutograd")
+    torch.library.register_fake("kinds::attend", lambda q, out: None, lib=lib)
+    return lib
+
+
+def attended(q: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(q)
+    torch.ops.kinds.attend(q, out)
+    return out
+
+
+def only_writes(x, cache):
+    q = x * 2
+    cache.copy_(attended(q))
+    return q
+
+
+def only_writes_what_it_reads(x, cache):
+    q = x * 2
+    torch.ops.kinds.attend(q, cache)
+    cache.add_(1)
+    return q
+
+
+def writes_a_view(x, cache):
+    q = x * 2
+    out = attended(q)
+    cache[:1].copy_(out[:1])
+    cache[1:].mul_(0.5)
+    return q
+
+
+def only_writes_between_boundaries(x, cache):
+    q = x * 2
+    out = attended(q)
+    cache.copy_(out)
+    return attended(q) + cache
+
+
+def no_inputs(x, cache):
+    y = attended(x * 2)
+    cache.copy_(y)
+    torch.ops.kinds.attend(cache, y)
+    return torch.ones(3, device=x.device) * 2, y  # alone behind the last boundary
+
+
+def only_views(x, cache):
+    q = x * 2
+    out = attended(q)
+    cache.copy_(out)
+    torch.ops.kinds.attend(q, cache)
+    return out.view(-1, 2), q[1:]
+
+
+def only_numbers(x, cache):
+    q = x * 2
+    out = attended(q)
+    cache.copy_(out)
+    torch.ops.kinds.attend(q, cache)
+    return out, x.shape[0] * 2 + 1
+
+
+def views_of_that_many_rows(x, cache):
+    q = x * 2
+    out = attended(q)
+    torch.ops.kinds.attend(q, cache)
+    return out.view(x.shape[0] * 2, -1), cache + 0
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    f.__name__: f
+    for f in (
+        only_writes,
+        only_writes_what_it_reads,
+        writes_a_view,
+        only_writes_between_boundaries,
+        no_inputs,
+        only_views,
+        only_numbers,
+        views_of_that_many_rows,
+    )
+}
+
+
+class Step(nn.Module):
+    def __init__(self, step: Callable[..., Any]) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> Any:
+        return self.step(x, cache)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_piece_of_any_kind_is_right_over_changing_inputs(
+    kind: Callable[..., Any], compiler: str, mode: str, dynamic: bool, device: str
+) -> None:
+    library()
+    torch.manual_seed(3)
+    boundary = SplittingOp("kinds::attend", support=AttentionCGSupport.ALWAYS)
+    config = settings(
+        device, compiler=compiler, cudagraph_mode=mode, splitting_ops=(boundary,)
+    )
+    model = Step(kind)
+    served = compiled("torch.compile", model, config, dynamic=dynamic)
+    with torch.inference_mode():
+        for rows in (4, 6) if dynamic else (4,):
+            cache = torch.zeros(rows, WIDTH, device=device)
+            own = cache.clone()
+            for _ in range(5):
+                x = torch.randn(rows, WIDTH, device=device)
+                result, expected = served.step(x, cache), model(x, own)
+                torch.testing.assert_close(result, expected)
+                torch.testing.assert_close(cache, own)
+                assert cache.abs().sum() > 0
+    counters = served.counters()
+    assert counters.captures == (2 if dynamic else 1)
+    assert counters.replays >= (6 if dynamic else 3)
