@@ -60,10 +60,10 @@ def compile(
             model reads, such as its attributes, is as it was when traced.
         check_guards: for debugging: check what was dropped as well, and raise where it fails.
         dynamic_shapes: what a trace may assume of a dynamic size. ``"backed"``: that it is at
-            least 2, as in ``torch.compile``; smaller ones are traces of their own, or, without
-            guards, trusted to behave alike. ``"backed_size_oblivious"``: nothing of 0 and 1, unless
-            your code compares with them. ``"unbacked"``: nothing at all; code that branches on a
-            size does not trace.
+            least 2, as in ``torch.compile``; 0 and 1 are traces of their own.
+            ``"backed_size_oblivious"``: that it is at least 1, and that it is not 1 where your code
+            compares with 1 or squeezes the dimension. ``"unbacked"``: nothing, but that it is not 1
+            where your code squeezes the dimension; code that branches on a size does not trace.
         **settings: single settings; they beat ``config``.
 
     Returns:

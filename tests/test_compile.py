@@ -46,7 +46,7 @@ def test_steps_are_captured_and_replayed(guards: str, shapes: str) -> None:
         for size in (1, 2, 5, 33):
             check(one, model, batch("cpu", size))
     assert_counts(one.backend, 4, 8, {WARMING: 4})
-    own = shapes == "backed" and guards != "none"
+    own = shapes == "backed"
     assert len(one.backend.graphs) == len(one.traces) == (2 if own else 1)
 
 

@@ -1,7 +1,7 @@
 """Dynamo's graphs and their symbols. See ``cgcompile/compat/__init__.py``."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -85,12 +85,15 @@ def known_size(size: Any) -> int | str:
     return int(expression)
 
 
-def size_conditions(shape_env: Any, least: int) -> list[tuple[str, tuple[str, ...]]]:
-    """(condition in Python, its symbols) of each guard on sizes that was met so far.
+def size_conditions(shape_env: Any, sizes: Set[Any]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return what a trace assumed of sizes: (condition in Python, its symbols), for each.
+
+    Note [Sizes of a symbol]. The symbol of a backed size is positive for sympy whatever its range
+    says, so ``s > 0`` is True without a guard: such a trace serves no size of 0.
 
     Args:
         shape_env: of the trace.
-        least: the smallest size that is not worth a condition.
+        sizes: texts of the sizes of its arguments, as of :func:`known_size`.
     """
     from torch.utils._sympy.printers import PythonPrinter
 
@@ -103,13 +106,43 @@ def size_conditions(shape_env: Any, least: int) -> list[tuple[str, tuple[str, ..
         if symbols:
             found.append((PythonPrinter().doprint(guard), symbols))
     for symbol, bounds in shape_env.var_to_range.items():  # torch drops guards that these imply
-        if is_unbacked(symbol):
+        if is_unbacked(symbol) or shapes.replacement(symbol) != symbol:
             continue
-        if bounds.lower.is_Integer and bounds.lower > least:
-            found.append((f"{symbol} >= {bounds.lower}", (str(symbol),)))
+        lower = 1 if str(symbol) in sizes and symbol.is_positive else 0
+        lower = max(lower, int(bounds.lower)) if bounds.lower.is_Integer else lower
+        if lower > (0 if str(symbol) in sizes else 2):
+            found.append((f"{symbol} >= {lower}", (str(symbol),)))
         if bounds.upper.is_Integer:
             found.append((f"{symbol} <= {bounds.upper}", (str(symbol),)))
     return found
+
+
+_SQUEEZES = frozenset({"squeeze", "squeeze_", torch.squeeze, torch.Tensor.squeeze})
+
+
+def squeeze_conditions(graph: fx.Graph) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the sizes that ``squeeze`` ops took for others than 1, as :func:`size_conditions`.
+
+    Size-oblivious tracing keeps such a dimension and leaves no guard.
+    """
+    found = {}
+    for node in graph.nodes:
+        name = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
+        if node.target not in _SQUEEZES and not name.startswith(
+            ("aten.squeeze.", "aten.squeeze_.")
+        ):
+            continue
+        tensor = node.args[0] if node.args else node.kwargs.get("input")
+        fake = tensor.meta.get("example_value") if isinstance(tensor, fx.Node) else None
+        if not isinstance(fake, torch.Tensor):
+            continue
+        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", range(fake.dim()))
+        for dim in [dims] if isinstance(dims, int) else dims:
+            text = known_size(fake.shape[dim])
+            if isinstance(text, str):
+                symbols = tuple(sorted(map(str, fake.shape[dim].node.expr.free_symbols)))
+                found[f"{text} != 1"] = symbols
+    return list(found.items())
 
 
 def is_static_input(placeholder: fx.Node) -> bool:
@@ -259,7 +292,11 @@ class Shapes:
 
     def bounds(self, symbol: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr]:
         found = self._env.var_to_range.get(symbol)
-        return (sympy.Integer(0), sympy.oo) if found is None else (found.lower, found.upper)
+        if found is None:
+            return sympy.Integer(0), sympy.oo
+        # See Note [Sizes of a symbol].
+        lower = max(found.lower, sympy.Integer(1)) if symbol.is_positive else found.lower
+        return lower, found.upper
 
     def hint(self, symbol: sympy.Symbol) -> int | None:
         """The number that it was traced with; None of an unbacked symbol."""

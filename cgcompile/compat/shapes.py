@@ -65,7 +65,8 @@ class OwnShapes:
 
         bounds = StrictMinMaxConstraint(vr=ValueRanges(span.least, span.most), warn_only=True)
         source = ConstantSource(name)
-        made = self._env.create_symbol(span.hint, source, DimDynamic.DYNAMIC, bounds)
+        positive = True if span.least > 0 else None  # see Note [Sizes of a symbol]
+        made = self._env.create_symbol(span.hint, source, DimDynamic.DYNAMIC, bounds, positive)
         return self._env.create_symintnode(made, hint=span.hint, source=source)
 
     # -------------------------------------------------------------- values

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile.compat.dynamo import known_size, size_conditions, source_name
+from cgcompile.compat.dynamo import known_size, size_conditions, source_name, squeeze_conditions
 from cgcompile.compat.traced import TracedPython, compiling, measured
 
 
@@ -71,7 +71,9 @@ class Trace:
         self.graph: fx.GraphModule | None = None if found is None else found.graph_module
         self.inputs: list[Any] = [] if found is None else list(found.example_inputs)
         self.frozen: tuple[FrozenTensor, ...] = ()
+        self._squeezes: list[tuple[str, tuple[str, ...]]] = []
         if self.graph is not None:
+            self._squeezes = squeeze_conditions(self.graph.graph)
             self.frozen = _lift(self.graph, len(self.inputs))
             self.inputs += [each.tensor for each in self.frozen]
 
@@ -133,13 +135,10 @@ class Trace:
             if isinstance(each.fake, torch.Tensor):
                 yield _name(each.source), each.fake
 
-    def size_conditions(self, least: int) -> list[tuple[str, tuple[str, ...]]]:
-        """What was assumed of sizes so far, but that they are at least ``least``.
-
-        Returns:
-            (condition in Python, its symbols) of each.
-        """
-        return size_conditions(self._shape_env, least)
+    def size_conditions(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return what was assumed of sizes so far: (condition in Python, its symbols), for each."""
+        sizes = {size for shape in self.sizes.values() for size in shape}
+        return [*size_conditions(self._shape_env, sizes), *self._squeezes]
 
     @property
     def aliases(self) -> list[tuple[str, str]]:

@@ -81,9 +81,10 @@ class SavedTrace:
                 found[path] = tuple(map(compat.known_size, of(meta)))
         return found
 
-    def size_conditions(self, least: int) -> list[tuple[str, tuple[str, ...]]]:
+    def size_conditions(self) -> list[tuple[str, tuple[str, ...]]]:
         env = compat.shape_env_of(self.inputs)
-        now = [] if env is None else compat.size_conditions(env, least)
+        sizes = {size for shape in self.sizes.values() for size in shape}
+        now = [] if env is None else compat.size_conditions(env, sizes)
         return [*self.conditions, *(each for each in now if each not in self.conditions)]
 
     @contextmanager
@@ -97,14 +98,13 @@ class SavedTrace:
         return self.python.function(self.original, compiled)
 
 
-def saved(trace: compat.Trace, names: Mapping[str, Any], dims: list[Found], least: int) -> bytes:
+def saved(trace: compat.Trace, names: Mapping[str, Any], dims: list[Found]) -> bytes:
     """The bytes of a trace, before anybody has changed its graph.
 
     Args:
         trace: what Dynamo found.
         names: the locals of the call.
         dims: its dynamic dimensions.
-        least: the smallest dynamic size that a trace may be used for without a condition.
 
     Raises:
         CannotSave: another process could not use it; says why.
@@ -114,7 +114,7 @@ def saved(trace: compat.Trace, names: Mapping[str, Any], dims: list[Found], leas
     files = files_of(trace.code)
     if isinstance(files, str):
         raise CannotSave(files)
-    conditions = trace.size_conditions(least)
+    conditions = trace.size_conditions()
     readable = {size for sizes in trace.sizes.values() for size in sizes}
     for text, symbols in conditions:
         if not readable.issuperset(symbols):

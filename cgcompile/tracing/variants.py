@@ -39,6 +39,9 @@ _RESTARTS = 4  # of one trace, as a compiler asks for them
 # Compiles a graph: (graph, its example inputs, how many of the last are frozen) -> callable.
 Compile = Callable[[fx.GraphModule, list[Any], int], Callable[..., Any]]
 
+# The smallest size that stays dynamic; see Note [Sizes of a symbol].
+_LEAST = {"backed": 2, "backed_size_oblivious": 1, "unbacked": 0}
+
 _MANY = 256  # traces of one function: more than a class has layers, so worth a warning
 
 
@@ -196,11 +199,18 @@ class Traces:
         if self.is_closed:
             raise RecompileError.closed(self.name, self._why_none_serves(args, kwargs))
         self._signature.bind(*args, **kwargs)  # a call that Python refuses, refused by Python
+        least = _LEAST[self._rules.shapes]  # smaller sizes are constants of a trace of their own
         dims = self._dims.found(self._named(args, kwargs))
+        dims = [each for each in dims if each.size >= least]
         small = [each for each in dims if each.size < 2]
-        if not small or self._rules.shapes == "unbacked":
+        if not small:
             return self._made(args, kwargs, dims)
-        # torch would take a size of 0 or 1 for a constant.
+        if self._rules.shapes == "unbacked":
+            variant = self._made(args, kwargs, dims)
+            if self._serves(variant, args, kwargs):
+                return variant
+            return self._made(args, kwargs, [each for each in dims if each not in small])
+        # torch would take a size of 1 for a constant.
         larger = with_two_rows(args, kwargs, dims)
         if not any(self._serves(each, *larger[:2]) for each in self.made):
             try:
@@ -288,7 +298,7 @@ class Traces:
         if keeps is not None:
             facts = facts_of_call(self._function, args, kwargs, dims, self._rules.shapes)
             try:
-                data = saved(trace, self._names(args, kwargs), dims, self._least)
+                data = saved(trace, self._names(args, kwargs), dims)
                 keep = lambda: keeps.keep(facts, data)  # noqa: E731
             except CannotSave as error:
                 why = str(error)
@@ -300,11 +310,6 @@ class Traces:
     def _freezes(self) -> bool:
         """Whether tensors of the model are bound, not looked up."""
         return self._rules.guards == "none" and not self._unfrozen
-
-    @property
-    def _least(self) -> int:
-        """The smallest dynamic size that needs no condition."""
-        return 2 if self._rules.shapes == "backed" else 0
 
     @property
     def _keeps(self) -> KeptTraces | None:
@@ -357,7 +362,7 @@ class Traces:
         collected = [name for name in kwargs if name not in self._signature.parameters]
         scope = {"L": self._names(args, kwargs), "G": self._function.__globals__}
         elsewhere = tensors_elsewhere(trace.sizes, places, scope)
-        conditions = trace.size_conditions(self._least)
+        conditions = trace.size_conditions()
         return fits_function(
             args, kwargs, paths, shapes, conditions, trace.strides, pinned, collected, elsewhere
         )

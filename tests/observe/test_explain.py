@@ -29,7 +29,7 @@ def test_the_table() -> None:
 Decoder: 9 pieces: 5 captured, 4 eager; 4 distinct, 3 to compile; 32 ops
 bytes 3840*s0 B (15.0 KiB as traced, 8: 30.0 KiB, 1: 3.8 KiB) cross
       17408 B (17.0 KiB) static
-size  0 <= s0, s0 = x.size()[0], traced with 4
+size  1 <= s0, s0 = x.size()[0], traced with 4
 mode  FULL_AND_PIECEWISE; without a forward context FULL; boundaries allow FULL graphs: ALWAYS
 piece    kind      ops  same as  bytes out  where, why
 piece_0  captured  5    -        576*s0     observe_support.py:N in forward: q, k, v = self.qkv(...

@@ -194,7 +194,7 @@ def test_ranges_are_those_of_the_trace() -> None:
         numbers = [n.meta["example_value"] for n in size]
         (symint,) = [n for n in numbers if isinstance(n, torch.SymInt)]
         bounds = compat.Shapes.of([symint]).bounds(symint.node.expr)
-        assert bounds[0] == 0
+        assert bounds[0] == 1
         assert symint.node.hint == CASES["sdpa"].sizes[0]
     assert dump_graph(loaded) == saved.data
 
