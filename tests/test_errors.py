@@ -115,6 +115,13 @@ EXAMPLES: dict[str, CGCompileError] = {
     ),
     "EncoderModelError.modality": EncoderModelError.modality(["ids"], [], ["image", "video"]),
     "EncoderModelError.nothing_to_run_on": EncoderModelError.nothing_to_run_on("max_seqlen"),
+    "EncoderModelError.columns": EncoderModelError.columns(
+        "encoder_cudagraph_forward", [8, 16, 8], 999
+    ),
+    "EncoderModelError.no_keyword": EncoderModelError.no_keyword(
+        "Tower.encoder_cudagraph_forward", "path", "paths global, local"
+    ),
+    "EncoderModelError.no_buffer": EncoderModelError.no_buffer("positon", ["x", "position"]),
     "EncoderItemError.number": EncoderItemError.number("output_tokens", -1),
     "EncoderItemError.unknown_path": EncoderItemError.unknown_path(2, "lokal", ["global", "local"]),
     "EncoderItemError.no_path": EncoderItemError.no_path(2, 7, ["global", "local"]),
@@ -130,6 +137,9 @@ EXAMPLES: dict[str, CGCompileError] = {
     "EncoderBufferError.unknown": EncoderBufferError.unknown("replay", "cu_seqlen", ["cu_seqlens"]),
     "EncoderBufferError.value": EncoderBufferError.value(
         "x", "[9, 3]", "at most the rows of [8, 3]"
+    ),
+    "EncoderBufferError.layout": EncoderBufferError.layout(
+        "x", "[9, 2] of float32", "at most the rows of [16, 3] of float32"
     ),
     "EncoderBufferError.no_room": EncoderBufferError.no_room("cu_seqlens", 9),
     "EncoderBufferError.no_end": EncoderBufferError.no_end("cu_seqlens", 0),
@@ -540,7 +550,13 @@ EncoderModelError.returned: encoder_cudagraph_forward() returned [60, 8]; expect
 EncoderModelError.modality: an input of no known modality: keys ids; expected those of one of image, video.
   Give each modality in a call of its own, or override get_input_modality().
 EncoderModelError.nothing_to_run_on: encoder_eager_forward(): the replay buffers have None for 'max_seqlen', so the forward that graphs record cannot run on them as they are.
-  Override encoder_eager_forward(), or always give this buffer a value.""",
+  Override encoder_eager_forward(), or always give this buffer a value.
+EncoderModelError.columns: encoder_cudagraph_forward() returned tensors of 8, 16 columns; out_hidden_size of EncoderCudaGraphConfig is 999.
+  Set out_hidden_size to the columns of the result; of several tensors, to those of one of them.
+EncoderModelError.no_keyword: Tower.encoder_cudagraph_forward() takes no path=, and the configuration has paths global, local.
+  Add the keyword argument path to the method: the manager gives it by name, so that the method can tell the graphs apart.
+EncoderModelError.no_buffer: the forward of an encoder raised KeyError: 'positon'; its buffers are x, position. Did you mean 'position'?
+  If it is a buffer, add it to buffer_keys and to what both prepare methods return (tables= or offsets= of PatchEncoder).""",
         )
 
     def test_encoder_item(self) -> None:
@@ -556,7 +572,7 @@ EncoderItemError.no_axis: item 2: nothing is said for capture axis 'tier'; it sa
   Give EncoderItemSpec(axes={...}) the value that the item needs at least.
 EncoderItemError.not_a_call: a call of an encoder is a list; expected a mapping from names to inputs.
   For images: {"pixel_values": [rows, C], "image_grid_thw": [items, 3]}.
-EncoderItemError.no_input: a call of an encoder has no 'image_grid_thw'; it has pixel_values, image_grid. Did you mean 'image_grid'?
+EncoderItemError.no_input: a call of an encoder has no 'image_grid_thw'; it has pixel_values, image_grid. Rename 'image_grid' to 'image_grid_thw'?
   Patches of all items and the grid of each go together. inputs= of PatchEncoder says what they are called.
 EncoderItemError.rows: 'pixel_values' is a list; expected a tensor [rows, C].
   Give all patches of all items, one after the other, in the order of the grids.
@@ -576,6 +592,8 @@ EncoderBufferError.unknown: replay: 'cu_seqlen' is not among buffer_keys (cu_seq
   Add it to buffer_keys, or leave it out: it would never be refreshed.
 EncoderBufferError.value: buffer 'x': the value is [9, 3]; expected at most the rows of [8, 3].
   Give real rows alone; the rows behind them are the manager's.
+EncoderBufferError.layout: buffer 'x': the value is [9, 2] of float32; expected at most the rows of [16, 3] of float32.
+  Sizes behind the first must be those of the buffer, and the dtype must cast to its: give such a value, or another buffer in prepare_encoder_cudagraph_capture_inputs() (in_features=, PatchTable).
 EncoderBufferError.no_room: buffer 'cu_seqlens': 9 offsets fill it, so that none is left for the padding.
   Capture offset buffers with max_frames_per_batch + 2 entries: padded rows are one sequence at the end.
 EncoderBufferError.no_end: prepare_encoder_cudagraph_capture_inputs(): buffer 'cu_seqlens' is among offset_keys, and its last entry is 0; expected the number of rows, no entry above it.

@@ -7,6 +7,9 @@ no graph runs eager, under a reason.
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from cgcompile import compat
 from cgcompile.encoder.captured import EncoderGraphs
 from cgcompile.encoder.defs import (
     DEFAULT,
@@ -18,6 +21,7 @@ from cgcompile.encoder.keys import GraphKey
 from cgcompile.encoder.limits import Limits
 from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
 from cgcompile.encoder.protocol import CheckedModel
+from cgcompile.encoder.results import check_columns
 from cgcompile.encoder.statistics import EncoderStatistics, Ran
 from cgcompile.errors import ConfigError, DispatchError, EncoderItemError, EncoderModelError
 from cgcompile.reasons import EXPECTED, Reason
@@ -49,9 +53,10 @@ class EncoderCalls:
     ) -> None:
         self._model, self._config, self._limits = model, config, limits
         self._graphs, self._statistics = graphs, statistics
-        self._paths = list(config.paths)
+        self._paths = list(config.graph_sets)
+        self._splits = model.has_own("postprocess_encoder_output")
         self._version: tuple[int, int] | None = None
-        self._known = Capacity(((),) * len(config.paths), *limits[1:])
+        self._known = Capacity(((),) * len(self._paths), *limits[1:])
         self.costs = costs
 
     def _room(self, path: str, spec: EncoderItemSpec) -> int:
@@ -73,6 +78,7 @@ class EncoderCalls:
             if not isinstance(spec, EncoderItemSpec):
                 method, found = "get_encoder_cudagraph_item_specs", type(spec).__name__
                 raise EncoderModelError.returned(method, found, "a list of EncoderItemSpec")
+            spec.__post_init__()  # its fields may have been set since
             self._check_paths(item, spec)
             for axis in self._config.capture_axes:
                 if axis.name not in spec.axes:
@@ -185,6 +191,10 @@ class EncoderCalls:
             clone=False,
             batch_mm_kwargs=mm_kwargs,
         )
+        if self._splits and items and items[0] in dest:
+            leaves = [each for each in compat.tree_leaves(dest[items[0]]) if _has_columns(each)]
+            if leaves:
+                check_columns(leaves, self._config.out_hidden_size, "postprocess_encoder_output")
 
     def _run_group(
         self,
@@ -257,3 +267,7 @@ class EncoderCalls:
                 return None
             found.append(enough[0])
         return tuple(found)
+
+
+def _has_columns(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 1

@@ -14,7 +14,7 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.encoder.defs import DEFAULT, EncoderCudaGraphConfig, EncoderItemSpec
 from cgcompile.encoder.keys import GraphKey
 from cgcompile.encoder.limits import Limits
-from cgcompile.encoder.protocol import CheckedModel
+from cgcompile.encoder.protocol import CheckedModel, named_buffers
 from cgcompile.encoder.results import checked_rows, empty_rows, own_rows
 from cgcompile.encoder.room import Rehearsal, left_out
 from cgcompile.encoder.staging import GraphInputs, check_keys
@@ -72,6 +72,9 @@ class EncoderGraphs:
     ) -> None:
         self._model, self._config, self._limits = model, config, limits
         self._device, self._dtype = device, dtype
+        # A model that splits results itself decides there how many columns items have.
+        splits = model.has_own("postprocess_encoder_output")
+        self._columns = None if splits else config.out_hidden_size
         self._settings = settings
         self._owns_pool = pool is None  # what is shared may be in use
         if pool is None:
@@ -258,7 +261,7 @@ class EncoderGraphs:
 
     def _first_run(self, key: GraphKey) -> None:
         result = self._run(key)
-        checked_rows(result, key.budget, "encoder_cudagraph_forward")
+        checked_rows(result, key.budget, self._columns, "encoder_cudagraph_forward")
         self._learn(key.path, result)
 
     def forget(self) -> None:
@@ -329,7 +332,7 @@ class EncoderGraphs:
         else:
             result = self._unpadded(path, mm_kwargs, specs)
         rows = sum(spec.tokens(path) for spec in specs)
-        checked_rows(result, rows, "encoder_eager_forward", exactly=True)
+        checked_rows(result, rows, self._columns, "encoder_eager_forward", exactly=True)
         self._learn(path, result)
         return result
 
@@ -394,5 +397,6 @@ class EncoderGraphs:
         return self._forward(values, **self.named(self._runs.path, self._runs.axes))
 
     def _forward(self, values: dict[str, torch.Tensor], **named: Any) -> Any:
-        """The model may take from its dictionary."""
-        return self._model.encoder_cudagraph_forward(dict(values), **named)
+        """Run the forward that graphs record; the model may take from its dictionary."""
+        with named_buffers(values):
+            return self._model.encoder_cudagraph_forward(dict(values), **named)

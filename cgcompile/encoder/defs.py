@@ -15,6 +15,7 @@ import torch
 from cgcompile.errors import ConfigError, EncoderItemError
 
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"
+VIDEO = "video"
 KEEP, ZERO = "keep", "zero"
 _WHERE = "EncoderCudaGraphConfig"
 
@@ -30,9 +31,9 @@ def _whole(found: object, least: int = 0) -> bool:
     return isinstance(found, int) and not isinstance(found, bool) and found >= least
 
 
-@dataclass(frozen=True)
+@dataclass
 class EncoderItemSpec:
-    """One image, video or other item of a call.
+    """One image, video or other item of a call. Checked when made and when a manager reads it.
 
     Attributes:
         input_size: rows of the flattened input, patches before merging. Ranks share work by it.
@@ -129,14 +130,16 @@ class EncoderCudaGraphConfig:
     Attributes:
         modalities: what it takes, such as ``["image", "video"]``.
         buffer_keys: the tensors that graphs read; exactly these are written before each replay.
-        out_hidden_size: columns H of the result [tokens, H].
+        out_hidden_size: columns H of the result [tokens, H]; of several tensors, those of one at
+            least. The manager compares it with what the forward returns.
         padding_logics: by key, what writes a buffer in place of zeroing its tail and copying.
-        max_frames_per_video: frames of the longest video; 1 for images alone; 0, no videos: room
-            for one frame for each item, whatever a user gives.
+        max_frames_per_video: frames of the longest video; used with ``"video"`` among the
+            modalities alone. 0, no videos: room for one frame for each item, whatever a user gives.
         enable_dual_path_graph: two sets of graphs, ``"global"`` and ``"local"``.
         global_token_per_image: output tokens of one global image; the least budget of its path.
         local_token_per_patch: output tokens of one local patch; the least budget of its path.
-        paths: several sets of graphs by name; left out: ``"default"``, or the two of dual path.
+        paths: several sets of graphs by name; left out: ``"default"``, or the two of dual path. See
+            :attr:`graph_sets`.
         capture_axes: further sizes that each graph is captured for.
         offset_keys: which buffers are offsets (``cu_seqlens``, one dimension, rising): entries
             behind the real ones go on to the last entry that the buffer had at capture, so that
@@ -176,21 +179,34 @@ class EncoderCudaGraphConfig:
             object.__setattr__(self, name, dict(getattr(self, name)))
         object.__setattr__(self, "offset_keys", self.longest_padding)
         object.__setattr__(self, "capture_axes", tuple(self.capture_axes))
-        object.__setattr__(self, "paths", dict(self.paths) or self._own_paths())
+        object.__setattr__(self, "paths", dict(self.paths))
 
     @property
-    def longest_padding(self) -> dict[str, int | None]:
-        """By offset key the most rows of a padding sequence; None: all of them in one."""
-        keys = self.offset_keys
-        return dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys)
+    def graph_sets(self) -> dict[str, EncoderCudaGraphPathConfig]:
+        """The sets of graphs by path: ``paths``, or what the other fields imply.
 
-    def _own_paths(self) -> dict[str, EncoderCudaGraphPathConfig]:
+        No field holds it, so that ``dataclasses.replace`` derives it from the new fields.
+        """
+        if self.paths:
+            return dict(self.paths)
         if not self.enable_dual_path_graph:
             return {DEFAULT: EncoderCudaGraphPathConfig()}
         return {
             GLOBAL: EncoderCudaGraphPathConfig(self.global_token_per_image or None),
             LOCAL: EncoderCudaGraphPathConfig(self.local_token_per_patch or None),
         }
+
+    @property
+    def most_frames_of_an_item(self) -> int:
+        """``max_frames_per_video`` of a model of videos; at most 1 of any other."""
+        frames = self.max_frames_per_video
+        return frames if VIDEO in self.modalities else min(frames, 1)
+
+    @property
+    def longest_padding(self) -> dict[str, int | None]:
+        """By offset key the most rows of a padding sequence; None: all of them in one."""
+        keys = self.offset_keys
+        return dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys)
 
     def _check_values(self) -> None:
         least = {

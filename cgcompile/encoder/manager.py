@@ -7,6 +7,7 @@ The rule, for models: a graph reads its own buffers alone, and :mod:`~cgcompile.
 says what goes into them. Callers have none: results are theirs, and any thread may call.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -35,6 +36,10 @@ from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
 from cgcompile.settings import require, require_callable, require_kind
 
+log = logging.getLogger(__name__)
+
+_LOGGED_EVERY = 100  # items between two lines of statistics
+
 
 class EncoderCudaGraphManager:
     """The graphs of one encoder, and the buffers that they read.
@@ -49,9 +54,9 @@ class EncoderCudaGraphManager:
         token_budgets: output tokens of the graphs, for all paths or by path; left out: doubled from
             the least to the most that ``get_encoder_cudagraph_budget_range(settings)`` says.
         max_batch_size: most items of a replay; at most the least budget, so that a model which
-            shares a budget out among its items has a token for each. Left out: the largest
-            budget (or most of the range) divided by the least, at most the least; 1 if there is one
-            budget alone.
+            shares a budget out among its items has a token for each. Left out: the
+            most of the model's range divided by its least, at most the least budget. A model that
+            has no ``get_encoder_cudagraph_budget_range()``: the largest budget divided by the least.
         max_frames_per_batch: most frames (sequences of attention) of a replay; left out:
             ``max_batch_size * max_frames_per_video``. 0: graphs for images, with one frame for each
             item as of a model without videos; videos of more frames in all run eager.
@@ -112,13 +117,14 @@ class EncoderCudaGraphManager:
         self._model = CheckedModel(model)
         self.config = _copied(self._model.get_encoder_cudagraph_config())
         self.statistics = EncoderStatistics()
+        self._model.check_paths(self.config)
         self._device = torch.empty(0, device=device).device  # with an index, alike in all threads
         self._limits = resolved_limits(
             self.config,
             token_budgets,
             max_batch_size,
             max_frames_per_batch,
-            lambda: self._model.get_encoder_cudagraph_budget_range(settings),
+            self._range(settings, token_budgets is None, max_batch_size is None),
         )
         self._settings = CompilationConfig.resolve(config)
         self._graphs = EncoderGraphs(
@@ -138,8 +144,24 @@ class EncoderCudaGraphManager:
         self._sharder = sharder
         self._graph_capture = graph_capture
         self._inference_mode = inference_mode
+        self._logged = 0
         made = self._graphs.pool
         self._lock = threading.RLock() if made is None else made.lock
+        log.info(
+            "encoder graphs of %s: token budgets %s, at most %d items and %d frames a replay",
+            type(model).__name__,
+            self.token_budgets,
+            self.max_batch_size,
+            self.max_frames_per_batch,
+        )
+
+    def _range(self, settings: Any, no_budgets: bool, no_items: bool) -> tuple[int, int] | None:
+        """(least, most) output tokens by the model; None if nothing is inferred from them."""
+        method = "get_encoder_cudagraph_budget_range"
+        if not (no_budgets or (no_items and self._model.has_own(method))):
+            return None
+        found: tuple[int, int] = self._model.get_encoder_cudagraph_budget_range(settings)
+        return found
 
     # -------------------------------------------------------------- what a user may ask
 
@@ -265,7 +287,7 @@ class EncoderCudaGraphManager:
         with self._lock, self._mode():
             found = self._graphs.capture(self._graph_capture, timed, max_graph_bytes)
             if self._calibrate and calibration.replays:
-                self._calls.costs = calibration.costs(list(self.config.paths))
+                self._calls.costs = calibration.costs(list(self.config.graph_sets))
                 self.statistics.measured(calibration.replays)
             self._calls.make_tables()
         return found
@@ -306,12 +328,22 @@ class EncoderCudaGraphManager:
             BaseException: what the model raised.
         """
         with self._lock, self._mode():
-            if self._sharder is None:
+            if self._sharder is not None:
+                found = self._sharded(self._sharder, mm_kwargs)
+            else:
                 specs = self._calls.specs(mm_kwargs)
                 if self._settings.strict:
                     self._calls.check(specs)
-                return self._calls.encoded(mm_kwargs, specs)
-            return self._sharded(self._sharder, mm_kwargs)
+                found = self._calls.encoded(mm_kwargs, specs)
+            self._log_statistics()
+        return found
+
+    def _log_statistics(self) -> None:
+        """Log what graphs were worth, once for so many items."""
+        rounds = (self.statistics.hits + self.statistics.misses) // _LOGGED_EVERY
+        if rounds > self._logged:
+            log.debug("encoder graphs: %s", self.get_cumulative_stats())
+        self._logged = rounds
 
     def _sharded(self, sharder: Sharder, mm_kwargs: dict[str, Any]) -> list[Any]:
         """This rank's share, and what the others made of theirs."""
@@ -330,10 +362,10 @@ class EncoderCudaGraphManager:
         sharder.agree(None)
         if not specs:
             return []
-        rows = None
+        rows, paths = None, list(self.config.graph_sets)
         if not self._model.has_own("postprocess_encoder_output"):
-            rows = [sum(map(spec.tokens, self.config.paths)) for spec in specs]
-        return sharder.gather(own, shares, self._graphs.empty(next(iter(self.config.paths))), rows)
+            rows = [sum(map(spec.tokens, paths)) for spec in specs]
+        return sharder.gather(own, shares, self._graphs.empty(paths[0]), rows)
 
     def _mode(self) -> AbstractContextManager[Any]:
         return torch.inference_mode() if self._inference_mode else nullcontext()

@@ -20,7 +20,7 @@ from cgcompile.encoder.defs import (
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
 )
-from cgcompile.encoder.protocol import SupportsEncoderCudaGraph
+from cgcompile.encoder.protocol import SupportsEncoderCudaGraph, named_buffers
 from cgcompile.errors import ConfigError, EncoderItemError
 from cgcompile.serving.sizes import whole
 
@@ -304,7 +304,9 @@ class PatchEncoder(SupportsEncoderCudaGraph):
             return self._eager(*self._patches(mm_kwargs))
         made = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0).values
         rows: Any = made[PIXELS]
-        return self._forward({key: self._placed(key, value, rows) for key, value in made.items()})
+        placed = {key: self._placed(key, value, rows) for key, value in made.items()}
+        with named_buffers(made):
+            return self._forward(placed)
 
     def _placed(self, key: str, value: Any, rows: torch.Tensor) -> torch.Tensor:
         """What a buffer would hold: where the tower is, or the patches; of the buffer's dtype."""

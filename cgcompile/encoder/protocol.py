@@ -10,7 +10,9 @@ paths, or one of a name of its own, ``path=`` is given by name to those that hav
 ``axes=`` where there are capture axes.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -42,6 +44,15 @@ OPTIONAL = (
     "encoder_eager_forward",
     "postprocess_encoder_output",
 )
+
+
+# What is given path= where there are several paths; True: axes= as well.
+_BY_PATH = {
+    "prepare_encoder_cudagraph_capture_inputs": True,
+    "prepare_encoder_cudagraph_replay_buffers": True,
+    "encoder_cudagraph_forward": True,
+    "encoder_eager_forward": False,
+}
 
 
 @runtime_checkable
@@ -142,7 +153,7 @@ class SupportsEncoderCudaGraph(Protocol):
         config = self.get_encoder_cudagraph_config()
         specs = self.get_encoder_cudagraph_item_specs(mm_kwargs)
         items, frames = len(specs), sum(each.frames for each in specs)
-        named: dict[str, Any] = {} if list(config.paths) == [DEFAULT] else {"path": path}
+        named: dict[str, Any] = {} if list(config.graph_sets) == [DEFAULT] else {"path": path}
         if config.capture_axes:
             names = [axis.name for axis in config.capture_axes]
             named["axes"] = {
@@ -219,6 +230,22 @@ class SupportsEncoderCudaGraph(Protocol):
             dest[index] = compat.tree_map(torch.clone, joined) if clone else joined
 
 
+@contextmanager
+def named_buffers(keys: Collection[str]) -> Iterator[None]:
+    """Name the buffers where a forward reads a key that is not among them.
+
+    Raises:
+        EncoderModelError: a ``KeyError`` of a name that no buffer has.
+    """
+    try:
+        yield
+    except KeyError as error:
+        key = error.args[0] if error.args else None
+        if not isinstance(key, str) or key in keys:
+            raise
+        raise EncoderModelError.no_buffer(key, list(keys)) from error
+
+
 def _names(key: str, modality: str) -> bool:
     return modality in key or (modality == "image" and key == "pixel_values")
 
@@ -233,6 +260,20 @@ def _is_own(model: object, name: str) -> bool:
 def supports_encoder_cudagraph(model: object) -> bool:
     """Whether a manager takes the model: it has the mandatory methods, inherited or not."""
     return all(_is_own(model, name) for name in MANDATORY)
+
+
+def _takes(method: Any, keyword: str) -> bool:
+    """Whether a method can be called with a keyword; True where its signature is unknown."""
+    try:
+        known = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(
+        each.kind is inspect.Parameter.VAR_KEYWORD
+        or (each.name == keyword and each.kind in by_name)
+        for each in known
+    )
 
 
 class CheckedModel:
@@ -258,6 +299,23 @@ class CheckedModel:
         for method in MANDATORY:
             if not _is_own(model, method):
                 raise EncoderModelError.missing(name, method)
+
+    def check_paths(self, config: EncoderCudaGraphConfig) -> None:
+        """Raise unless the methods take ``path=`` and ``axes=`` where the manager gives them.
+
+        Raises:
+            EncoderModelError: one takes no such keyword.
+        """
+        for name, graphs in _BY_PATH.items():
+            wanted = {"path": f"paths {', '.join(config.graph_sets)}"}
+            if list(config.graph_sets) == [DEFAULT]:
+                wanted = {}
+            if graphs and config.capture_axes:
+                wanted["axes"] = f"axes {', '.join(axis.name for axis in config.capture_axes)}"
+            for keyword, why in wanted.items():
+                if self.has_own(name) and not _takes(getattr(self.model, name), keyword):
+                    method = f"{type(self.model).__name__}.{name}"
+                    raise EncoderModelError.no_keyword(method, keyword, why)
 
     def has_own(self, name: str) -> bool:
         """Whether the model brings a method itself, so that the default is not used."""

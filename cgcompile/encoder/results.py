@@ -13,11 +13,14 @@ from cgcompile import compat
 from cgcompile.errors import EncoderModelError
 
 
-def checked_rows(tree: Any, least: int, method: str, exactly: bool = False) -> list[torch.Tensor]:
-    """The tensors of a result, each with enough rows.
+def checked_rows(
+    tree: Any, least: int, columns: int | None, method: str, exactly: bool = False
+) -> list[torch.Tensor]:
+    """The tensors of a result, each with enough rows; see :func:`check_columns`.
 
     Raises:
-        EncoderModelError: no tensor, or too few rows; or, ``exactly``, another number of them.
+        EncoderModelError: no tensor, or too few rows; or, ``exactly``, another number of them; or
+            other columns.
     """
     leaves = compat.tree_leaves(tree)
     for leaf in leaves or [None]:
@@ -28,7 +31,20 @@ def checked_rows(tree: Any, least: int, method: str, exactly: bool = False) -> l
         count = "" if exactly else "at least "
         expected = f"tensors of {count}{least} rows each, the output tokens"
         raise EncoderModelError.returned(method, str(found), expected)
+    if columns is not None:
+        check_columns(leaves, columns, method)
     return leaves
+
+
+def check_columns(leaves: Sequence[Any], columns: int, method: str) -> None:
+    """Raise unless one tensor of a result has so many columns.
+
+    Raises:
+        EncoderModelError: none has.
+    """
+    sizes = [leaf.shape[-1] if leaf.dim() > 1 else 1 for leaf in leaves]
+    if columns not in sizes:
+        raise EncoderModelError.columns(method, sizes, columns)
 
 
 def own_rows(tree: Any, rows: int) -> Any:

@@ -80,7 +80,7 @@ class GraphInputs:
         """Fill the buffers for a replay. Nothing synchronises, but copies from pageable memory.
 
         Args:
-            given: real rows, by key.
+            given: real rows, by key; cast to the dtype of the buffer, as ``torch.can_cast`` allows.
             poison: first fill what is about to be written with NaN, or with integers that are no
                 index, so that rows which nobody writes show.
 
@@ -113,11 +113,12 @@ class GraphInputs:
         if key in self._config.padding_logics:
             return
         dst = self.values[key]
-        fits = value.dim() == dst.dim() and value.shape[1:] == dst.shape[1:]
-        fits = fits and (not dst.dim() or len(value) <= len(dst))
-        if not fits or not torch.can_cast(value.dtype, dst.dtype):
+        alike = value.dim() == dst.dim() and value.shape[1:] == dst.shape[1:]
+        alike = alike and torch.can_cast(value.dtype, dst.dtype)
+        if not alike or (dst.dim() and len(value) > len(dst)):
             rows = f"at most the rows of {_layout(dst)}" if dst.dim() else _layout(dst)
-            raise EncoderBufferError.value(key, _layout(value), rows)
+            wrong = EncoderBufferError.value if alike else EncoderBufferError.layout
+            raise wrong(key, _layout(value), rows)
         if key in self._ends and len(value) == len(dst):
             raise EncoderBufferError.no_room(key, len(value))
 

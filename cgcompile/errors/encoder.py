@@ -1,5 +1,6 @@
 """Errors of encoder graphs: items, models, buffers, ranks. See ``cgcompile/errors/__init__.py``."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 
 from cgcompile.errors.root import CGCompileError, close, listed
@@ -44,6 +45,33 @@ class EncoderModelError(CGCompileError, ValueError):
     @classmethod
     def returned(cls, method: str, found: str, expected: str) -> "EncoderModelError":
         return cls(f"{method}() returned {found}; expected {expected}.")
+
+    @classmethod
+    def columns(cls, method: str, found: Sequence[int], expected: int) -> "EncoderModelError":
+        columns = listed(map(str, dict.fromkeys(found)))
+        return cls(
+            f"{method}() returned tensors of {columns} columns; out_hidden_size of "
+            f"EncoderCudaGraphConfig is {expected}.\n"
+            "  Set out_hidden_size to the columns of the result; of several tensors, to those of "
+            "one of them."
+        )
+
+    @classmethod
+    def no_keyword(cls, method: str, keyword: str, why: str) -> "EncoderModelError":
+        return cls(
+            f"{method}() takes no {keyword}=, and the configuration has {why}.\n"
+            f"  Add the keyword argument {keyword} to the method: the manager gives it by name, so "
+            "that the method can tell the graphs apart."
+        )
+
+    @classmethod
+    def no_buffer(cls, key: str, known: Sequence[str]) -> "EncoderModelError":
+        return cls(
+            f"the forward of an encoder raised KeyError: {key!r}; its buffers are {listed(known)}."
+            f"{close(key, known)}\n"
+            "  If it is a buffer, add it to buffer_keys and to what both prepare methods return "
+            "(tables= or offsets= of PatchEncoder)."
+        )
 
     @classmethod
     def modality(
@@ -110,8 +138,10 @@ class EncoderItemError(CGCompileError, ValueError):
 
     @classmethod
     def no_input(cls, name: str, known: Sequence[str]) -> "EncoderItemError":
+        near = difflib.get_close_matches(name, known, n=1)
+        rename = f" Rename {near[0]!r} to {name!r}?" if near else ""
         return cls(
-            f"a call of an encoder has no {name!r}; it has {listed(known)}.{close(name, known)}\n"
+            f"a call of an encoder has no {name!r}; it has {listed(known)}.{rename}\n"
             "  Patches of all items and the grid of each go together. inputs= of PatchEncoder says "
             "what they are called."
         )
@@ -162,6 +192,14 @@ class EncoderBufferError(CGCompileError, ValueError):
         return cls(
             f"buffer {key!r}: the value is {found}; expected {expected}.\n"
             "  Give real rows alone; the rows behind them are the manager's."
+        )
+
+    @classmethod
+    def layout(cls, key: str, found: str, expected: str) -> "EncoderBufferError":
+        return cls(
+            f"buffer {key!r}: the value is {found}; expected {expected}.\n"
+            "  Sizes behind the first must be those of the buffer, and the dtype must cast to its: "
+            f"give such a value, or another buffer in {_CAPTURE} (in_features=, PatchTable)."
         )
 
     @classmethod

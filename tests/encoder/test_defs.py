@@ -1,6 +1,6 @@
 """The data types: names, defaults, what is refused."""
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -71,18 +71,50 @@ def test_config_has_the_defaults_of_its_source() -> None:
 
 def test_config_defaults_beyond_it() -> None:
     made = config()
-    assert dict(made.paths) == {"default": EncoderCudaGraphPathConfig(None)}
+    assert made.paths == {}
+    assert made.graph_sets == {"default": EncoderCudaGraphPathConfig(None)}
     assert (made.capture_axes, made.offset_keys, made.on_none) == ((), {}, {})
     assert made.input_rows_per_token == 0
     dual = config(
         enable_dual_path_graph=True, global_token_per_image=272, local_token_per_patch=100
     )
-    assert dual.paths == {
+    assert dual.graph_sets == {
         "global": EncoderCudaGraphPathConfig(272),
         "local": EncoderCudaGraphPathConfig(100),
     }
     assert config(offset_keys=["x"]).offset_keys == {"x": None}
     assert config(offset_keys={"x": 8}).longest_padding == {"x": 8}
+
+
+def test_replaced_fields_change_the_sets_of_graphs() -> None:
+    plain = config()
+    dual = replace(
+        plain, enable_dual_path_graph=True, global_token_per_image=272, local_token_per_patch=100
+    )
+    assert dual.graph_sets["global"] == EncoderCudaGraphPathConfig(272)
+    least = {path: each.min_token_budget for path, each in dual.graph_sets.items()}
+    assert least == {"global": 272, "local": 100}
+    wider = replace(dual, global_token_per_image=8)
+    assert wider.graph_sets["global"] == EncoderCudaGraphPathConfig(8)
+    back = replace(
+        wider, enable_dual_path_graph=False, global_token_per_image=0, local_token_per_patch=0
+    )
+    assert list(back.graph_sets) == ["default"]
+    named = replace(plain, paths={"one": EncoderCudaGraphPathConfig(3)})
+    assert replace(named, out_hidden_size=5).graph_sets == {"one": EncoderCudaGraphPathConfig(3)}
+
+
+def test_frames_count_where_there_are_videos_alone() -> None:
+    assert config(max_frames_per_video=8).most_frames_of_an_item == 1
+    assert config(max_frames_per_video=0).most_frames_of_an_item == 0
+    both = config(modalities=["image", "video"], max_frames_per_video=8)
+    assert both.most_frames_of_an_item == 8
+
+
+def test_item_specs_can_be_changed_as_those_of_the_source() -> None:
+    spec = EncoderItemSpec(16, 4)
+    spec.output_tokens += 2
+    assert (spec.tokens(), spec) == (6, EncoderItemSpec(16, 6))
 
 
 def test_config_is_fixed() -> None:

@@ -1,6 +1,7 @@
 """The manager: captures, packs, replays, and gives everyone their own; numbers equal eager."""
 
 import functools
+import logging
 import threading
 from typing import Any
 
@@ -203,12 +204,36 @@ def test_more_frames_than_a_graph_takes_run_eager(device: str) -> None:
     assert made.statistics.replays == 2  # 3 and 2, then 3
 
 
-def test_one_budget_alone_takes_one_item() -> None:
+def test_one_budget_alone_takes_one_item_if_the_model_has_no_range() -> None:
     model = Rows()
     made = manager(model, token_budgets=[16])
     assert made.max_batch_size == 1
     check(made, model, rows(3, 4))
     assert (counts(made), made.statistics.replays) == ((2, 0), 2)
+
+
+@pytest.mark.parametrize(
+    ("span", "budgets", "items"),
+    [((8, 64), [8], 8), ((8, 64), [32, 64], 8), ((1, 64), [32, 64], 32), ((8, 9), [32, 64], 1)],
+)
+def test_items_follow_the_range_of_the_model(
+    span: tuple[int, int], budgets: list[int], items: int, device: str
+) -> None:
+    model = patches(device, budget_range=span)
+    made = manager(model, device, token_budgets=budgets)
+    assert made.max_batch_size == items
+    check(made, model, images(*[(2, 2)] * items, device=device))
+    assert (counts(made), made.statistics.replays) == ((items, 0), 1)
+    given = manager(model, device, token_budgets=budgets, max_batch_size=2, captured=False)
+    assert given.max_batch_size == 2
+
+
+def test_frames_of_a_model_of_images_are_its_items() -> None:
+    made = manager(Rows(max_frames_per_video=8), token_budgets=[8, 16], captured=False)
+    assert (made.max_batch_size, made.max_frames_per_batch) == (2, 2)
+    videos_too = Rows(max_frames_per_video=8, modalities=["image", "video"])
+    made = manager(videos_too, token_budgets=[8, 16], captured=False)
+    assert made.max_frames_per_batch == 16
 
 
 def test_no_frames_of_videos_leave_one_for_each_item(device: str) -> None:
@@ -723,6 +748,28 @@ def test_weights_of_graphs_that_are_gone_are_forgotten() -> None:
     made.capture()
     check(made, model, rows(3))
     assert counts(made) == (1, 1)
+
+
+def test_what_is_planned_and_what_it_was_worth_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = Rows()
+    with caplog.at_level(logging.INFO, logger="cgcompile"):
+        made = manager(model, token_budgets=[16, 64])
+    (line,) = [each for each in caplog.messages if each.startswith("encoder graphs of")]
+    assert line == (
+        "encoder graphs of Rows: token budgets [16, 64], at most 4 items and 4 frames a replay"
+    )
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, logger="cgcompile.encoder"):
+        for _ in range(9):
+            made.execute(rows(*[2] * 30))
+    lines = [each for each in caplog.messages if each.startswith("encoder graphs: {")]
+    assert len(lines) == 2  # of 270 items
+    assert "'hits': 120, 'misses': 0" in lines[0]
+    caplog.clear()
+    made.statistics.clear()
+    with caplog.at_level(logging.DEBUG, logger="cgcompile.encoder"):
+        made.execute(rows(2))
+    assert not caplog.messages
 
 
 def test_many_graphs_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,19 +4,39 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_support import DualPath, H, Rows, close, dual, images, manager, patches, rows, videos
+from encoder_support import (
+    DualPath,
+    H,
+    Rows,
+    close,
+    dual,
+    images,
+    manager,
+    one_by_one,
+    patches,
+    rows,
+    videos,
+)
 from torch import nn
 
 from cgcompile.encoder import (
+    EncoderCaptureAxis,
     EncoderCudaGraphConfig,
     EncoderCudaGraphManager,
     EncoderCudaGraphPathConfig,
     EncoderItemSpec,
+    PatchEncoder,
     SupportsEncoderCudaGraph,
     supports_encoder_cudagraph,
 )
 from cgcompile.encoder.protocol import MANDATORY, OPTIONAL
-from cgcompile.errors import ConfigError, EncoderBudgetError, EncoderItemError, EncoderModelError
+from cgcompile.errors import (
+    ConfigError,
+    EncoderBudgetError,
+    EncoderBufferError,
+    EncoderItemError,
+    EncoderModelError,
+)
 
 
 def test_names_of_the_protocol() -> None:
@@ -237,3 +257,134 @@ def test_the_configuration_is_asked_once_and_copied() -> None:
     made.execute(rows(3))
     assert model.calls["config"] == 1
     assert (made.config.buffer_keys, made.supports_modality("video")) == (["x"], False)
+
+
+# ------------------------------------------------------------------ columns, keywords, buffers
+
+
+class Wide(Rows):
+    """Says that its results have 999 columns."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(out_hidden_size=999, **more)
+
+
+def test_columns_that_the_configuration_does_not_have_are_refused(device: str) -> None:
+    made = manager(Wide(), device, token_budgets=[8, 16], captured=False)
+    words = rf"returned tensors of {H} columns; out_hidden_size of EncoderCudaGraphConfig is 999"
+    with pytest.raises(EncoderModelError, match=rf"encoder_cudagraph_forward\(\) {words}"):
+        made.capture()
+    assert made.budget_graphs == []
+    with pytest.raises(EncoderModelError, match=rf"encoder_eager_forward\(\) {words}"):
+        made.execute(rows(3, device=device))
+
+
+def test_one_of_several_tensors_has_the_columns() -> None:
+    call = images((2, 2), (4, 4))
+    for columns in (H, 2 * H):
+        model = patches(deep=True, out_hidden_size=columns)
+        (first, _) = manager(model).execute(call)
+        assert (first["tokens"].shape[-1], first["deep"][0].shape[-1]) == (H, 2 * H)
+    with pytest.raises(EncoderModelError, match=rf"of {H}, {2 * H} columns; .* is 4"):
+        manager(patches(deep=True, out_hidden_size=4))
+
+
+def test_columns_are_those_of_items_where_the_model_puts_them_together() -> None:
+    class Twice(Rows):
+        def postprocess_encoder_output(
+            self, output: Any, indices: Any, counts: Any, dest: Any, **_: Any
+        ) -> None:
+            for index, part in zip(indices, output.split(counts), strict=True):
+                dest[index] = torch.cat([part, part], 1)
+
+    made = manager(Twice(out_hidden_size=2 * H), token_budgets=[8, 16])
+    assert made.execute(rows(3))[0].shape == (3, 2 * H)
+    assert made.statistics.hits == 1
+    made = manager(Twice(), token_budgets=[8, 16])
+    with pytest.raises(EncoderModelError, match=rf"postprocess.* of {2 * H} columns; .* is {H}"):
+        made.execute(rows(3))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prepare_encoder_cudagraph_capture_inputs",
+        "prepare_encoder_cudagraph_replay_buffers",
+        "encoder_cudagraph_forward",
+        "encoder_eager_forward",
+    ],
+)
+def test_several_paths_need_methods_that_are_told_which(name: str) -> None:
+    def without(self: Any, *values: Any) -> Any:
+        return getattr(DualPath, name)(self, *values)
+
+    model = type("OnePath", (DualPath,), {name: without})()
+    words = rf"OnePath.{name}\(\) takes no path=, and the configuration has paths global, local"
+    with pytest.raises(EncoderModelError, match=words):
+        manager(model, captured=False)
+
+    def anything(self: Any, *values: Any, **named: Any) -> Any:
+        return getattr(DualPath, name)(self, *values, **named)
+
+    made = manager(type("AnyPath", (DualPath,), {name: anything})(), token_budgets=[4, 16])
+    assert len(made.execute(dual(1, 2))) == 2
+
+
+def test_axes_need_methods_that_are_told_which() -> None:
+    model = Rows(capture_axes=(EncoderCaptureAxis("longest", (4,)),))
+    with pytest.raises(EncoderModelError, match=r"takes no axes=, and the .* axes longest"):
+        manager(model, captured=False)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_buffer_that_is_not_declared_is_named(captured: bool) -> None:
+    def forward(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+        return buffers["pixel_values"][::4] * buffers["pixel_value"]
+
+    encoder = PatchEncoder(forward, merge_size=2, in_features=3, out_hidden_size=3, offsets={})
+    made = manager(encoder, captured=False)
+    words = "KeyError: 'pixel_value'; its buffers are pixel_values. Did you mean 'pixel_values'"
+    with pytest.raises(EncoderModelError, match=words) as raised:
+        made.capture() if captured else made.execute(images((2, 2)))
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_other_key_errors_stay_what_they_are() -> None:
+    class Mine(Rows):
+        def encoder_cudagraph_forward(self, inputs: dict[str, torch.Tensor]) -> Any:
+            inputs.pop("x")
+            return inputs["x"]
+
+    with pytest.raises(KeyError, match="'x'"):
+        manager(Mine(), token_budgets=[8])
+
+
+def test_a_misspelt_input_is_told_its_name() -> None:
+    call = images((2, 2))
+    call["pixel_value"] = call.pop("pixel_values")
+    with pytest.raises(EncoderItemError, match="Rename 'pixel_value' to 'pixel_values'"):
+        manager(patches()).execute(call)
+
+
+def test_values_that_do_not_fit_say_which_sizes_do_not() -> None:
+    made = manager(Rows(), token_budgets=[8])
+    call = rows(3)
+    with pytest.raises(EncoderBufferError, match="Sizes behind the first"):
+        made.execute({**call, "x": torch.randn(3, 5)})
+    with pytest.raises(EncoderBufferError, match=r"Sizes behind the first .* dtype must cast"):
+        made.execute({**call, "x": torch.randn(3, 3, dtype=torch.complex64)})
+    model = Rows()
+    expected = one_by_one(model, call)
+    double = {**call, "x": call["x"].double()}  # cast, as processors give float32 to half towers
+    close(manager(model, token_budgets=[8]).execute(double), expected)
+
+
+def test_items_that_were_changed_are_checked() -> None:
+    class Mine(Rows):
+        def get_encoder_cudagraph_item_specs(self, mm_kwargs: Any) -> Any:
+            found = super().get_encoder_cudagraph_item_specs(mm_kwargs)
+            found[0].output_tokens = -1
+            return found
+
+    with pytest.raises(EncoderItemError, match="output_tokens = -1"):
+        manager(Mine(), token_budgets=[8]).execute(rows(3))
