@@ -139,11 +139,14 @@ class Capturability:
         return None
 
     def _device(self, node: fx.Node) -> Why | None:
-        if self.device.type == "cpu" or is_symbolic_number(value(node)):
+        if is_symbolic_number(value(node)):
             return None
         given = [t for a in node.all_input_nodes for t in tensors(value(a))]
         name, made = short_name(node.target), tensors(value(node))
         fills = name in _FROM_PYTHON and launches_kernel(self._gm, node)
+        if self.device.type == "cpu":  # the host recorder refuses what a device would have to copy
+            copied = fills and not given and any(t.dim() and t.numel() for t in made)
+            return Why(Reason.DEVICE_COPY, f"{name} copies Python data") if copied else None
         why = why_not_on(self.device, name, given, made, from_python=fills)
         return why or self._cpu_scalars(node)
 

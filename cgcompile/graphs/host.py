@@ -31,8 +31,8 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.host_pool import HostPool, nowhere
-from cgcompile.graphs.host_rules import refusal
+from cgcompile.graphs.host_pool import HostPool, Life, life_of, nowhere
+from cgcompile.graphs.host_rules import copies_python_data, refusal, replaced_memory
 from cgcompile.graphs.host_rules import written as write_targets
 from cgcompile.graphs.host_steps import (
     HostStep,
@@ -164,11 +164,12 @@ class _Recorder(compat.DispatchMode):
         self._constants = constants
         self._made: set[int] = set()  # addresses of storages that this capture allocated
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._host_reads = _HostReads(self._refuse)
+        self._host_reads = _HostReads(lambda name: self._refuse(CaptureError.refused(name)))
+        self._ended = False
         self.refused: CaptureError | None = None  # a capture that met one of these is lost
 
     def start(self) -> None:
-        self._random = torch.get_rng_state()
+        self._random, self._seed = torch.get_rng_state(), torch.initial_seed()
         self._pool.begin()
         self.switch_on()
         self._host_reads.switch_on()
@@ -176,6 +177,9 @@ class _Recorder(compat.DispatchMode):
     def stop(self) -> None:
         self._host_reads.switch_off()
         self.switch_off()
+        self._ended = True
+        if self.refused is None and torch.initial_seed() != self._seed:
+            self.refused = CaptureError.seeded(self._seed, torch.initial_seed())
         torch.set_rng_state(self._random)
         with torch.inference_mode(False), torch.no_grad(), compat.without_modes():
             for memory, bytes_before in self._before.values():
@@ -184,6 +188,8 @@ class _Recorder(compat.DispatchMode):
         self._before.clear()
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._ended:  # the autograd engine restores the modes that were on when it started
+            raise CaptureError.ended_recording(str(func))
         region = compat.compiled_region(func, args)
         if region is not None:
             return self._compiled_region(*region)
@@ -193,7 +199,12 @@ class _Recorder(compat.DispatchMode):
                 return kernel(*args, **kwargs)
         refused = refusal(func, args, kwargs)
         if refused is not None:
-            self._refuse(refused.what)
+            self._refuse(CaptureError.refused(refused.what))
+        if copies_python_data(func, args):
+            self._refuse(CaptureError.pageable(str(func), _shown(args[0])))
+        replaced = replaced_memory(func, args)
+        if replaced is not None and replaced.untyped_storage().data_ptr() not in self._made:
+            self._refuse(CaptureError.replaces_argument(str(func), _shown(replaced)))
         return self._op(func, args, kwargs)
 
     # -------------------------------------------------------------- one call
@@ -224,27 +235,34 @@ class _Recorder(compat.DispatchMode):
         made = call(*args, **kwargs)
         self._host_reads.switch_off()
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
-            self._refuse(f"{func} (it replaces the memory of its argument)")
+            self._refuse(CaptureError.replaces_argument(str(func), _shown(written[0])))
         if packet is aten.lift_fresh:
-            self._constants += compat.tree_tensors(made)
-            return made
+            return self._constant(str(func), made)
         if packet in _ALLOCATIONS:
             return self._moved(made, [])[0]
         has_effect = bool(written) or not compat.tree_tensors(made)
         return self._finish(step, made, compat.tree_tensors((args, kwargs)), has_effect)
 
+    def _constant(self, name: str, made: torch.Tensor) -> torch.Tensor:
+        """Keep a tensor of Python data; each replay begins with the data, whatever wrote it."""
+        data = made.clone()
+        self._constants += [made, data]
+        target = compat.weak_tensor(made)
+        self._steps.append(HostStep(name, target.copy_, (data,), {}, []))
+        return made
+
     def _step(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> HostStep:
         """The record of a call that is about to run; in-place ops may change their arguments."""
-        outside: list[tuple[compat.StorageLife, str]] = []
+        outside: list[tuple[Life, str]] = []
 
         def held(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.untyped_storage().nbytes() == 0:
+            if not isinstance(leaf, torch.Tensor):
                 return leaf
-            if not self._pool.lasts(leaf.untyped_storage().data_ptr()):
-                shape = f"{tuple(leaf.shape)} {leaf.dtype}"
-                outside.append((compat.StorageLife(leaf), shape))
+            start = leaf.untyped_storage().data_ptr()
+            if leaf.numel() and not self._pool.lasts(start):  # else no byte of it is read
+                outside.append((life_of(leaf), _shown(leaf)))
             # Ops made of other ops choose kernels by it, without gradients too.
             return compat.weak_tensor(leaf).requires_grad_(leaf.requires_grad)
 
@@ -292,9 +310,9 @@ class _Recorder(compat.DispatchMode):
 
     # -------------------------------------------------------------- what a capture must not do
 
-    def _refuse(self, what: str) -> None:
-        self.refused = CaptureError.refused(what)
-        raise self.refused
+    def _refuse(self, error: CaptureError) -> None:
+        self.refused = error
+        raise error
 
     def _remember(self, tensor: torch.Tensor) -> None:
         """Keep the bytes of memory that this capture did not make, before it is written."""
@@ -304,6 +322,10 @@ class _Recorder(compat.DispatchMode):
             with torch.inference_mode(False):
                 memory = storage_bytes(storage)
                 self._before[address] = (memory, memory.clone())
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 class HostDevice:

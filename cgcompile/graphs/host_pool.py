@@ -6,7 +6,9 @@ replay has written shows.
 """
 
 import ctypes
+import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -47,6 +49,35 @@ class _Block:
         ctypes.memset(self.address, value, self.nbytes)
 
 
+class Life(Protocol):
+    """Tells whether memory has been freed."""
+
+    @property
+    def ended(self) -> bool: ...
+
+
+class _PoolLife:
+    """The life of memory in a pool: until the pool is dropped, whichever tensors view it."""
+
+    def __init__(self, pool: "HostPool") -> None:
+        self._pool = weakref.ref(pool)
+
+    @property
+    def ended(self) -> bool:
+        return self._pool() is None
+
+
+# All pools that exist, as CUDA's allocator knows its private pools.
+_pools: "weakref.WeakSet[HostPool]" = weakref.WeakSet()
+
+
+def life_of(tensor: torch.Tensor) -> Life:
+    """Return what tells when the memory of a tensor is freed."""
+    start = tensor.untyped_storage().data_ptr()
+    pool = next((pool for pool in list(_pools) if pool.holds(start)), None)
+    return compat.StorageLife(tensor) if pool is None else _PoolLife(pool)
+
+
 def nowhere(address: int) -> bool:
     """No other memory lives as long as a pool."""
     return False
@@ -60,6 +91,7 @@ class HostPool:
     """
 
     def __init__(self, lasting: Callable[[int], bool] = nowhere) -> None:
+        _pools.add(self)
         self._lasting = lasting
         self._blocks: list[_Block] = []
         self._handed_out: set[_Block] = set()

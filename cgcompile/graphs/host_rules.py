@@ -20,6 +20,8 @@ _WRITE_UNDECLARED |= {aten.batch_norm_update_stats}
 # Composite ops that inference mode shows whole, and whose bodies read: torch tags the bodies alone.
 _READ_INSIDE = {aten.is_nonzero}
 _COUNT_INSIDE = {aten.nonzero_numpy}
+# Replace the memory of their first argument, once: what Dynamo emits for ``x.data = y``.
+_REPLACE_MEMORY = {"aten::shallow_copy_data_", "aten::set_data", "aten::set_"}
 
 
 class Refusal(NamedTuple):
@@ -61,3 +63,21 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
     if getattr(func, "overloadpacket", None) in _WRITE_UNDECLARED:
         return compat.tree_tensors((args, kwargs))
     return compat.written_tensors(func, args, kwargs)
+
+
+def copies_python_data(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call wraps Python data that a device would copy from pageable memory.
+
+    Not a 0-dim tensor: that stays on the CPU, and kernels take it by value.
+    """
+    if getattr(func, "overloadpacket", None) is not aten.lift_fresh:
+        return False
+    return bool(args[0].dim() and args[0].numel())
+
+
+def replaced_memory(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The tensor whose memory a call is known to replace."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.name not in _REPLACE_MEMORY or not args:
+        return None
+    return args[0] if isinstance(args[0], torch.Tensor) else None

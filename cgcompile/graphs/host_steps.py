@@ -8,6 +8,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import CaptureError
+from cgcompile.graphs.host_pool import Life
 
 
 class OpRun(NamedTuple):
@@ -46,7 +47,7 @@ class HostStep:
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outside: list[tuple[compat.StorageLife, str]]
+    outside: list[tuple[Life, str]]
     line: str = ""
     results: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 

@@ -21,6 +21,7 @@ from cgcompile.reasons import Ledger, Reason, Why
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
+_MOVED = 3  # calls in a row in which the memory of a weight was replaced, likewise
 _MOVING = 64  # bindings that were seen and never captured, before that is called a reason
 
 
@@ -118,7 +119,7 @@ class Admission:
         warmed = binding.count_warming(key)
         if capture_postponed():
             return Why(Reason.WARMING, "a bulk capture runs all batches plain first")
-        if warmed < self._config.num_warmups:
+        if warmed < max(self._config.num_warmups, binding.unsettled):
             detail = f"call {warmed + 1} of {self._config.num_warmups} before a capture"
             warming = Why(Reason.WARMING, detail)
             return self._why_still_warming(binding, warming, batch.own_context)
@@ -128,21 +129,24 @@ class Admission:
 
     def _why_still_warming(self, binding: Binding, warming: Why, own_context: bool) -> Why:
         """``warming``, or why it does not end: what must stay is another at every call."""
+        if binding.moved_in_a_row >= _MOVED:
+            detail = self._moving("has other memory") + f" ({binding.moved_in_a_row} calls in a row)"
+            return Why(Reason.TOO_MANY_BINDINGS, detail)
         idle = self._bindings.idle
         if idle > max(_MOVING, self._config.max_bindings):
-            detail = f"{idle} sets of weights or written inputs were seen once: {self._moving}"
+            detail = f"{idle} sets of weights or written inputs were seen once: "
+            detail += self._moving("is a new tensor")
             return Why(Reason.TOO_MANY_BINDINGS, detail)
         return self._auto.why_still_warming(binding, warming) if own_context else warming
 
-    @property
-    def _moving(self) -> str:
-        """What is another object than in the call before, and what to do, in words."""
+    def _moving(self, how: str) -> str:
+        """What is not the same as in the call before, and what to do, in words."""
         replaced = self._bindings.replaced
         if not replaced:
             return "an input that the model writes lies elsewhere at every call. Pass the same one"
         first = self._inputs[replaced[0]]
         more = f" (and {len(replaced) - 1} more)" if len(replaced) > 1 else ""
         return (
-            f"{first.source or first.name!r}{more} is a new tensor at every call. Write into one "
-            "that stays (copy_, add_), or pass it as an argument"
+            f"{first.source or first.name!r}{more} {how} at every call. Write into one that "
+            "stays (copy_, add_), or pass it as an argument"
         )

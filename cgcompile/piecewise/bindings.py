@@ -38,6 +38,8 @@ class Binding:
         recordings: recorded steps by key; or why a step cannot be recorded.
         seen: how many warming calls each key has had.
         gone: whether one of its objects has died, or its memory.
+        unsettled: whether a warming call must show that the weights stay, whatever the settings.
+        moved_in_a_row: how many calls in a row found a weight elsewhere than the call before.
         starts: where the memory of each weight begins, by position, once graphs are captured.
     """
 
@@ -52,7 +54,10 @@ class Binding:
         self._held: list[torch.UntypedStorage] = []
         self.starts: dict[int, int] = {}
         self._addresses = compat.Addresses((), ())
+        self._last: list[int] | None = None  # addresses of watched weights at the last call
         self.gone = False
+        self.unsettled = False
+        self.moved_in_a_row = 0
         self._written: list[compat.StorageLife] = []
 
     def hold(
@@ -71,6 +76,21 @@ class Binding:
         self.starts = {place: address(inputs[place]) for place in static}
         self._addresses = compat.Addresses(inputs, watched)
         self._written = [compat.StorageLife(inputs[place]) for place in written]
+
+    def follow(self, inputs: Sequence[Any], watched: Sequence[int]) -> tuple[int, ...]:
+        """Before a capture: a call has weights here; positions of those that moved since the last.
+
+        Warming calls count from the last move, so that a step that moves a weight each time is not
+        captured each time.
+        """
+        before, self._last = self._last, [inputs[place].data_ptr() for place in watched]
+        if before is None or before == self._last:
+            self.moved_in_a_row = 0
+            return ()
+        self.moved_in_a_row += 1
+        self.seen.clear()
+        pairs = zip(watched, before, self._last, strict=True)
+        return tuple([place for place, was, now in pairs if was != now])
 
     def moved(self, inputs: tuple[Any, ...]) -> bool:
         """Whether a weight has other memory now, as after ``module.to()``, ``weight.data = ...``.
@@ -114,9 +134,14 @@ class Binding:
         )
 
     @property
+    def recorded(self) -> list[Recording]:
+        """The steps that are recorded."""
+        return [each for each in self.recordings.values() if isinstance(each, Recording)]
+
+    @property
     def captured(self) -> int:
         """How many steps are recorded."""
-        return sum(isinstance(each, Recording) for each in self.recordings.values())
+        return len(self.recorded)
 
     def count_warming(self, key: Hashable) -> int:
         """One more warming call of ``key``; returns how many there were before."""
@@ -160,6 +185,7 @@ class Bindings:
         self._watches: dict[Hashable, list[weakref.ref[Any]]] = {}
         self._dead: list[Binding] = []
         self._lost = 0
+        self._unused: Hashable = None  # of a binding whose graphs were dropped and never replayed
         self._added: tuple[int, ...] = ()  # the objects of the binding that was added last
         self.replaced: tuple[int, ...] = ()
         self._last: Hashable = None
@@ -185,12 +211,18 @@ class Bindings:
         if key != self._last:  # comparing is much cheaper than hashing some kilobytes
             self._last, self._last_binding = key, self._known.get(key)
         binding = self._last_binding
-        if binding is None or not binding.recordings:
+        if binding is None:
+            return key, None
+        if not binding.recordings:
+            moved = binding.follow(inputs, self._watched)
+            self.replaced = moved or self.replaced
             return key, binding
         strict = bool(written) and self._program.pool.device.notices_freed
         if binding.moved(inputs) or (strict and binding.outlived):
             if not binding.captured:  # the step itself may move them, and has no graph for that
                 return key, binding
+            if not any([each.replays for each in binding.recorded]):
+                self._unused = key
             self._forget(key)
             binding = None
         return key, binding
@@ -215,6 +247,8 @@ class Bindings:
         if len(idle) >= _IDLE:
             self._forget(idle[0])
         binding = self._known[key] = Binding(self._program, self._whole, self._gone)
+        binding.follow(inputs, self._watched)
+        binding.unsettled, self._unused = self._unused == key, None
         self._last = None
         before, self._added = self._added, tuple(map(id, self._statics(inputs)))
         pairs = zip(self._watched, before, self._added, strict=False)  # nothing before the first

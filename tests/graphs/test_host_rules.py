@@ -1,13 +1,18 @@
-"""What the host recorder must know of composite ops, which inference mode shows whole."""
+"""What captures refuse and allow, on the host recorder and on CUDA alike: tables of rules.
 
+Then: what the recorder must know of composite ops, which inference mode shows whole.
+"""
+
+import gc
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, CUDAGraphMode
+from cgcompile import BatchDescriptor, BreakableCUDAGraphCapture, CUDAGraphMode
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError
 
@@ -74,3 +79,191 @@ def test_composite_ops_choose_the_same_kernels() -> None:
 
     with torch.inference_mode():
         assert torch.equal(run(one_token, x), one_token(x))
+
+
+# ------------------------------------------------------------------ equal on the host and on CUDA
+
+
+class Rule(NamedTuple):
+    """A step, and what a capture does of it on either device.
+
+    Attributes:
+        step: takes x, f32[8], of the captured device.
+        refused: whether the capture raises; else replays must equal eager calls.
+        says: what the host recorder says of a step that is refused.
+    """
+
+    step: Callable[[torch.Tensor], torch.Tensor]
+    refused: bool
+    says: str = "not permitted when stream is capturing"
+
+
+def list_to_device(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tensor([1.0] * 8, device=x.device)
+
+
+def written_list(x: torch.Tensor) -> torch.Tensor:
+    return x * 0 + torch.tensor([1.0] * 8, device=x.device).add_(x)
+
+
+def written_number(x: torch.Tensor) -> torch.Tensor:
+    """A 0-dim tensor on the CPU: a kernel takes it by value."""
+    number = torch.tensor(1.0)
+    number.add_(2.0)
+    return x * number
+
+
+def filled(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.full((8,), 2.0, device=x.device).add_(x)
+
+
+def other_seed(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(torch.initial_seed() // 2 + 1)
+    return x + torch.rand_like(x)
+
+
+def no_rows(x: torch.Tensor) -> torch.Tensor:
+    empty = torch.relu(x[:0]).add_(1)
+    return torch.cat([x, empty, x.new_empty(0)]) + 1
+
+
+RULES = {
+    "a list, copied to the device": Rule(list_to_device, True),
+    "a list as an index": Rule(lambda x: x[[1, 0]], True),
+    "a list, written in place": Rule(written_list, True),
+    "new_tensor": Rule(lambda x: x + x.new_tensor([1.0, 2.0]).sum(), True),
+    "no items": Rule(lambda x: torch.cat([x, torch.tensor([], device=x.device)]), False),
+    "a number on the CPU": Rule(written_number, False),
+    "a fill on the device": Rule(filled, False),
+    "item": Rule(lambda x: x * x.sum().item(), True),
+    "mask": Rule(lambda x: x[x > 0], True),
+    "a new seed": Rule(other_seed, True),
+    "no rows": Rule(no_rows, False),
+    "view": Rule(lambda x: x.view(2, 4).t() + 1, False),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_host_and_cuda_have_one_rule(name: str, inference: bool, device: str) -> None:
+    rule = RULES[name]
+    torch.manual_seed(0)
+    x = torch.rand(8, device=device)
+    capture = BreakableCUDAGraphCapture(device=device)
+    with torch.inference_mode(inference), torch.no_grad():
+        rule.step(x)
+        torch.manual_seed(0)
+        if rule.refused:
+            with pytest.raises(RuntimeError, match=rule.says if device == "cpu" else None), capture:
+                rule.step(x)
+            return
+        with capture:
+            result = rule.step(x)
+    for _ in range(3):
+        x.uniform_()
+        capture.replay()
+        assert torch.equal(result, rule.step(x))
+
+
+def test_an_input_without_rows_may_be_freed(device: str) -> None:
+    x = torch.rand(8, device=device)
+    capture = BreakableCUDAGraphCapture(device=device)
+    empty = torch.rand(8, device=device)[:0]
+    with capture:
+        result = torch.cat([x, empty * 2])
+    del empty
+    for _ in range(2):
+        x.uniform_()
+        capture.replay()
+        assert torch.equal(result, x)
+
+
+def test_a_graph_reads_memory_of_another_live_pool(device: str) -> None:
+    """The tensor dies, the memory stays as long as the pool has graphs."""
+    x = torch.rand(8, device=device)
+    first = BreakableCUDAGraphCapture(device=device)
+    second = BreakableCUDAGraphCapture(device=device)
+    with first:
+        between = x + 1
+    with second:
+        result = between * 2
+    del between
+    for _ in range(3):
+        x.uniform_()
+        first.replay()
+        second.replay()
+        assert torch.equal(result, (x + 1) * 2)
+
+
+def test_the_host_recorder_notices_that_another_pool_is_gone() -> None:
+    x = torch.rand(8)
+    first, second = (BreakableCUDAGraphCapture(device="cpu") for _ in range(2))
+    with first:
+        between = x + 1
+    with second:
+        between * 2
+    del between, first
+    gc.collect()
+    with pytest.raises(CaptureError, match="freed after the capture"):
+        second.replay()
+
+
+def test_the_same_seed_again_is_allowed_and_changes_nothing(device: str) -> None:
+    x = torch.rand(8, device=device)
+    torch.manual_seed(7)
+    capture = BreakableCUDAGraphCapture(device=device)
+    with capture:
+        torch.manual_seed(7)
+        result = torch.rand_like(x)
+    capture.replay()
+    first = result.clone()
+    capture.replay()
+    assert not torch.equal(first, result)
+
+
+class Backward(torch.autograd.Function):
+    """Its backward pass breaks."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x * 5
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        cgcompile.eager_break_during_capture(torch.Tensor.neg_)(grad)
+        return grad
+
+
+def test_a_break_in_a_backward_pass_is_refused(device: str) -> None:
+    """On CUDA the backward pass has a thread of its own, and no capture can end there."""
+    weight = torch.ones(8, device=device, requires_grad=True)
+    weight.grad = torch.zeros(8, device=device)
+    capture = BreakableCUDAGraphCapture(device=device)
+    with pytest.raises(CaptureError, match=r"backward pass|another thread"), capture:
+        Backward.apply(weight * 2).sum().backward()
+    again = BreakableCUDAGraphCapture(device=device)
+    with torch.no_grad(), again:
+        result = weight * 3
+    again.replay()
+    assert torch.equal(result, weight * 3)
+
+
+def test_an_ended_recording_takes_no_more_ops() -> None:
+    """The autograd engine restores the dispatch modes that were on when it started."""
+    from cgcompile.graphs.host import HostGraph
+    from cgcompile.graphs.host_pool import HostPool
+
+    class Ends(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+            return x * 5
+
+        @staticmethod
+        def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+            graph.end()
+            return grad
+
+    graph, weight = HostGraph(), torch.ones(8, requires_grad=True)
+    graph.begin(HostPool())
+    with pytest.raises(CaptureError, match="segment that has ended"):
+        Ends.apply(weight * 2).sum().backward()

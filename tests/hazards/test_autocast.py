@@ -1,0 +1,109 @@
+"""No graph reads a weight that autocast cast, and cached, outside of its capture, or leaves one."""
+
+import pytest
+import torch
+from hazard_support import COMPILED, FRONT_ENDS, ROWS, WIDTH, front_end
+from torch import nn
+
+from cgcompile.errors import CGCompileError
+
+HIGH, LOW = torch.float32, torch.bfloat16
+
+
+class Net(nn.Module):
+    """Casts each weight twice in a step, in contexts of its own or in the caller's."""
+
+    def __init__(self, own: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)  # requires grad: others are not cached
+        self.own = own
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.tanh(self.linear(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.own == "callers":
+            return self.twice(x).float()
+        with torch.autocast(x.device.type, LOW):
+            return self.twice(x).float()
+
+
+def junk(device: str) -> list[torch.Tensor]:
+    """Take memory of the sizes of cast weights, so that freed ones are overwritten."""
+    sizes = [WIDTH, WIDTH * WIDTH]
+    return [torch.full((n,), float("nan"), device=device, dtype=LOW) for n in sizes * 64]
+
+
+@pytest.mark.parametrize("name", FRONT_ENDS)
+@pytest.mark.parametrize("own", ["callers", "own"])
+def test_epochs_under_autocast_read_no_freed_cast(name: str, own: str, device: str) -> None:
+    torch.manual_seed(0)
+    model = Net(own).to(device)
+    served, kept = front_end(name, model, device), []
+    for epoch in range(3):
+        kept.append(junk(device))
+        with torch.no_grad(), torch.autocast(device, LOW):
+            for _ in range(3):
+                x = torch.randn(ROWS, WIDTH, device=device)
+                model.twice(x)  # fills autocast's cache
+                result = served.step(x).clone()
+                with torch.autocast(device, LOW, cache_enabled=False):
+                    expected = model(x)
+                torch.testing.assert_close(result, expected, rtol=0.05, atol=0.05)
+                assert not torch.equal(result, model.linear(x).float())
+            cached = model.twice(x)  # of what a capture cached, nothing may be left
+        with torch.no_grad(), torch.autocast(device, LOW, cache_enabled=False):
+            torch.testing.assert_close(cached, model.twice(x))
+        assert torch.is_autocast_cache_enabled(), epoch
+    counters = served.counters()
+    assert counters.captures >= 1
+    assert counters.replays >= 4
+
+
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_an_inner_context_sees_no_cast_of_the_outer_one(name: str, device: str) -> None:
+    """The inner context turns the cache on by itself: it remembers the setting of its creation."""
+    torch.manual_seed(0)
+    model = Net("own").to(device)
+    served = front_end(name, model, device)
+    with torch.no_grad(), torch.autocast(device, LOW):
+        x = torch.randn(ROWS, WIDTH, device=device)
+        for _ in range(2):
+            model.twice(x)
+            served.step(x)
+    assert served.counters().captures >= 1
+    kept = junk(device)
+    for _ in range(3):
+        x = torch.randn(ROWS, WIDTH, device=device)
+        with torch.no_grad(), torch.autocast(device, LOW):
+            result = served.step(x).clone()
+        with torch.no_grad():
+            torch.testing.assert_close(result, model(x), rtol=0.05, atol=0.05)
+    assert served.counters().replays >= 3
+    assert all(each.isnan().all() for each in kept)
+
+
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_a_capture_under_autocast_is_not_replayed_outside(name: str, device: str) -> None:
+    torch.manual_seed(0)
+    model = Net("callers").to(device).requires_grad_(False)
+    served = front_end(name, model, device)
+
+    def run(cast: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(ROWS, WIDTH, device=device)
+        with torch.no_grad(), torch.autocast(device, LOW, enabled=cast, cache_enabled=False):
+            return served.step(x).clone(), model(x)
+
+    for _ in range(3):
+        torch.testing.assert_close(*run(True))
+    assert served.counters().captures >= 1
+    replays = served.counters().replays
+    assert replays >= 1
+    if name in COMPILED:
+        for _ in range(3):
+            torch.testing.assert_close(*run(False), rtol=1e-5, atol=1e-5)
+    else:
+        with pytest.raises(CGCompileError, match="autocast"):
+            run(False)
+    torch.testing.assert_close(*run(True))
+    assert served.counters().replays > replays
