@@ -292,7 +292,7 @@ class CUDAGraphWrapper(Transparent):
                 )
             except BaseException:
                 if rebinding is not None:
-                    rebinding.put_back()  # nothing was executed
+                    rebinding.put_back(tensors_alone=True)  # which hold nothing
                 raise
         if rebinding is not None:
             rebinding.end_segment()
