@@ -7,7 +7,6 @@ The rule, for models: a graph reads its own buffers alone, and :mod:`~cgcompile.
 says what goes into them. Callers have none: results are theirs, and any thread may call.
 """
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from cgcompile import compat
 from cgcompile.config import CompilationConfig
 from cgcompile.encoder.budgets import checked_number
 from cgcompile.encoder.calibration import Calibration
@@ -139,7 +139,7 @@ class EncoderCudaGraphManager:
         self._graph_capture = graph_capture
         self._inference_mode = inference_mode
         made = self._graphs.pool
-        self._lock = threading.RLock() if made is None else made.lock
+        self._lock = compat.new_lock() if made is None else made.lock
 
     # -------------------------------------------------------------- what a user may ask
 
