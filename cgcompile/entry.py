@@ -19,7 +19,7 @@ from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError, GradientError, GuardError
 from cgcompile.forward_context import ForwardContext, callers_context, override_forward_context
-from cgcompile.graphs.capture import releasing
+from cgcompile.graphs.capture import releasing, wait_for_capture
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
@@ -201,6 +201,16 @@ class CompiledGraph:
         mode = self._auto.mode if context is None else self._admission.mode_for(context)
         if isinstance(mode, Why):
             return mode, None
+        result = self._in_turn(mode, context, inputs)
+        if result[0] is not None and result[0].reason is Reason.CAPTURE_BUSY and wait_for_capture():
+            return self._in_turn(mode, context, inputs)
+        return result
+
+    def _in_turn(
+        self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
+    ) -> tuple[Why | None, Any]:
+        """As :meth:`_replay_or_capture`, while no other thread runs a step."""
+        turn = self.turn
         with turn.lock:
             turn.owner = get_ident()
             try:

@@ -7,11 +7,12 @@ pieces, ``CompiledGraph.counters`` counts those of whole steps.
 
 import enum
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from cgcompile import compat
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class Ledger:
         self, told_plain: Callable[[Why], None], told_degraded: Callable[[Why], None]
     ) -> None:
         self._told_plain, self._told_degraded = told_plain, told_degraded
-        self._lock = threading.Lock()
+        self._lock = compat.new_lock()
         self._counters = Counters()
 
     @property

@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import fx
 
 from cgcompile.compat.compilers import compile_standalone, known_patches
 from cgcompile.compat.direct import Direct
+from cgcompile.compat.locks import new_lock
 from cgcompile.compat.modes import autocast_state
 from cgcompile.compat.operators import op_overloads
 
@@ -73,7 +73,7 @@ def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]
         return Direct(AOTCompiledArtifact.deserialize(data))
 
 
-_FILES_LOCK = threading.RLock()
+_FILES_LOCK = new_lock(watch=False)
 _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 

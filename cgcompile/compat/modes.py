@@ -1,7 +1,6 @@
 """Dispatch modes, and what they ask of the ops they see. See ``cgcompile/compat/__init__.py``."""
 
 import operator
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType
@@ -11,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cgcompile.compat.locks import new_lock
 from cgcompile.compat.trees import tree_tensors
 
 # Whether some thread is inside of ``torch.autograd.forward_ad.dual_level()``, for generated code:
@@ -143,7 +143,7 @@ class _Uncompiled:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock(watch=False)
         self._inside = 0
         self._stance: AbstractContextManager[Any] = nullcontext()
 

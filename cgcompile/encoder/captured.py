@@ -23,7 +23,7 @@ from cgcompile.forward_context import set_forward_context
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.device import capture_device
-from cgcompile.graphs.entries import holds_parameters_with_grad
+from cgcompile.graphs.entries import Whole, holds_parameters_with_grad
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.modules import modules_of
 from cgcompile.graphs.pool import GraphPool
@@ -57,8 +57,6 @@ class EncoderGraphs:
         without_room: what the last capture left out for its bytes, with the reason as text.
     """
 
-    compares_weights = True  # itself, if it is to
-
     def __init__(
         self,
         model: CheckedModel,
@@ -81,7 +79,8 @@ class EncoderGraphs:
             found = capture_device(device, settings.capture_device)
             pool = None if found is None else GraphPool(found)
         self.pool = pool
-        self._wrapper = CUDAGraphWrapper(self._recorded, settings, FULL, pool=pool, name="encoder")
+        self._whole = Whole(model.model, self._recorded)
+        self._wrapper = CUDAGraphWrapper(self._whole, settings, FULL, pool=pool, name="encoder")
         self._wrapper.closed = True  # but in capture()
         if pool is not None:
             pool.add_owner(self)
@@ -242,7 +241,7 @@ class EncoderGraphs:
                 self.captured(),
                 max_graph_bytes,
                 max_graph_bytes - pool.nbytes,
-                lambda: Rehearsal(pool, self._settings, self._recorded),
+                lambda: Rehearsal(pool, self._settings, self._whole),
                 self._rehearse,
             )
 

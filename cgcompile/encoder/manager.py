@@ -8,7 +8,6 @@ says what goes into them. Callers have none: results are theirs, and any thread 
 """
 
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cgcompile import compat
 from cgcompile.config import CompilationConfig
 from cgcompile.encoder.budgets import checked_number
 from cgcompile.encoder.calibration import Calibration
@@ -146,7 +146,7 @@ class EncoderCudaGraphManager:
         self._inference_mode = inference_mode
         self._logged = 0
         made = self._graphs.pool
-        self._lock = threading.RLock() if made is None else made.lock
+        self._lock = compat.new_lock() if made is None else made.lock
         log.info(
             "encoder graphs of %s: token budgets %s, at most %d items and %d frames a replay",
             type(model).__name__,

@@ -5,11 +5,11 @@ which it has tokens, a *miss* ran eager on one of them at least, and an item wit
 neither.
 """
 
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from cgcompile import compat
 from cgcompile.reasons import Reason
 
 
@@ -58,7 +58,7 @@ class EncoderStatistics:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = compat.new_lock()
         self._costs: dict[tuple[str, int], float] = {}
         self.clear()
 

@@ -173,7 +173,8 @@ class CaptureError(CGCompileError, RuntimeError):
             f"capture of {what}: the step rebinds {field} (before: {before}; after: {after}), and "
             "a replay runs no Python: it would leave the field as it is.\n"
             "  Write tensors in place (copy_, mul_, ...) and count in a tensor, or rebind the field "
-            "in an eager break (cgcompile.eager_break_during_capture) or outside of the step."
+            "in an eager break (cgcompile.eager_break_during_capture) or outside of the step. If no "
+            "step reads what its object counts, set compares_fields = True on the object's class."
         )
         error.field = field
         return error

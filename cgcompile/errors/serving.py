@@ -235,6 +235,15 @@ class ManagerError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def other_thread(cls, method: str) -> "ManagerError":
+        return cls(
+            f"{method}: another thread is inside of a call of this manager, whose buffers hold one "
+            "step.\n"
+            "  Call a manager from one thread at a time: take a lock of your own around the step "
+            "and the reading of its results."
+        )
+
+    @classmethod
     def nothing_verified(cls, why: str) -> "ManagerError":
         return cls(
             f"verify_full: nothing was compared: {why}.\n"

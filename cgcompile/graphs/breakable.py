@@ -323,8 +323,8 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         except BaseException as error:
             compat.add_note(error, f"{self.name}: in a breakable capture, {recorder.reached}")
             recorder.abandon()
-            if not recorder.has_run:
-                rebinding.put_back()
+            if not recorder.has_run:  # else tensors may be computed
+                rebinding.put_back(tensors_alone=getattr(error, "field", "") == "")
             raise
         sequence = recorder.finish()
         if refused is not None:

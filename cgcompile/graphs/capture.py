@@ -2,10 +2,11 @@
 
 :func:`capture` leaves a finished graph, or nothing: after a failure the first exception is raised
 as it is, stream and garbage collector are as they were, and the next capture works. Only one
-capture a process is safe on CUDA: a second one while it runs is an error with a name.
+capture a process is safe on CUDA: a second thread waits for it, a few seconds at most.
 """
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -59,36 +60,48 @@ def capture_allowed() -> bool:
 
 
 _RELEASE = "release"  # takes the turn for a moment, so captures wait for it
-_PATIENCE = 60.0  # seconds; a capture takes less
+_PATIENCE = 5.0  # seconds; a capture takes less
+_PATIENCE_OF_RELEASE = 60.0
 # A program that freezes has thousands of objects; a collection of Python 3.12 leaves hundreds.
 _FROZEN_BY_A_PROGRAM = 1000
 
 
 class _Turn:
-    """Who captures now. CUDA allows one capture a process to be safe, so this is global."""
+    """Who captures now. CUDA allows one capture a process to be safe, so this is global.
+
+    Who wants to capture waits for the capture of another thread, but not for ever: that may wait
+    for the thread that waits here.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._now: tuple[int, str, object] | None = None  # thread, what, holder
+        self._lock = compat.new_lock(watch=False)
+        self._now: tuple[int, str, object, int] | None = None  # thread, what, holder, process
 
-    def taken(self, what: str, holder: object = None, wait: bool = False) -> "_Taken":
+    def taken(self, what: str, holder: object = None, wait: float = _PATIENCE) -> "_Taken":
         return _Taken(self, what, holder, wait)
 
-    def take(self, what: str, holder: object, wait: bool) -> None:
-        now = self._now
-        wait = (wait or (now is not None and now[1] == _RELEASE)) and not self.is_here()
-        if not self._lock.acquire(timeout=_PATIENCE if wait else 0):
-            thread, running, _ = self._now or (0, "something", None)
-            raise CaptureBusyError.busy(what, running, thread == threading.get_ident())
-        self._now = (threading.get_ident(), what, holder)
+    def take(self, what: str, holder: object, wait: float) -> None:
+        if self.is_here() or not self._lock.acquire(timeout=wait):
+            now = self._now
+            running = "something" if now is None else now[1]
+            raise CaptureBusyError.busy(what, running, self.is_here())
+        self._now = (threading.get_ident(), what, holder, os.getpid())
 
     def give_back(self) -> None:
         self._now = None
         self._lock.release()
 
+    def wait(self) -> bool:
+        """Wait for the capture of another thread to end; whether there was one that has ended."""
+        waited = self.is_elsewhere() and self._lock.acquire(timeout=_PATIENCE)
+        if waited:
+            self._lock.release()
+        return bool(waited)
+
     def is_elsewhere(self) -> bool:
         now = self._now
-        return now is not None and now[0] != threading.get_ident()
+        # In the child of a fork the thread that captured is gone.
+        return now is not None and now[0] != threading.get_ident() and now[3] == os.getpid()
 
     def is_here(self) -> bool:
         now = self._now
@@ -96,7 +109,8 @@ class _Turn:
 
     def holder(self, here: bool) -> object:
         now = self._now
-        return now[2] if now is not None and (now[0] == threading.get_ident()) is here else None
+        mine = self.is_here() if here else self.is_elsewhere()
+        return now[2] if now is not None and mine else None
 
 
 class _Taken:
@@ -104,7 +118,7 @@ class _Taken:
 
     __slots__ = ("_asks", "_turn")
 
-    def __init__(self, turn: _Turn, what: str, holder: object, wait: bool) -> None:
+    def __init__(self, turn: _Turn, what: str, holder: object, wait: float) -> None:
         self._turn = turn
         self._asks = (what, holder, wait)
 
@@ -121,6 +135,17 @@ _turn = _Turn()
 def captured_elsewhere() -> bool:
     """Whether another thread is capturing now."""
     return _turn.is_elsewhere()
+
+
+def wait_for_capture() -> bool:
+    """Wait for the capture of another thread to end, a few seconds at most.
+
+    Hold no lock that the capture may want.
+
+    Returns:
+        Whether there was one, and it has ended.
+    """
+    return _turn.wait()
 
 
 def inside_capture() -> bool:
@@ -146,7 +171,8 @@ def capture_turn(what: str, holder: object) -> AbstractContextManager[None]:
         holder: what others find as the one who captures.
 
     Raises:
-        CaptureBusyError: on entering, another capture runs, in this thread or another one.
+        CaptureBusyError: on entering, a capture runs in this thread, or one in another thread does
+            not end within a few seconds.
     """
     return _turn.taken(what, holder)
 
@@ -155,7 +181,7 @@ class _Collection:
     """Who wants automatic garbage collection off now, over all threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = compat.new_lock(watch=False)
         self._depth = 0
         self._was_on = False
 
@@ -240,7 +266,7 @@ def releasing() -> Iterator[None]:
     """
     if inside_capture():
         raise CaptureError.release_inside()
-    with _turn.taken(_RELEASE, wait=True):
+    with _turn.taken(_RELEASE, wait=_PATIENCE_OF_RELEASE):
         try:
             yield
         finally:
@@ -270,9 +296,9 @@ def capture(
         The graph, not replayed yet, and what ``function`` returned.
 
     Raises:
-        CaptureBusyError: another capture runs, in this thread or another one.
-        CaptureError: the current stream is being captured by someone else; or ``function``
-            replaced the memory of one of ``storages``, which has its own again.
+            CaptureBusyError: a capture runs in this thread, or one in another thread does not end.
+            CaptureError: the current stream is being captured by someone else; or ``function``
+                replaced the memory of one of ``storages``, which has its own again.
         BaseException: what ``function`` raised, unchanged.
     """
     if pool.device.is_capturing():

@@ -1,6 +1,6 @@
 """What a wrapper keeps of a capture: :class:`CUDAGraphEntry`; and how it captures."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -56,6 +56,28 @@ def check_kinds(
     require_kind("config", where, config, CompilationConfig, maybe=True)
     require_kind("cudagraph_options", where, options, CUDAGraphOptions, maybe=True)
     require_kind("pool", where, pool, GraphPool, maybe=True)
+
+
+class Whole:
+    """A step of a manager around its model, as a callable.
+
+    Args:
+        model: what the step runs; returned by ``unwrap``, for what looks at its fields.
+        step: runs it.
+    """
+
+    compares_weights = True  # the manager does
+
+    def __init__(self, model: Any, step: Callable[..., Any]) -> None:
+        self._model = model
+        self._step = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(*args, **kwargs)
+
+    def unwrap(self) -> Any:
+        """Return the model."""
+        return self._model
 
 
 @dataclass

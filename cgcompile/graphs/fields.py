@@ -6,7 +6,8 @@ rebinds while it is captured refuses the capture (:class:`Rebinding`).
 
 Opened are modules, dicts, lists, tuples, sets, plain objects and dataclasses, their ``__slots__``
 too, closures of functions and what a ``functools.partial`` holds. Closed are objects of torch and
-of Python's own libraries, and objects of C extensions: they are compared by identity.
+of Python's own libraries, objects of C extensions, and those whose class says
+``compares_fields = True`` (by itself, that is): they are compared by identity.
 """
 
 from array import array
@@ -100,10 +101,14 @@ def _base_of_modules() -> frozenset[str]:
 
 def _holders(value: Any, path: str, base: frozenset[str]) -> Iterator[_Holder]:
     """Where a value has fields; nothing of one that is compared as a whole."""
+    own = getattr(type(value), "compares_fields", False) is True
     if isinstance(value, torch.nn.Module):
-        yield _Holder(path, ".{}", value.__dict__, base)
+        if not own:
+            yield _Holder(path, ".{}", value.__dict__, base)
         for table in _TABLES:
             yield _Holder(path, ".{}", value.__dict__.get(table, {}))
+        return
+    if own:
         return
     if isinstance(value, FunctionType):
         yield _Holder(path, " closure {}", _Cells(cells_of(value)))
@@ -270,10 +275,16 @@ class Fields:
             if _bytes(value) != data:
                 yield Change(path, "other contents", f"an array of {type(value).__name__}")
 
-    def put_back(self) -> None:
-        """Make every field, and the memory of every tensor object, what it was."""
+    def put_back(self, tensors_alone: bool = False) -> None:
+        """Make every field, and the memory of every tensor object, what it was.
+
+        Args:
+            tensors_alone: only where a field holds another tensor.
+        """
         for holder, keys, values, _ in self._holders:
             target = holder.target
+            if tensors_alone and not _brings_tensors(values, _contents(target)[1]):
+                continue
             if isinstance(target, _Cells):
                 for cell, value in zip(target.cells.values(), values, strict=True):
                     cell.cell_contents = value
@@ -291,6 +302,11 @@ def _is(before: Any, after: Any) -> bool:
     return before is after
 
 
+def _brings_tensors(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    known = set(map(id, before))
+    return any(isinstance(each, torch.Tensor) and id(each) not in known for each in after)
+
+
 def _has_address(tensor: torch.Tensor) -> bool:
     try:
         tensor.data_ptr()
@@ -301,6 +317,8 @@ def _has_address(tensor: torch.Tensor) -> bool:
 
 def _opens(value: Any) -> bool:
     """Whether a value is compared by what it holds."""
+    if getattr(type(value), "compares_fields", False) is True:
+        return False
     if value is None or is_plain_value(value) or isinstance(value, (torch.Tensor, *_CONTAINERS)):
         return True
     if isinstance(value, (*_CLOSED, FunctionType, MethodType, partial)):
@@ -434,9 +452,9 @@ class Rebinding:
         if not self._fields.is_same():
             self._fields.read()
 
-    def put_back(self) -> None:
-        """Make every field what it was before the segment."""
-        self._fields.put_back()
+    def put_back(self, tensors_alone: bool = False) -> None:
+        """Make every field what it was before the segment; see :meth:`Fields.put_back`."""
+        self._fields.put_back(tensors_alone)
 
     def move_out(self, holds: Callable[[int], bool]) -> None:
         """Give the tensors that fields hold memory of their own, where a graph's is theirs.

@@ -4,7 +4,6 @@ Graphs of one pool use each other's memory, so they must never run at the same t
 them returned is valid until another one runs. The rule: one owner, one pool.
 """
 
-import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -56,7 +55,7 @@ class GraphPool:
         self.generation = 0
         self.stream = device.capture_stream()
         self.arena = Arena()
-        self.lock = threading.RLock()
+        self.lock = compat.new_lock()
         self._memory: Any = None
         self.stream_key: int | None = None
         self._last_stream: Any = None

@@ -7,7 +7,6 @@ returns is built from these wrappers and does the copying; use one directly for 
 """
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.errors import CaptureError, DispatchError, GuardError
+from cgcompile.errors import CaptureBusyError, CaptureError, DispatchError, GuardError
 from cgcompile.forward_context import BatchDescriptor, ForwardContext, callers_context
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.capture import (
@@ -27,6 +26,7 @@ from cgcompile.graphs.capture import (
     capture_postponed,
     inside_capture,
     releasing,
+    wait_for_capture,
 )
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
@@ -111,7 +111,7 @@ class CUDAGraphWrapper(Transparent):
         self._entries: dict[tuple[CUDAGraphMode, BatchDescriptor], list[CUDAGraphEntry]] = {}
         self._refused: dict[tuple[CUDAGraphMode, BatchDescriptor], list[str]] = {}
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
-        self._lock = threading.RLock()
+        self._lock = compat.new_lock()
         self._poison = self.config.poison and pool is None  # what is shared may be in use
         self._pool, self._guarded = pool, guarded
         if pool is not None:
@@ -131,7 +131,6 @@ class CUDAGraphWrapper(Transparent):
             DispatchError: the context asks for this mode and has no descriptor; or ``strict``.
             AddressChangedError: an input lies elsewhere than when it was captured.
             HostValueChangedError: an input has another value, layout or structure.
-            CaptureError: a capture is due while another one runs.
             BaseException: what ``runnable`` raised, unchanged; no graph is kept then.
         """
         with self._lock:
@@ -159,6 +158,8 @@ class CUDAGraphWrapper(Transparent):
         descriptor = context.batch_descriptor
         if descriptor is None:
             raise DispatchError.no_descriptor(self.name, mode.name)
+        if not self._entries.get((mode, descriptor)) and self._may_capture:
+            wait_for_capture()  # of another thread; that may call this wrapper, so without its lock
         with self._lock:
             entries = self._entries.get((mode, descriptor))
             if not entries:
@@ -170,6 +171,10 @@ class CUDAGraphWrapper(Transparent):
             except GuardError as error:
                 return self._changed(error, mode, entries, args, kwargs)
             return self._replay(entries[0], args, kwargs)
+
+    @property
+    def _may_capture(self) -> bool:
+        return not self.closed and capture_allowed() and not capture_postponed()
 
     def _changed(
         self,
@@ -237,6 +242,8 @@ class CUDAGraphWrapper(Transparent):
         with self.timeline.capture(self._pool, self.name, mode, descriptor) as outcome:
             try:
                 captured = self.record(descriptor, args, kwargs)
+            except CaptureBusyError as error:
+                why, captured = Why(Reason.CAPTURE_BUSY, str(error).splitlines()[0]), None
             except CaptureError as error:
                 if not error.field:
                     raise
@@ -255,7 +262,7 @@ class CUDAGraphWrapper(Transparent):
             outcome.why = why.detail
         if why.reason is Reason.GRADIENTS:
             self._grads.add(descriptor)
-        else:
+        elif why.reason is Reason.CAPTURE_FAILED:
             self._refused.setdefault((mode, descriptor), []).append(why.detail)
         if captured is None:
             return self._plain(*why, args, kwargs)
@@ -298,7 +305,7 @@ class CUDAGraphWrapper(Transparent):
                 )
             except BaseException:
                 if rebinding is not None:
-                    rebinding.put_back()  # nothing was executed
+                    rebinding.put_back(tensors_alone=True)  # which hold nothing
                 raise
         if rebinding is not None:
             rebinding.end_segment()

@@ -49,7 +49,7 @@ class Turn:
     __slots__ = ("again", "agains", "epoch", "lock", "owner", "replays", "short", "shorts")
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = compat.new_lock()
         self.owner = 0
         self.epoch = object()
         self.again: Again | None = None
@@ -60,7 +60,7 @@ class Turn:
 
     def refuse_inside(self) -> None:
         """Raise where this thread runs a step already."""
-        if self.owner == threading.get_ident():
+        if self.owner == threading.get_ident() and compat.owns_lock(self.lock):
             raise CaptureError.reentered()
 
     def other(self) -> Generated | None:

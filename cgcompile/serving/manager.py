@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cgcompile import compat
 from cgcompile.backend import Backend, handle_of
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
@@ -40,7 +41,8 @@ Prepare = Callable[[BatchDescriptor, str], Batch]
 class CudaGraphManager(Questions):
     """The graphs of one model, and the buffers that they read and write.
 
-    Not for several threads at a time. Two models (a draft and a target) are two managers.
+    One thread at a time: a call while another thread is inside of one is a :class:`ManagerError`.
+    Two models (a draft and a target) are two managers.
 
     Args:
         model: called with the input buffers as keyword arguments. Compiled with the backend
@@ -135,6 +137,7 @@ class CudaGraphManager(Questions):
             inference_mode=inference_mode,
             check_metadata=check_metadata,
         )
+        self._lock = compat.new_lock()
         self.meter = MemoryMeter(self._steps.pool, self.backend, self._steps.outputs)
         dispatcher.only_captured = not lazily  # last: nothing has failed
 
@@ -155,7 +158,7 @@ class CudaGraphManager(Questions):
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
         self._graphs.refuse_twice(self.dispatcher.plan())
-        with together(self.agreement):
+        with self._alone("plan"), together(self.agreement):
             return plan_memory(self, within)
 
     def capture(
@@ -185,7 +188,7 @@ class CudaGraphManager(Questions):
         """
         planned = chosen = self.dispatcher.plan()
         self._graphs.refuse_twice(planned)
-        with together(self.agreement):
+        with self._alone("capture"), together(self.agreement):
             if max_graph_bytes is not None and self.pool is not None:
                 chosen = choose_graphs(self.plan(), max_graph_bytes, histogram)
                 if self.agreement is not None:  # ranks may have measured other bytes
@@ -209,7 +212,7 @@ class CudaGraphManager(Questions):
         if (mode, descriptor) not in self.dispatcher.plan():
             raise BatchError.not_planned(mode.name, str(descriptor))
         self._graphs.refuse_twice([(mode, descriptor)])
-        with together(self.agreement):
+        with self._alone("capture_graph"), together(self.agreement):
             self._capture_set(f"Capturing {mode.name}, {descriptor}", mode, [descriptor])
 
     def _capture_set(
@@ -279,10 +282,11 @@ class CudaGraphManager(Questions):
         Raises:
             CaptureError: called inside of a step or of a capture.
         """
-        self._steps.drop_graphs()
-        if self.backend is not None:
-            self.backend.release()
-        self._graphs.forget()
+        with self._alone("release"):
+            self._steps.drop_graphs()
+            if self.backend is not None:
+                self.backend.release()
+            self._graphs.forget()
 
     def drop_graphs(self) -> None:
         """Drop the manager's own graphs and output buffers; a compiled model's stay."""
@@ -312,18 +316,34 @@ class CudaGraphManager(Questions):
         Raises:
             InputBufferError: inputs that do not fit the declarations; nothing ran.
             BatchError: numbers of the batch that contradict each other.
+            ManagerError: another thread is inside of a call of this manager.
             DispatchError: ``strict``, and no graph serves the batch.
             AddressChangedError: a weight, or a tensor of metadata, moved since the capture.
             AgreementError: a rank stays away or, checked, goes its own way.
             BaseException: what the model or ``metadata`` raised.
         """
-        if self.agreement is not None:
-            return self._run_agreed(batch or NO_WORK, restrictions)
-        if batch is None or not (batch.num_tokens or batch.inputs):
-            return None
-        chosen = self._allowed(batch, restrictions)
-        self._fillers.check(batch)
-        return self._run(batch, chosen)
+        if not self._lock.acquire(False):
+            raise ManagerError.other_thread("run")
+        try:
+            if self.agreement is not None:
+                return self._run_agreed(batch or NO_WORK, restrictions)
+            if batch is None or not (batch.num_tokens or batch.inputs):
+                return None
+            chosen = self._allowed(batch, restrictions)
+            self._fillers.check(batch)
+            return self._run(batch, chosen)
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _alone(self, method: str) -> Iterator[None]:
+        """No other thread is inside of a call of this manager."""
+        if not self._lock.acquire(False):
+            raise ManagerError.other_thread(method)
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _run_agreed(self, batch: Batch, restrictions: dict[str, Any]) -> Any:
         assert self.agreement is not None
@@ -380,16 +400,22 @@ class CudaGraphManager(Questions):
             What the model returns, all padded rows; views, valid until the next step.
 
         Raises:
-            ManagerError: there is no such graph, or gradients are asked for.
+            ManagerError: there is no such graph, gradients are asked for, or another thread is
+                inside of a call of this manager.
             AddressChangedError: a weight moved since the capture.
             AgreementError: checked, and another rank runs something else.
         """
-        descriptor = self._graphs.full(num_tokens, uniform, num_active_loras, extra)
-        self._graphs.check_weights(descriptor)
-        if self.agreement is not None:
-            self.agreement.check_alone(FULL, descriptor)
-            self._steps.across = self.agreement.across(num_tokens)
-        return self._steps.replay(descriptor)
+        if not self._lock.acquire(False):
+            raise ManagerError.other_thread("run_fullgraph")
+        try:
+            descriptor = self._graphs.full(num_tokens, uniform, num_active_loras, extra)
+            self._graphs.check_weights(descriptor)
+            if self.agreement is not None:
+                self.agreement.check_alone(FULL, descriptor)
+                self._steps.across = self.agreement.across(num_tokens)
+            return self._steps.replay(descriptor)
+        finally:
+            self._lock.release()
 
     def _on_graph(self, batch: Batch, chosen: Dispatched) -> tuple[Any, Dispatched]:
         """(result, how it ran): not on the graph that was chosen if that is not there yet."""

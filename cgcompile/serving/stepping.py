@@ -20,7 +20,7 @@ from cgcompile.forward_context import set_forward_context
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.device import capture_device
-from cgcompile.graphs.entries import CUDAGraphEntry, gradients_due
+from cgcompile.graphs.entries import CUDAGraphEntry, Whole, gradients_due
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import EXPECTED, Counters, Reason, Why
@@ -36,22 +36,6 @@ FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 _OF_PARTS = EXPECTED - {Reason.WARMING}
 
 BuildMetadata = Callable[[Batch, BatchDescriptor, dict[str, Any]], Metadata]
-
-
-class _Whole:
-    """The whole step as a callable; ``unwrap`` tells the wrapper whose weights it has."""
-
-    compares_weights = True  # the manager does
-
-    def __init__(self, model: Callable[..., Any], step: Callable[..., Any]) -> None:
-        self._model = model
-        self._step = step
-
-    def __call__(self, **given: Any) -> Any:
-        return self._step(**given)
-
-    def unwrap(self) -> Callable[..., Any]:
-        return self._model
 
 
 class StepRunner:
@@ -117,7 +101,7 @@ class StepRunner:
         self.ran_plain: Why | None = None
         found = capture_device(device, config.capture_device)
         self.pool = None if found is None else GraphPool(found)
-        whole = _Whole(model, self._whole)
+        whole = Whole(model, self._whole)
         self.full = BreakableCUDAGraphWrapper(whole, config, FULL, pool=self.pool, name="step")
         self._pieces: Any = model
         if backend is None:

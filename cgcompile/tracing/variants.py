@@ -6,7 +6,6 @@ may be of any size.
 
 import inspect
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -79,7 +78,7 @@ class Traces:
         self._rules = rules
         self._kept = kept
         self._count = 0  # of all traces so far
-        self._lock = threading.RLock()
+        self._lock = compat.new_lock()
         self.is_closed = False
         self._unfrozen = False  # whether the model replaces tensors of its own
 

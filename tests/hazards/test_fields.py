@@ -1,0 +1,406 @@
+"""Fields of objects: those that a graph read are compared, those that a capture rebinds refuse it."""
+
+import copy
+import dataclasses
+from array import array
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hazard_support import FRONT_ENDS, ROWS, WIDTH, WRAPPERS, front_end, settings
+from torch import nn
+
+import cgcompile
+from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
+from cgcompile.errors import AddressChangedError, DispatchError, GuardError, HostValueChangedError
+from cgcompile.reasons import Reason
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
+
+@dataclasses.dataclass
+class Record:
+    t: torch.Tensor
+    k: float = 1.0
+    more: Any = None
+
+
+class Plain:
+    def __init__(self, t: torch.Tensor, k: float = 1.0, more: Any = None) -> None:
+        self.t, self.k, self.more = t, k, more
+
+
+class Slotted:
+    __slots__ = ("k", "more", "t")
+
+    def __init__(self, t: torch.Tensor, k: float = 1.0, more: Any = None) -> None:
+        self.t, self.k, self.more = t, k, more
+
+
+class Table(dict):
+    """A dictionary of a kind that pytree does not open."""
+
+    def __init__(self, t: torch.Tensor, k: float = 1.0, more: Any = None) -> None:
+        super().__init__(t=t, k=k, more=more)
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+class Module(nn.Module):
+    def __init__(self, t: torch.Tensor, k: float = 1.0, more: Any = None) -> None:
+        super().__init__()
+        self.register_buffer("t", t)
+        self.k, self.more = k, more
+
+
+def namespace(t: torch.Tensor, k: float = 1.0, more: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(t=t, k=k, more=more)
+
+
+KINDS: list[Callable[..., Any]] = [Record, Plain, Slotted, Table, Module, namespace]
+
+
+def step(x: torch.Tensor, *, options: Any) -> torch.Tensor:
+    return x + options.t * options.k
+
+
+class Called:
+    """A step with an object among its arguments, behind a wrapper."""
+
+    def __init__(self, name: str, device: str, options: Any, run: Any = step, **more: Any) -> None:
+        self.run, self.options = run, options
+        self.wrapper = getattr(cgcompile, name)(
+            run, settings(device, **more), CUDAGraphMode.FULL
+        )
+        self.x = torch.empty(ROWS, WIDTH, device=device)
+
+    def __call__(self) -> torch.Tensor:
+        self.x.uniform_()
+        with set_forward_context(
+            cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(ROWS)
+        ):
+            return self.wrapper(self.x, options=self.options)
+
+    def check(self) -> None:
+        """The result of a call is eager's."""
+        torch.testing.assert_close(self(), self.run(self.x, options=self.options))
+
+
+def called(name: str, device: str, kind: Any, **more: Any) -> Called:
+    made = Called(name, device, kind(torch.rand(WIDTH, device=device)), **more)
+    for _ in range(3):
+        made.check()
+    assert (made.wrapper.counters.captures, made.wrapper.counters.replays) == (1, 2)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_number_of_an_object(name: str, device: str, kind: Any) -> None:
+    made = called(name, device, kind)
+    made.options.k = 5.0
+    with pytest.raises(HostValueChangedError, match=r"'options'.*k.* is 5.0, was 1.0"):
+        made()
+    made.options.k = 1.0
+    made.check()
+    assert made.wrapper.counters.replays == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_tensor_of_an_object(name: str, device: str, kind: Any) -> None:
+    made = called(name, device, kind)
+    made.options.t.mul_(2)  # in place: a graph sees it
+    made.check()
+    old = made.options.t
+    made.options.t = torch.rand(WIDTH, device=device)
+    with pytest.raises(AddressChangedError, match=r"'options'.*t.* is at 0x"):
+        made()
+    made.options.t = old
+    made.check()
+    assert made.wrapper.counters.replays == 4
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("policy", ["eager", "recapture"])
+def test_the_other_policies(name: str, device: str, policy: str) -> None:
+    made = called(name, device, Record, on_input_change=policy)
+    made.options.k = 5.0
+    made.check()
+    made.options.t = torch.rand(WIDTH, device=device)
+    made.check()
+    counters = made.wrapper.counters
+    expected = (1, 2) if policy == "eager" else (3, 0)
+    assert (counters.captures, counters.plain[Reason.INPUT_CHANGED]) == expected
+
+
+def nested(x: torch.Tensor, *, options: Any) -> torch.Tensor:
+    inner = options.more[0]["deep"]
+    return x + inner.t * inner.k
+
+
+def changed_number(inner: Any) -> None:
+    inner.k = 2.0
+
+
+def changed_tensor(inner: Any) -> None:
+    inner.t = inner.t.clone()
+
+
+def changed_data(inner: Any) -> None:
+    inner.t.data = inner.t.clone()
+
+
+@pytest.mark.parametrize("change", [changed_number, changed_tensor, changed_data])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_objects_in_objects(name: str, device: str, change: Callable[[Any], None]) -> None:
+    inner = Plain(torch.rand(WIDTH, device=device))
+    outer = Record(torch.rand(WIDTH, device=device), more=[{"deep": inner}])
+    inner.more = outer  # a cycle
+    made = Called(name, device, outer, nested)
+    for _ in range(3):
+        made.check()
+    change(inner)
+    with pytest.raises(GuardError, match=r"more\[0\]\['deep'\]\.[tk] is"):
+        made()
+    assert made.wrapper.counters.replays == 2
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_containers_that_are_built_anew_and_hold_the_same(name: str, device: str) -> None:
+    inner = Plain(torch.rand(WIDTH, device=device))
+    made = Called(name, device, Record(inner.t, more=[{"deep": inner}]), nested)
+    for _ in range(4):
+        made.options.more = [{"deep": inner}]
+        made.check()
+    assert made.wrapper.counters.replays == 3
+    made.options.more[0]["deep"] = Plain(inner.t, 3.0)
+    with pytest.raises(HostValueChangedError, match="more"):
+        made()
+
+
+def arrays(x: torch.Tensor, *, options: Any) -> torch.Tensor:
+    return x * float(options.more[0])
+
+
+@pytest.mark.parametrize("kind", [np.array, lambda values: array("d", values), bytearray])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_an_array_of_the_host(name: str, device: str, kind: Any) -> None:
+    values = kind([1, 1])
+    made = Called(name, device, Record(torch.ones(1), more=values), arrays)
+    for _ in range(3):
+        made.check()
+    values[0] = 3
+    with pytest.raises(HostValueChangedError, match="more"):
+        made()
+    assert made.wrapper.counters.replays == 2
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_too_many_fields_run_plain(name: str, device: str) -> None:
+    made = Called(name, device, Record(torch.rand(WIDTH, device=device)))
+    made.options.more = [[(place,) for place in range(9000)] for _ in range(12)]
+    for _ in range(3):
+        made.check()
+    counters = made.wrapper.counters
+    assert (counters.captures, counters.plain[Reason.UNSUPPORTED_INPUT]) == (0, 3)
+
+
+# ---------------------------------------------------------------- rebound in a capture
+
+
+class Rebinds(nn.Module):
+    """Rebinds a buffer at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = self.state * 0.5 + 1
+        return x + self.state
+
+
+class Counts(Rebinds):
+    """Counts its steps in a number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = getattr(self, "count", 0) + 1
+        return x * self.count
+
+
+class Lists(Rebinds):
+    """Keeps tensors in a list and in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [torch.ones(())]
+        self.kept_by_name = {"last": torch.ones(())}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept[0] = self.kept[0].to(x.device) + 1
+        self.kept_by_name["last"] = self.kept[0] * 2
+        return x * self.kept[0] + self.kept_by_name["last"]
+
+
+class Cache:
+    def __init__(self, device: torch.device) -> None:
+        self.total = torch.zeros(WIDTH, device=device)
+
+
+class Holds(Rebinds):
+    """Keeps an object whose field is rebound."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "cache"):
+            self.cache = Cache(x.device)
+        self.cache.total = self.cache.total + x.sum(0)
+        return x + self.cache.total
+
+
+class Swaps(Rebinds):
+    """Exchanges two buffers at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("other", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state, self.other = self.other, self.state
+        return x + self.state
+
+
+REBINDING = [Rebinds, Counts, Lists, Holds, Swaps]
+
+
+@pytest.mark.parametrize("kind", REBINDING)
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_a_field_that_a_step_rebinds(name: str, device: str, kind: type[nn.Module]) -> None:
+    """Warm-ups and captures of a manager run the step on their own inputs, so it starts after."""
+    model = kind().to(device)
+    served = front_end(name, model, device)
+    with torch.inference_mode():
+        served.step(torch.rand(ROWS, WIDTH, device=device))
+        expected = copy.deepcopy(model)
+        for _ in range(5):
+            x = torch.rand(ROWS, WIDTH, device=device)
+            torch.testing.assert_close(served.step(x).clone(), expected(x))
+    for field, value in fields(expected).items():
+        torch.testing.assert_close(fields(model)[field], value)
+
+
+def fields(model: nn.Module) -> dict[str, Any]:
+    own = {name: getattr(model, name) for name in ("count", "kept", "kept_by_name")
+           if hasattr(model, name)}
+    if hasattr(model, "cache"):
+        own["cache"] = model.cache.total
+    return {**dict(model.named_buffers()), **own}
+
+
+@pytest.mark.parametrize("kind", REBINDING)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_reason_names_the_field(name: str, device: str, kind: type[nn.Module]) -> None:
+    served = front_end(name, kind().to(device), device)
+    for _ in range(4):
+        served.step(torch.rand(ROWS, WIDTH, device=device))
+    counters = served.counters()
+    assert (counters.captures, counters.plain[Reason.CAPTURE_FAILED]) == (0, 4)
+    assert "rebinds self." in counters.details[Reason.CAPTURE_FAILED]
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_strict_leaves_the_module_as_it_was(name: str, device: str) -> None:
+    model = Counts().to(device)
+    model.count = 7
+    served = front_end(name, model, device, strict=True)
+    for _ in range(3):
+        with pytest.raises(DispatchError, match="rebinds self.count"):
+            served.step(torch.rand(ROWS, WIDTH, device=device))
+        assert model.count == 7
+
+
+class Lazy(Rebinds):
+    """Makes what it keeps in its first step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "table"):
+            self.table = torch.arange(WIDTH, dtype=x.dtype, device=x.device)
+        return x + self.table
+
+
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_what_the_first_step_makes_is_captured_later(name: str, device: str) -> None:
+    model = Lazy().to(device)
+    served = front_end(name, model, device)
+    with torch.inference_mode():
+        for _ in range(6):
+            x = torch.rand(ROWS, WIDTH, device=device)
+            torch.testing.assert_close(served.step(x), x + torch.arange(WIDTH, device=device))
+    counters = served.counters()
+    assert counters.captures >= 1
+    assert counters.replays >= 3
+
+
+class Breaks(Rebinds):
+    """Rebinds a number in an eager break, and a buffer around it if told so."""
+
+    def __init__(self, rebinds: bool) -> None:
+        super().__init__()
+        self.rebinds, self.count = rebinds, 0
+        self.scale = cgcompile.eager_break_during_capture(self.break_)
+
+    def break_(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x * self.count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.scale(x + 1)
+        if self.rebinds:
+            self.state = self.state * 0.5 + y.sum(0)
+        return y + self.state
+
+
+@pytest.mark.parametrize("rebinds", [False, True])
+def test_an_eager_break_may_rebind(device: str, rebinds: bool) -> None:
+    model, expected = Breaks(rebinds).to(device), Breaks(rebinds).to(device)
+    wrapper = cgcompile.BreakableCUDAGraphWrapper(model, settings(device))
+    x = torch.empty(ROWS, WIDTH, device=device)
+    for count in range(5):
+        with set_forward_context(
+            cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=BatchDescriptor(ROWS)
+        ):
+            result = wrapper(x.uniform_()).clone()
+        torch.testing.assert_close(result, expected(x))
+        assert model.count == expected.count == count + 1
+        torch.testing.assert_close(model.state, expected.state)
+        if wrapper.pool is not None:
+            assert not wrapper.pool.holds(model.state.untyped_storage().data_ptr())
+            wrapper.pool.poison()
+            torch.testing.assert_close(model.state, expected.state)
+    counters = wrapper.counters
+    assert (counters.captures, counters.replays) == ((0, 0) if rebinds else (1, 4))
+    assert counters.plain[Reason.CAPTURE_FAILED] == (5 if rebinds else 0)
+
+
+def test_a_function_that_rebinds_what_is_around_it(device: str) -> None:
+    state = {"total": torch.zeros(WIDTH, device=device)}
+    count = 0
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        state["total"] = state["total"] + 1
+        return x + state["total"] * count
+
+    wrapper = cgcompile.CUDAGraphWrapper(run, settings(device))
+    x = torch.empty(ROWS, WIDTH, device=device)
+    for number in range(1, 5):
+        with set_forward_context(
+            cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(ROWS)
+        ):
+            torch.testing.assert_close(wrapper(x.uniform_()), x + number * number)
+    assert wrapper.counters.plain[Reason.CAPTURE_FAILED] == 4
