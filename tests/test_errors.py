@@ -211,6 +211,9 @@ EXAMPLES: dict[str, CGCompileError] = {
     "HostValueChangedError.changed": HostValueChangedError.changed(
         "piece_2", "num_tokens=64", "input 1", 3, 2
     ),
+    "HostValueChangedError.cpu_scalar": HostValueChangedError.cpu_scalar(
+        "step", "num_tokens=64", "model.scale", 4.0, 1.5
+    ),
     "ConfigError.unknown_parameter": ConfigError.unknown_parameter("y", ["self", "x"]),
     "ConfigError.not_compilable": ConfigError.not_compilable("the class Decoder"),
     "ConfigError.breakable_needs_no_trace": ConfigError.breakable_needs_no_trace(),
