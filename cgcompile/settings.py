@@ -151,12 +151,15 @@ def parse_compile_sizes(value: Any) -> tuple[int | str, ...]:
     return (ALL_CAPTURE_SIZES, *(parse_sizes(numbers) if numbers else ()))
 
 
-def sizes_meant(listed: Sequence[int | str], captured: Sequence[int] | None) -> tuple[int, ...]:
+def sizes_meant(
+    listed: Sequence[int | str], captured: Sequence[int] | None, *, pads: bool
+) -> tuple[int, ...]:
     """The sizes that ``compile_sizes`` stands for, in order, each once.
 
     Args:
         listed: that setting.
         captured: ``cudagraph_capture_sizes``, in order; None if there are none.
+        pads: steps are padded to these.
 
     Raises:
         ConfigError: padding would change one of them, or it names sizes that are not given.
@@ -169,7 +172,8 @@ def sizes_meant(listed: Sequence[int | str], captured: Sequence[int] | None) -> 
         )
     numbers = [each for each in listed if isinstance(each, int)]
     for size in numbers:
-        padded = next((each for each in captured or () if each >= size), size)
+        sizes = captured if pads and captured is not None else ()
+        padded = next((each for each in sizes if each >= size), size)
         if padded != size:
             raise ConfigError.padded_away(size, padded)
     alias = captured if captured is not None and ALL_CAPTURE_SIZES in listed else ()
