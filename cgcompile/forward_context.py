@@ -12,7 +12,6 @@ The context variable below and the permission to capture are the only ambient st
 """
 
 import difflib
-import operator
 from asyncio import Task, _get_running_loop, current_task
 from collections.abc import Mapping
 from contextvars import ContextVar, Token
@@ -28,6 +27,7 @@ from cgcompile.config import CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import ForwardContextError
 from cgcompile.reasons import Why
+from cgcompile.settings import whole
 
 _RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
@@ -144,10 +144,9 @@ def _refuse_near_misses(*names: str) -> None:
 def _real_rows(found: Any, descriptor: BatchDescriptor | None) -> int:
     """How many rows of a batch are real, as a Python number."""
     most = None if descriptor is None else descriptor.num_tokens
-    if hasattr(found, "__index__") and not isinstance(found, (bool, torch.Tensor)):
-        rows = operator.index(found)
-        if rows >= 0 and (most is None or rows <= most):
-            return rows
+    rows = whole(found)
+    if rows is not None and rows >= 0 and (most is None or rows <= most):
+        return rows
     raise ForwardContextError.unpadded(found, most)
 
 

@@ -88,13 +88,28 @@ def one_of(*known: str) -> Parser:
     return parse
 
 
+def whole(value: Any) -> int | None:
+    """Return a whole number of any type (NumPy's too) as an int; None for anything else.
+
+    A bool is none, and neither is a tensor: reading it would wait for its device.
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or hasattr(value, "untyped_storage"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def parse_count(least: int) -> Parser:
     def parse(value: Any) -> int:
         try:
-            number = int(value) if isinstance(value, str) else operator.index(value)
-        except (TypeError, ValueError):
-            number = least - 1
-        if isinstance(value, bool) or number < least:
+            number = int(value) if isinstance(value, str) else whole(value)
+        except ValueError:
+            number = None
+        if number is None or number < least:
             raise ValueError(f"a whole number of at least {least}")
         return number
 
@@ -120,10 +135,10 @@ def parse_sizes(value: Any) -> tuple[int, ...]:
     expected = "positive whole numbers, as a sequence or as text '1,2,4'"
     items = items_of(value)
     try:
-        sizes = [int(item) if isinstance(item, str) else operator.index(item) for item in items]
-    except (TypeError, ValueError):
+        sizes = [int(item) if isinstance(item, str) else whole(item) or 0 for item in items]
+    except ValueError:
         raise ValueError(expected) from None
-    if not sizes or any(isinstance(item, bool) for item in items) or min(sizes) <= 0:
+    if not sizes or min(sizes) <= 0:
         raise ValueError(expected)
     return tuple(sorted(set(sizes)))
 
