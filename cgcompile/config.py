@@ -291,10 +291,35 @@ class CompilationConfig:
             value = getattr(self, spec.name)
             checked = parsed(spec.name, "CompilationConfig", value, spec.metadata["parse"])
             object.__setattr__(self, spec.name, checked)
+        origins = self._origins_so_far(_origins)
+        dropped = [name for name in origins if origins[name] == "environment" and self._drop(name)]
         self._refuse_ignored_settings()
-        sizes_meant(self.compile_sizes or (), self.cudagraph_capture_sizes)
         self._settle_cudagraph_mode()
-        self._say_origins(self.origins, _origins)
+        _ = self.sizes_to_compile  # raises where they cannot be
+        self._say_origins({**self.origins, **dict.fromkeys(dropped, "default")}, _origins)
+
+    def _origins_so_far(self, start: Origins | None) -> dict[str, str]:
+        """Where the settings come from, before any is refused."""
+        values = {name: getattr(self, name) for name in self.names()}
+        return Origins.of(values, self.origins, start).names
+
+    def _drop(self, name: str) -> bool:
+        """Set a setting from the environment to its default if this mode would ignore it.
+
+        A variable is set for all models of a process; an argument or an option is for one.
+        """
+        spec = next(spec for spec in dataclasses.fields(self) if spec.name == name)
+        if name == "cudagraph_mode":
+            ignored = self._needs_a_split(self.cudagraph_mode)
+        elif name == "capture_dim":
+            ignored = not self._has_sizes or self._ignores(spec)
+        elif name == "inductor_options":
+            ignored = not self._uses_inductor
+        else:
+            ignored = self._ignores(spec)
+        if ignored:
+            object.__setattr__(self, name, spec.metadata["default"])
+        return ignored
 
     def _refuse_unknown_environment(self) -> None:
         known = [ENV_PREFIX + name.upper() for name in self.names()]
@@ -303,29 +328,22 @@ class CompilationConfig:
                 raise ConfigError.unknown_setting(variable, "environment", known)
 
     def _refuse_ignored_settings(self) -> None:
-        sizes = (self.cudagraph_capture_sizes, self.compile_sizes, self.compile_ranges_endpoints)
-        if sizes == (None, None, None) and self.capture_dim is not None:
+        if not self._has_sizes and self.capture_dim is not None:
             raise ConfigError.impossible(
                 f"capture_dim = {self.capture_dim!r} without cudagraph_capture_sizes, "
                 "compile_sizes or compile_ranges_endpoints",
                 "it says which dimension those sizes speak of",
                 "Give the sizes, or leave capture_dim out; explain() takes both by themselves.",
             )
-        uses_inductor = self.compiler == "inductor" and self.mode is not CompilationMode.NONE
-        if self.inductor_options and not uses_inductor:
+        if self.inductor_options and not self._uses_inductor:
             raise ConfigError.impossible(
                 f"inductor_options with compiler {self.compiler!r} and mode {self.mode.name}",
                 "nothing there is compiled by Inductor",
                 "Leave inductor_options out, or use compiler 'inductor'.",
             )
-        if self.mode is CompilationMode.PIECEWISE:
-            return
-        captures = self.cudagraph_mode not in (None, CUDAGraphMode.NONE)
         for spec in dataclasses.fields(self):
-            needs = spec.metadata["needs"]
-            ignored = needs == PIECES or (needs == GRAPHS and not captures)
-            if ignored and getattr(self, spec.name) != spec.metadata["default"]:
-                because, instead = _IGNORED[needs]
+            if self._ignores(spec) and getattr(self, spec.name) != spec.metadata["default"]:
+                because, instead = _IGNORED[spec.metadata["needs"]]
                 raise ConfigError.impossible(
                     f"{spec.name} = {getattr(self, spec.name)!r} with mode {self.mode.name}",
                     because,
@@ -333,16 +351,39 @@ class CompilationConfig:
                 )
 
     @property
+    def _has_sizes(self) -> bool:
+        sizes = (self.cudagraph_capture_sizes, self.compile_sizes, self.compile_ranges_endpoints)
+        return sizes != (None, None, None)
+
+    @property
+    def _uses_inductor(self) -> bool:
+        return self.compiler == "inductor" and self.mode is not CompilationMode.NONE
+
+    def _ignores(self, spec: dataclasses.Field[Any]) -> bool:
+        """Whether the mode has no use for a setting."""
+        if self.mode is CompilationMode.PIECEWISE:
+            return False
+        needs = spec.metadata["needs"]
+        captures = self.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+        return needs == PIECES or (needs == GRAPHS and not captures)
+
+    def _needs_a_split(self, mode: CUDAGraphMode | None) -> bool:
+        """Whether a CUDA graph mode is impossible because the graph is not split."""
+        split = self.mode is CompilationMode.PIECEWISE
+        return mode is not None and mode.requires_piecewise_compilation() and not split
+
+    @property
     def sizes_to_compile(self) -> tuple[int, ...]:
         """The sizes that ``compile_sizes`` stands for, in order, each once."""
-        return sizes_meant(self.compile_sizes or (), self.cudagraph_capture_sizes)
+        pads = self.cudagraph_mode is not CUDAGraphMode.NONE
+        return sizes_meant(self.compile_sizes or (), self.cudagraph_capture_sizes, pads=pads)
 
     def _settle_cudagraph_mode(self) -> None:
         split = self.mode is CompilationMode.PIECEWISE
         if self.cudagraph_mode is None:
             settled = CUDAGraphMode.FULL_AND_PIECEWISE if split else CUDAGraphMode.NONE
             object.__setattr__(self, "cudagraph_mode", settled)
-        elif self.cudagraph_mode.requires_piecewise_compilation() and not split:
+        elif self._needs_a_split(self.cudagraph_mode):
             raise ConfigError.impossible(
                 f"cudagraph_mode {self.cudagraph_mode.name} with mode {self.mode.name}",
                 "piecewise graphs need a split graph",

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from cgcompile.errors import DescriptorError
 from cgcompile.modes import AttentionCGSupport
+from cgcompile.settings import whole
 
 
 class _Fields(NamedTuple):
@@ -46,7 +47,7 @@ class BatchDescriptor(_Fields):
     ) -> "BatchDescriptor":
         counts = (num_tokens, num_reqs, num_active_loras, max_query_len)
         if not _plainly_right(*counts):  # one is made at each step: the names are for errors alone
-            _check_counts(*counts)
+            num_tokens, num_reqs, num_active_loras, max_query_len = _checked_counts(*counts)
         if type(extra) is not tuple or extra:
             _check_extra(extra)
         if uniform and (num_reqs is None or num_tokens % num_reqs):
@@ -86,22 +87,27 @@ def _plainly_right(
     )
 
 
-def _check_counts(
+def _checked_counts(
     num_tokens: Any, num_reqs: Any, num_active_loras: Any, max_query_len: Any
-) -> None:
+) -> tuple[Any, ...]:
+    """The counts as ints, whichever type of whole number they have."""
     counts = (
         ("num_tokens", num_tokens, 0),
         ("num_reqs", num_reqs, 1),
         ("num_active_loras", num_active_loras, 0),
         ("max_query_len", max_query_len, 1),
     )
+    numbers = []
     for name, value, least in counts:
         optional = name in ("num_reqs", "max_query_len")
+        number = whole(value)
+        numbers.append(number)
         if value is None and optional:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if number is None or number < least:
             expected = f"a whole number of at least {least}" + (" or None" if optional else "")
             raise DescriptorError.field(name, value, expected)
+    return tuple(numbers)
 
 
 def _check_extra(extra: Any) -> None:

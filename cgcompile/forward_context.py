@@ -11,10 +11,11 @@ process, and true in every thread while another one compiles.
 The context variable below and the permission to capture are the only ambient state of cgcompile.
 """
 
-import operator
+import difflib
 from asyncio import Task, _get_running_loop, current_task
 from collections.abc import Mapping
 from contextvars import ContextVar, Token
+from functools import lru_cache
 from threading import get_ident
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ from cgcompile.config import CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import ForwardContextError
 from cgcompile.reasons import Why
+from cgcompile.settings import whole
 
 _RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
@@ -65,11 +67,13 @@ class ForwardContext:
         **additional: Any,
     ) -> None:
         if cudagraph_runtime_mode not in _RUNTIME_MODES:
-            raise ForwardContextError.runtime_mode(cudagraph_runtime_mode)
+            cudagraph_runtime_mode = _runtime_mode(cudagraph_runtime_mode)
         if batch_descriptor is not None and not isinstance(batch_descriptor, BatchDescriptor):
             raise ForwardContextError.batch_descriptor(batch_descriptor)
         if num_unpadded_tokens is not None:
             num_unpadded_tokens = _real_rows(num_unpadded_tokens, batch_descriptor)
+        if additional:
+            _refuse_near_misses(*additional)
         self.attn_metadata = attn_metadata
         self.cudagraph_runtime_mode = cudagraph_runtime_mode
         self.batch_descriptor = batch_descriptor
@@ -93,13 +97,56 @@ class ForwardContext:
         return context
 
 
+def _runtime_mode(named: Any) -> CUDAGraphMode:
+    """Return a runtime mode by its name, as settings take it."""
+    text = named.upper() if isinstance(named, str) else ""
+    for mode in _RUNTIME_MODES:
+        if mode.name == text:
+            return mode
+    raise ForwardContextError.runtime_mode(named)
+
+
+_PARAMETERS = (
+    "attn_metadata",
+    "cudagraph_runtime_mode",
+    "batch_descriptor",
+    "num_tokens",
+    "num_unpadded_tokens",
+    "num_tokens_across_dp",
+    "slot_mapping",
+    "inputs_ready",
+)
+# Keywords of other engines and of our own settings, with the parameter that is meant.
+_MEANT = {
+    "cudagraph_mode": "cudagraph_runtime_mode",
+    "runtime_mode": "cudagraph_runtime_mode",
+    "mode": "cudagraph_runtime_mode",
+    "descriptor": "batch_descriptor",
+    "batch_size": "batch_descriptor",
+    "vllm_config": "",
+}
+
+
+@lru_cache(maxsize=256)
+def _refuse_near_misses(*names: str) -> None:
+    """Refuse additional keywords that stand for a parameter: they would be ignored.
+
+    Raises:
+        ForwardContextError: names the parameter.
+    """
+    for name in names:
+        near = difflib.get_close_matches(name, _PARAMETERS, n=1, cutoff=0.85)
+        meant = _MEANT.get(name, near[0] if near else None)
+        if meant is not None:
+            raise ForwardContextError.near_miss(name, meant)
+
+
 def _real_rows(found: Any, descriptor: BatchDescriptor | None) -> int:
     """How many rows of a batch are real, as a Python number."""
     most = None if descriptor is None else descriptor.num_tokens
-    if hasattr(found, "__index__") and not isinstance(found, (bool, torch.Tensor)):
-        rows = operator.index(found)
-        if rows >= 0 and (most is None or rows <= most):
-            return rows
+    rows = whole(found)
+    if rows is not None and rows >= 0 and (most is None or rows <= most):
+        return rows
     raise ForwardContextError.unpadded(found, most)
 
 
@@ -207,7 +254,7 @@ class set_forward_context(override_forward_context):
 
     Args:
         attn_metadata: whatever the attention ops of the engine need; opaque to cgcompile.
-        cudagraph_runtime_mode: NONE, PIECEWISE or FULL.
+        cudagraph_runtime_mode: NONE, PIECEWISE or FULL; text is taken, too.
         batch_descriptor: the key of the graphs to capture or replay.
         num_tokens: rows of the batch after padding.
         num_unpadded_tokens: rows that are real; not more than the descriptor has.
@@ -215,11 +262,13 @@ class set_forward_context(override_forward_context):
         slot_mapping: where new keys and values go; opaque to cgcompile.
         inputs_ready: a ``torch.cuda.Stream`` or ``torch.cuda.Event`` that the step waits for, on
             the device, before it reads its inputs; needed where another stream writes them.
-        **additional: anything else; found in ``ForwardContext.additional``.
+        **additional: anything else; found in ``ForwardContext.additional``. A name that is near to
+            one of the above, or that another engine has for it, is an error.
 
     Raises:
-        ForwardContextError: the mode is not a runtime mode, the descriptor none, the number of
-            real rows not one of its rows, or the caller is being traced.
+        ForwardContextError: a keyword is a near miss, the mode is not a runtime mode, the
+            descriptor none, the number of real rows not one of its rows, or the caller is being
+            traced.
     """
 
     __slots__ = ()

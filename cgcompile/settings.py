@@ -88,13 +88,28 @@ def one_of(*known: str) -> Parser:
     return parse
 
 
+def whole(value: Any) -> int | None:
+    """Return a whole number of any type (NumPy's too) as an int; None for anything else.
+
+    A bool is none, and neither is a tensor: reading it would wait for its device.
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or hasattr(value, "untyped_storage"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def parse_count(least: int) -> Parser:
     def parse(value: Any) -> int:
         try:
-            number = int(value) if isinstance(value, str) else operator.index(value)
-        except (TypeError, ValueError):
-            number = least - 1
-        if isinstance(value, bool) or number < least:
+            number = int(value) if isinstance(value, str) else whole(value)
+        except ValueError:
+            number = None
+        if number is None or number < least:
             raise ValueError(f"a whole number of at least {least}")
         return number
 
@@ -120,10 +135,10 @@ def parse_sizes(value: Any) -> tuple[int, ...]:
     expected = "positive whole numbers, as a sequence or as text '1,2,4'"
     items = items_of(value)
     try:
-        sizes = [int(item) if isinstance(item, str) else operator.index(item) for item in items]
-    except (TypeError, ValueError):
+        sizes = [int(item) if isinstance(item, str) else whole(item) or 0 for item in items]
+    except ValueError:
         raise ValueError(expected) from None
-    if not sizes or any(isinstance(item, bool) for item in items) or min(sizes) <= 0:
+    if not sizes or min(sizes) <= 0:
         raise ValueError(expected)
     return tuple(sorted(set(sizes)))
 
@@ -151,12 +166,15 @@ def parse_compile_sizes(value: Any) -> tuple[int | str, ...]:
     return (ALL_CAPTURE_SIZES, *(parse_sizes(numbers) if numbers else ()))
 
 
-def sizes_meant(listed: Sequence[int | str], captured: Sequence[int] | None) -> tuple[int, ...]:
+def sizes_meant(
+    listed: Sequence[int | str], captured: Sequence[int] | None, *, pads: bool
+) -> tuple[int, ...]:
     """The sizes that ``compile_sizes`` stands for, in order, each once.
 
     Args:
         listed: that setting.
         captured: ``cudagraph_capture_sizes``, in order; None if there are none.
+        pads: steps are padded to these.
 
     Raises:
         ConfigError: padding would change one of them, or it names sizes that are not given.
@@ -169,7 +187,8 @@ def sizes_meant(listed: Sequence[int | str], captured: Sequence[int] | None) -> 
         )
     numbers = [each for each in listed if isinstance(each, int)]
     for size in numbers:
-        padded = next((each for each in captured or () if each >= size), size)
+        sizes = captured if pads and captured is not None else ()
+        padded = next((each for each in sizes if each >= size), size)
         if padded != size:
             raise ConfigError.padded_away(size, padded)
     alias = captured if captured is not None and ALL_CAPTURE_SIZES in listed else ()

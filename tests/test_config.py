@@ -230,6 +230,57 @@ def test_settings_of_capture_need_a_mode_with_graphs(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("capture_device", "host"),
+        ("strict", "1"),
+        ("num_warmups", "3"),
+        ("compiler", "eager"),
+        ("splitting", "breakable"),
+        ("cudagraph_capture_sizes", "1,2,4"),
+        ("capture_dim", "x.size()[0]"),
+        ("inductor_options", '{"max_autotune": true}'),
+        ("cudagraph_mode", "PIECEWISE"),
+    ],
+)
+def test_a_variable_that_a_mode_would_ignore_is_ignored(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = CompilationConfig(mode="NONE")
+    monkeypatch.setenv(f"CGCOMPILE_{name.upper()}", text)
+    config = CompilationConfig(mode="NONE")
+    assert config == plain
+    assert config.origins[name] == "default"
+    assert cgcompile.compile(torch.nn.Linear(2, 2), mode="NONE")(torch.ones(1, 2)).shape == (1, 2)
+    with pytest.raises(ConfigError, match=f"{name} .*is impossible"):
+        CompilationConfig(mode="NONE", **{name: text})
+    with pytest.raises(ConfigError, match=f"{name} .*is impossible"):
+        CompilationConfig.resolve(options={"mode": "NONE", name: text})
+
+
+def test_a_variable_that_a_mode_uses_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGCOMPILE_CAPTURE_DEVICE", "host")
+    monkeypatch.setenv("CGCOMPILE_CAPTURE_DIM", "x.size()[0]")
+    config = CompilationConfig(mode="NONE", cudagraph_mode="FULL")
+    assert config.capture_device == "host"
+    assert config.capture_dim is None
+    assert CompilationConfig(compile_sizes=[2]).capture_dim == "x.size()[0]"
+
+
+def test_no_size_is_padded_without_graphs() -> None:
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8], "compile_sizes": [3]}
+    with pytest.raises(ConfigError, match="no step ever has size 3"):
+        CompilationConfig(**sizes)
+    assert CompilationConfig(**sizes, cudagraph_mode="NONE").sizes_to_compile == (3,)
+    alias = CompilationConfig(
+        cudagraph_capture_sizes=[1, 4],
+        compile_sizes=[3, "cudagraph_capture_sizes"],
+        cudagraph_mode="NONE",
+    )
+    assert alias.sizes_to_compile == (1, 3, 4)
+
+
+@pytest.mark.parametrize(
     ("mode", "decode", "mixed", "separate", "most", "piecewise"),
     [
         ("NONE", "NONE", "NONE", False, "NONE", False),

@@ -66,6 +66,9 @@ EXAMPLES: dict[str, CGCompileError] = {
     "ForwardContextError.missing": ForwardContextError.missing(),
     "ForwardContextError.traced": ForwardContextError.traced("get_forward_context()"),
     "ForwardContextError.runtime_mode": ForwardContextError.runtime_mode("FULL_DECODE_ONLY"),
+    "ForwardContextError.near_miss": ForwardContextError.near_miss(
+        "cudagraph_mode", "cudagraph_runtime_mode"
+    ),
     "ForwardContextError.batch_descriptor": ForwardContextError.batch_descriptor(8),
     "ForwardContextError.unpadded": ForwardContextError.unpadded(-1, 8),
     "ForwardContextError.not_entered": ForwardContextError.not_entered(),
@@ -220,6 +223,9 @@ EXAMPLES: dict[str, CGCompileError] = {
     "AddressChangedError.weight": AddressChangedError.weight("step", "num_tokens=64", "up.weight"),
     "HostValueChangedError.changed": HostValueChangedError.changed(
         "piece_2", "num_tokens=64", "input 1", 3, 2
+    ),
+    "HostValueChangedError.cpu_scalar": HostValueChangedError.cpu_scalar(
+        "step", "num_tokens=64", "model.scale", 4.0, 1.5
     ),
     "ConfigError.unknown_parameter": ConfigError.unknown_parameter("y", ["self", "x"]),
     "ConfigError.not_compilable": ConfigError.not_compilable("the class Decoder"),
@@ -437,6 +443,8 @@ ForwardContextError.traced: get_forward_context() was called in code that torch.
   Read the context inside an opaque custom op (torch.library), and set it around the call of the compiled model.
 ForwardContextError.runtime_mode: set_forward_context(cudagraph_runtime_mode='FULL_DECODE_ONLY'): a step runs in one mode; expected CUDAGraphMode.NONE, PIECEWISE or FULL.
   Of a combined mode take decode_mode() or mixed_mode().
+ForwardContextError.near_miss: set_forward_context(cudagraph_mode=...): there is no such parameter, and it would be kept as data of your own.
+  Use cudagraph_runtime_mode. Give data of your own a name that is not near to a parameter's.
 ForwardContextError.batch_descriptor: set_forward_context(batch_descriptor=8): expected a cgcompile.BatchDescriptor, or None.
   For a batch of n tokens: batch_descriptor=cgcompile.BatchDescriptor(n).
 ForwardContextError.unpadded: set_forward_context(num_unpadded_tokens=-1): expected a whole number from 0 to 8, the tokens of the batch descriptor.

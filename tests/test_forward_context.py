@@ -173,7 +173,9 @@ def test_left_after_an_exception() -> None:
     assert not is_forward_context_available()
 
 
-@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_AND_PIECEWISE, "FULL", 2])
+@pytest.mark.parametrize(
+    "mode", [CUDAGraphMode.FULL_AND_PIECEWISE, "half", "FULL_AND_PIECEWISE", 2, None]
+)
 def test_runtime_mode_must_be_one_a_step_can_run_in(mode: object) -> None:
     with pytest.raises(ForwardContextError, match="a step runs in one mode"):
         set_forward_context(cudagraph_runtime_mode=mode)
@@ -252,3 +254,38 @@ def test_opaque_op_reads_the_context_of_each_step() -> None:
     for factor in (2.0, 5.0):
         with set_forward_context(factor=factor), torch.no_grad():
             torch.testing.assert_close(compiled(x), x.sin() * factor)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("cudagraph_mode", "Use cudagraph_runtime_mode\\."),
+        ("runtime_mode", "Use cudagraph_runtime_mode\\."),
+        ("mode", "Use cudagraph_runtime_mode\\."),
+        ("cudagraph_runtime_mod", "Use cudagraph_runtime_mode\\."),
+        ("batch_size", "Use batch_descriptor=cgcompile.BatchDescriptor"),
+        ("batch_descriptr", "Use batch_descriptor="),
+        ("num_token", "Use num_tokens\\."),
+        ("slot_mappings", "Use slot_mapping\\."),
+        ("vllm_config", "Leave it out"),
+    ],
+)
+def test_a_near_miss_of_a_parameter_is_refused(name: str, meant: str) -> None:
+    for _ in range(2):
+        with pytest.raises(ForwardContextError, match=meant) as error:
+            set_forward_context(**{"mine": 1, name: 2})
+        assert f"{name}=" in str(error.value)
+    with pytest.raises(ForwardContextError, match=meant):
+        ForwardContext(**{name: 2})
+
+
+def test_data_of_the_user_is_kept() -> None:
+    names = ("factor", "max_query_len", "forward_batch", "attention_layers", "ubatch_slices")
+    with set_forward_context(**dict.fromkeys(names, 1)) as context:
+        assert context.additional == dict.fromkeys(names, 1)
+
+
+@pytest.mark.parametrize("name", ["NONE", "PIECEWISE", "FULL", "piecewise"])
+def test_a_runtime_mode_may_be_text(name: str) -> None:
+    with set_forward_context(cudagraph_runtime_mode=name) as context:
+        assert context.cudagraph_runtime_mode is CUDAGraphMode[name.upper()]

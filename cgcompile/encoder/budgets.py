@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from cgcompile.encoder.packing import Costs
 from cgcompile.errors import EncoderBudgetError
 from cgcompile.serving.fit import fit_sizes
-from cgcompile.serving.sizes import checked_histogram, round_sizes, whole
+from cgcompile.serving.sizes import checked_histogram, round_sizes
+from cgcompile.settings import whole
 
 
 class Budgets(NamedTuple):

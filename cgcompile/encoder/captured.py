@@ -219,7 +219,8 @@ class EncoderGraphs:
         finally:
             self._wrapper.closed = True
         if self._check_weights and not self._weights:
-            self._weights = [WeightsGuard(each) for each in self._modules]
+            kind = self._device.type
+            self._weights = [WeightsGuard(each, kind) for each in self._modules]
         for key in self.captured():
             timed(key, lambda key=key: self._run(key))  # type: ignore[misc]
         left_out = tuple((self._descriptors[key], why) for key, why in self.without_room.items())
@@ -295,6 +296,7 @@ class EncoderGraphs:
 
         Raises:
             AddressChangedError: it was replaced or moved.
+            HostValueChangedError: a 0-dim CPU tensor has another value.
         """
         for guard in self._weights:
             guard.check("encoder", "its graphs")

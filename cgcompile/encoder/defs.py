@@ -6,13 +6,14 @@ those names cannot say: several graph sets, a second captured shape, offsets who
 real sequence, and videos whose frames are sequences of attention.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 
 from cgcompile.errors import ConfigError, EncoderItemError
+from cgcompile.settings import whole
 
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"
 VIDEO = "video"
@@ -28,7 +29,16 @@ nothing of it is zeroed before.
 
 
 def _whole(found: object, least: int = 0) -> bool:
-    return isinstance(found, int) and not isinstance(found, bool) and found >= least
+    number = whole(found)
+    return number is not None and number >= least
+
+
+def _settle(instance: object, names: Iterable[str]) -> None:
+    """Replace whole numbers of other types in these fields of a frozen dataclass by ints."""
+    for name in names:
+        found = getattr(instance, name)
+        if type(found) is not int and found is not None:
+            object.__setattr__(instance, name, whole(found))
 
 
 @dataclass
@@ -68,6 +78,12 @@ class EncoderItemSpec:
         for name, count in (*counts.items(), *self.path_output_tokens.items()):
             if not _whole(count):
                 raise EncoderItemError.number(name, count)
+        _settle(self, counts)
+        for name in ("path_output_tokens", "axes"):
+            numbers = getattr(self, name)
+            settled = {key: whole(each) for key, each in numbers.items()}
+            if None not in settled.values():  # else it is named where it is used
+                object.__setattr__(self, name, settled)
 
     def tokens(self, path: str = DEFAULT) -> int:
         """Rows of the result of one path; 0 for a path that the item does not take."""
@@ -98,6 +114,7 @@ class EncoderCudaGraphPathConfig:
         if least is not None and not _whole(least, 1):
             where = "EncoderCudaGraphPathConfig"
             raise ConfigError.bad_value("min_token_budget", where, least, "at least 1, or None")
+        _settle(self, ("min_token_budget",))
 
 
 @dataclass(frozen=True)
@@ -116,8 +133,9 @@ class EncoderCaptureAxis:
     values: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        values = tuple(sorted(set(self.values)))
-        if not values or not all(_whole(each) for each in values):
+        numbers = [whole(each) for each in self.values]
+        values = tuple(sorted({number for number in numbers if number is not None}))
+        if not values or None in numbers or values[0] < 0:
             where = f"EncoderCaptureAxis {self.name!r}"
             raise ConfigError.bad_value("values", where, self.values, "at least one whole number")
         object.__setattr__(self, "values", values)
@@ -182,6 +200,14 @@ class EncoderCudaGraphConfig:
         object.__setattr__(self, "paths", dict(self.paths))
 
     @property
+    def longest_padding(self) -> dict[str, int | None]:
+        """By offset key the most rows of a padding sequence; None: all of them in one."""
+        keys = self.offset_keys
+        if not isinstance(keys, Mapping):
+            return dict.fromkeys(keys)
+        return {key: None if rows is None else whole(rows) for key, rows in keys.items()}
+
+    @property
     def graph_sets(self) -> dict[str, EncoderCudaGraphPathConfig]:
         """The sets of graphs by path: ``paths``, or what the other fields imply.
 
@@ -221,6 +247,7 @@ class EncoderCudaGraphConfig:
             if not _whole(found, lowest):
                 expected = f"a whole number of at least {lowest}"
                 raise ConfigError.bad_value(name, _WHERE, found, expected)
+        _settle(self, least)
         for name in ("modalities", "buffer_keys"):
             found = getattr(self, name)
             if isinstance(found, str) or not found or len(set(found)) < len(found):

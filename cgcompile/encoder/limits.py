@@ -6,6 +6,7 @@ from typing import NamedTuple
 from cgcompile.encoder.budgets import Budgets, generated_budgets, resolve_budgets, resolve_frames
 from cgcompile.encoder.defs import EncoderCudaGraphConfig
 from cgcompile.errors import ConfigError, EncoderBudgetError
+from cgcompile.settings import whole
 
 Budgeted = Sequence[int] | Mapping[str, Sequence[int]]
 Range = tuple[int, int]
@@ -71,8 +72,8 @@ def _given(
     found: dict[str, Budgets] = {}
     for path, budgets in by_path.items():
         # numbers that are none are for resolve_budgets to name
-        whole = [each for each in budgets if isinstance(each, int) and each > 0]
-        span = budget_range or (min(whole, default=1), max(whole, default=1))
+        numbers = [number for each in budgets if (number := whole(each)) and number > 0]
+        span = budget_range or (min(numbers, default=1), max(numbers, default=1))
         found[path] = resolve_budgets(budgets, max_items, budget_range=span)
     items = min(each.max_items for each in found.values())
     return {path: each.budgets for path, each in found.items()}, items

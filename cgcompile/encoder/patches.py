@@ -22,7 +22,7 @@ from cgcompile.encoder.defs import (
 )
 from cgcompile.encoder.protocol import SupportsEncoderCudaGraph, named_buffers
 from cgcompile.errors import ConfigError, EncoderItemError
-from cgcompile.serving.sizes import whole
+from cgcompile.settings import whole
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of one image or video, in patches."""
@@ -196,7 +196,8 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         return [self._grid(name, item, each) for item, each in enumerate(rows)]
 
     def _grid(self, name: str, item: int, found: Any) -> Grid:
-        sizes = [whole(size) for size in found] if isinstance(found, Iterable) else []
+        numbers = found.tolist() if isinstance(found, torch.Tensor) else found
+        sizes = [whole(size) for size in numbers] if isinstance(numbers, Iterable) else []
         good = [size for size in sizes if size is not None and size >= 0]
         if len(sizes) == len(good) == 3:
             t, h, w = good

@@ -179,6 +179,18 @@ class ForwardContextError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def near_miss(cls, name: str, meant: str) -> "ForwardContextError":
+        if meant == "batch_descriptor":
+            advice = "Use batch_descriptor=cgcompile.BatchDescriptor(num_tokens)"
+        else:
+            advice = f"Use {meant}" if meant else "Leave it out: there is no such object here"
+        return cls(
+            f"set_forward_context({name}=...): there is no such parameter, and it would be kept as "
+            f"data of your own.\n"
+            f"  {advice}. Give data of your own a name that is not near to a parameter's."
+        )
+
+    @classmethod
     def batch_descriptor(cls, found: object) -> "ForwardContextError":
         return cls(
             f"set_forward_context(batch_descriptor={found!r}): expected a "

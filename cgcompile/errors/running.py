@@ -438,6 +438,17 @@ class HostValueChangedError(GuardError):
             "batch descriptor (extra=...), into a tensor, or into the forward context."
         )
 
+    @classmethod
+    def cpu_scalar(
+        cls, what: str, batch: str, path: str, now: object, before: object
+    ) -> "HostValueChangedError":
+        return cls(
+            f"{what}, {batch}: the 0-dim CPU tensor {path!r} is {now}, was {before} when "
+            "captured.\n"
+            "  A CUDA graph repeats the value that its kernels were launched with. Move the tensor "
+            "to the device of the model; a graph reads it there at each replay."
+        )
+
 
 def missing_attribute(wrapper: str, wrapped: str, name: str) -> str:
     """The text of an ``AttributeError``, which is Python's own and no error of this tree."""

@@ -2,7 +2,8 @@
 
 A graph reads the address it saw. A fresh tensor is copied into a buffer of ours, the bridge;
 several that share memory cross together, so that they still share it; a tensor in memory at a fixed
-address is checked to be there again; a value that is no tensor must be the same again. A *crossing*
+address is checked to be there again; a value that is no tensor must be the same again, and so must
+a CPU tensor in a graph of another device, if captured code reads it. A *crossing*
 is called with the list of results and puts in place what the graphs read.
 """
 
@@ -14,7 +15,7 @@ import torch
 from cgcompile import compat
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.graphs.arena import Block, Frame, address
-from cgcompile.graphs.copies import OwnedCopy, span
+from cgcompile.graphs.copies import OwnedCopy, numbers_as_bytes, span
 from cgcompile.graphs.guards import layout_text, same_layout, same_value
 from cgcompile.graphs.sequence import Crossing
 
@@ -198,3 +199,26 @@ class _SameValue:
         value = made[self._place.item]
         if not same_value(value, self._made):
             raise self._place.changed(repr(value), repr(self._made))
+
+
+class SameOnHost:
+    """A CPU tensor in a graph of another device: captured code that reads it bakes its value in.
+
+    Attributes:
+        is_read: whether captured code has read it; may be set.
+    """
+
+    def __init__(self, place: Place, made: torch.Tensor) -> None:
+        self.is_read = False
+        self._place = place
+        self._made = made.detach().clone()
+        self._bytes = numbers_as_bytes(self._made)
+
+    def __call__(self, made: list[Any]) -> None:
+        if not self.is_read:
+            return
+        value = made[self._place.item]
+        if not same_layout(value, self._made):
+            raise self._place.changed(layout_text(value), layout_text(self._made))
+        if not torch.equal(numbers_as_bytes(value), self._bytes):
+            raise self._place.changed(value.tolist(), self._made.tolist())

@@ -68,6 +68,13 @@ def same_value(now: Any, before: Any) -> bool:
     return bool(now == before)
 
 
+def is_cpu_scalar(leaf: Any, tensor_type: str) -> bool:
+    """Whether a leaf is a 0-dim CPU tensor among tensors of another device type."""
+    if tensor_type == "cpu" or not isinstance(leaf, torch.Tensor):
+        return False
+    return leaf.dim() == 0 and leaf.device.type == "cpu"
+
+
 def _autocast(tensor_type: str) -> torch.dtype | None:
     """The dtype to which ops are cast now, or None."""
     on = torch.is_autocast_enabled(tensor_type)
@@ -82,15 +89,18 @@ class WeightsGuard:
     """The parameters, buffers and other tensors of what was captured: the same, where they were.
 
     Sub-modules must be the same too. Keeps the memory, so that a graph never reads what was freed.
-    Tensors that are in no module, and modules that a function finds in globals, are not seen.
+    0-dim CPU tensors in graphs of another device must have the same value: kernels got it as a
+    launch argument, which a graph bakes in. Tensors that are in no module, and modules that a
+    function finds in globals, are not seen.
 
     Args:
         runnable: what was captured: a module, or what holds some; see
             :func:`~cgcompile.graphs.modules.modules_of`. Nothing is looked at if it, or the object
             whose method it is, says ``compares_weights``: by itself, that is.
+        tensor_type: the device type of the tensors that graphs are captured of.
     """
 
-    def __init__(self, runnable: Any) -> None:
+    def __init__(self, runnable: Any, tensor_type: str = "cpu") -> None:
         owner = getattr(runnable, "__self__", runnable)
         roots = () if getattr(owner, "compares_weights", False) is True else modules_of(runnable)
         modules = [named for root in roots for named in root.named_modules()]
@@ -111,6 +121,8 @@ class WeightsGuard:
         self._starts = {p: self._objects[p].data_ptr() for p in places}
         self._identities = compat.identities(self._objects)
         self._addresses = compat.Addresses(self._objects, places)
+        scalars = [p for p in places if is_cpu_scalar(self._objects[p], tensor_type)]
+        self._scalars = [(p, self._objects[p].item()) for p in scalars]
 
     @property
     def objects(self) -> tuple[Any, ...]:
@@ -125,9 +137,14 @@ class WeightsGuard:
 
         Raises:
             AddressChangedError: a weight or a sub-module was replaced, or a weight moved.
+            HostValueChangedError: a 0-dim CPU tensor has another value.
         """
         now = self._now()
         if compat.identities(now) == self._identities and self._addresses.hold(now):
+            for place, value in self._scalars:
+                if not same_value(now[place].item(), value):
+                    path, new = self._places[place][2], now[place].item()
+                    raise HostValueChangedError.cpu_scalar(what, str(batch), path, new, value)
             return
         for place, (before, each) in enumerate(zip(self._objects, now, strict=True)):
             start = self._starts.get(place)
@@ -220,10 +237,7 @@ class ArgumentGuard:
             raise HostValueChangedError.changed(what, str(batch), "autocast", now, self._autocast)
 
     def _is_scalar(self, leaf: Any) -> bool:
-        """Whether a leaf is a 0-dim CPU tensor among tensors of another device."""
-        if self._tensor_type == "cpu" or not isinstance(leaf, torch.Tensor):
-            return False
-        return leaf.dim() == 0 and leaf.device.type == "cpu"
+        return is_cpu_scalar(leaf, self._tensor_type)
 
     def _check_tensor(
         self, leaf: torch.Tensor, known: tuple[Any, ...], path: str, what: str, batch: object

@@ -7,7 +7,7 @@ first exception. ``breakable.py`` has what users call.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ from cgcompile.errors import CaptureError
 from cgcompile.forward_context import current_forward_context, in_full_mode
 from cgcompile.graphs.arena import Block, address
 from cgcompile.graphs.breaks import Breaker, BreakMode, Makers
-from cgcompile.graphs.bridges import Place, crossings
+from cgcompile.graphs.bridges import Place, SameOnHost, crossings
 from cgcompile.graphs.capture import capture_turn, without_garbage_collection
 from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.graphs.device import DeviceGraph
@@ -95,6 +95,7 @@ class SegmentRecorder(Breaker):
         self._failed: tuple[str, BaseException] | None = None
         self._bridges: list[Block] = []
         self._copied: dict[int, tuple[list[compat.StorageLife], str]] = {}  # by bridge
+        self._host_results: dict[int, list[SameOnHost]] = {}  # by address
         self._kept: list[Original] = []  # copied results, until the program lets the original go
         self._writes: list[tuple[list[compat.StorageLife], str, str]] = []  # to bridges
         self._left_behind: dict[int, tuple[compat.StorageLife, str]] = {}
@@ -247,6 +248,9 @@ class SegmentRecorder(Breaker):
             life, name = self._left_behind.get(address(leaf), (None, ""))
             if life is not None and not life.ended:
                 raise CaptureError.escaped(str(op), name)
+        for leaf in compat.tree_tensors((args, kwargs)) if self._host_results else ():
+            for result in self._host_results.get(address(leaf), ()):
+                result.is_read |= not getattr(op, "is_view", False)
         for leaf in compat.written_tensors(op, args, kwargs) if self._copied else ():
             if address(leaf) in self._copied:
                 lives, name = self._copied[address(leaf)]
@@ -389,6 +393,7 @@ class SegmentRecorder(Breaker):
         across = crossings(places, leaves, names, (), fixed, self._frame)
         for crossing in across.crossings:
             crossing(leaves)
+        host = self._on_host(places, leaves)
         for block, crossed in across.blocks:
             self._bridges.append(block)
             members = [place for place in places if place.name in crossed]
@@ -400,7 +405,20 @@ class SegmentRecorder(Breaker):
             for place in places:
                 if place.name in crossed:
                     leaves[place.item] = block.lend(leaves[place.item])
-        return tuple(across.crossings)
+        return (*across.crossings, *host)
+
+    def _on_host(self, places: Sequence[Place], leaves: list[Any]) -> list[Crossing]:
+        """Return checks of the CPU tensors that a break returned, in a graph of another device."""
+        checks: list[Crossing] = []
+        if self.pool.device.tensor_type == "cpu":
+            return checks
+        for place in places:
+            leaf = leaves[place.item]
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and address(leaf):
+                check = SameOnHost(place, leaf)
+                self._host_results.setdefault(address(leaf), []).append(check)
+                checks.append(check)
+        return checks
 
     def _owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory that lives as long as the recording."""

@@ -348,12 +348,13 @@ class CUDAGraphWrapper(Transparent):
         if gradients_due(False, (result,), {}):
             return None
         kept = KeptOutput.of(result, self._pool, self.options.weak_ref_output)
-        weights = WeightsGuard(self.unwrap()) if self._guarded else None
+        tensor_type = self._pool.device.tensor_type
+        weights = WeightsGuard(self.unwrap(), tensor_type) if self._guarded else None
         entry = CUDAGraphEntry(
             descriptor,
             sequence,
             kept.output,
-            ArgumentGuard(args, kwargs, self._pool.device.tensor_type) if self._guarded else None,
+            ArgumentGuard(args, kwargs, tensor_type) if self._guarded else None,
             weights,
             self._guarded and holds_parameters_with_grad(self.runnable),
             None if weights is None else Passed.of(result, args, kwargs, weights.objects),

@@ -25,22 +25,35 @@ class CapturedGraphs:
     Args:
         dispatcher: told of each capture.
         model: whose weights FULL graphs read; None: not looked at.
+        tensor_type: the device type of its tensors.
 
     Attributes:
         bulk: how each set of captures went, by its title.
         warmed: what has run plain once, and is captured the next time.
     """
 
-    def __init__(self, dispatcher: CudagraphDispatcher, model: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        dispatcher: CudagraphDispatcher,
+        model: Callable[..., Any] | None,
+        tensor_type: str,
+    ) -> None:
         self._dispatcher = dispatcher
         self._model = model
+        self._tensor_type = tensor_type
         self._weights: WeightsGuard | None = None
         self._full: dict[int, list[BatchDescriptor]] = {}
         self.bulk: dict[str, BulkCapture] = {}
         self.warmed: set[Planned] = set()
 
     def add(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """A planned graph exists now."""
+        """A planned graph exists now.
+
+        Raises:
+            GuardError: a FULL graph, and a weight is not as it was at the first one.
+        """
+        if mode is FULL:
+            self.check_weights(descriptor)
         self._dispatcher.captured(mode, descriptor)
         self.warmed.discard((mode, descriptor))
         if mode is not FULL:
@@ -51,7 +64,8 @@ class CapturedGraphs:
             same_size.sort(key=lambda each: not each.uniform)
         if self._weights is None:
             model = self._model
-            self._weights = WeightsGuard(getattr(model, "unwrap", lambda: model)())
+            unwrapped = getattr(model, "unwrap", lambda: model)()
+            self._weights = WeightsGuard(unwrapped, self._tensor_type)
 
     def due(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> str:
         """``"warmup"`` or ``"capture"``: what a step of this graph would be; "" for neither."""
@@ -76,10 +90,11 @@ class CapturedGraphs:
                 raise ManagerError.twice(mode.name, str(descriptor))
 
     def check_weights(self, descriptor: BatchDescriptor) -> None:
-        """Raise if a weight moved since the first FULL capture.
+        """Raise if a weight is not as it was at the first FULL capture.
 
         Raises:
-            AddressChangedError: one did.
+            AddressChangedError: one was replaced or moved.
+            HostValueChangedError: a 0-dim CPU tensor has another value.
         """
         if self._weights is not None:  # pieces look at their own
             self._weights.check("the captured step", descriptor)

@@ -21,8 +21,8 @@ from cgcompile.serving.sizes import (
     checked_sizes,
     padded_size,
     padding_share,
-    whole,
 )
+from cgcompile.settings import whole
 
 _Measure = Callable[[int], float]
 

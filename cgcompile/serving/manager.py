@@ -118,7 +118,8 @@ class CudaGraphManager(Questions):
         limits = dispatcher.limits
         self.inputs = StaticInputs(inputs, limits.max_num_tokens, limits.max_num_reqs, device)
         self.statistics = DispatchStatistics(dispatcher.plan())
-        self._graphs = CapturedGraphs(dispatcher, model if check_weights else None)
+        watched = model if check_weights else None
+        self._graphs = CapturedGraphs(dispatcher, watched, torch.device(device).type)
         self._prepare = prepare or self.dummy_batch
         self._graph_capture = graph_capture
         self._fillers = Fillers(self.inputs, dispatcher)

@@ -13,29 +13,18 @@ Ladders fitted to what an engine really ran are in ``fit.py``.
 """
 
 import math
-import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cgcompile.errors import SizesError
 from cgcompile.modes import CUDAGraphMode
-from cgcompile.settings import enum_parser, parsed, require
+from cgcompile.settings import enum_parser, parsed, require, whole
 
 # Small batches are the frequent ones, and there a row more is a large share of the step.
 _FIRST = (1, 2, 4)
 _BY_8 = range(8, 256, 8)
 _COARSE_FROM, _COARSE_STEP = 256, 16
-
-
-def whole(value: Any) -> int | None:
-    """A whole number of any type (numpy's too) as int; None for anything else, and for bools."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def mode_named(mode: CUDAGraphMode | str, where: str) -> CUDAGraphMode:

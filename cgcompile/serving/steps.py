@@ -9,6 +9,7 @@ import torch
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.serving.buffers import InputBuffer
+from cgcompile.settings import whole
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,15 @@ class Batch:
     num_active_loras: int = 0
     extra: tuple[Any, ...] = ()
     state: Any = None
+
+    def __post_init__(self) -> None:
+        counted = type(self.num_tokens) is type(self.num_reqs) is type(self.num_active_loras) is int
+        if counted and type(self.max_query_len) in (int, type(None)):
+            return
+        for name in ("num_tokens", "num_reqs", "max_query_len", "num_active_loras"):
+            number = whole(getattr(self, name))
+            if number is not None:  # else the dispatcher names it
+                object.__setattr__(self, name, number)
 
     def numbers(self) -> dict[str, Any]:
         """What a dispatcher asks of a batch, by the names of its arguments."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import BatchError, ConfigError
 from cgcompile.reasons import Reason, Why
-from cgcompile.settings import require_items, require_kind
+from cgcompile.settings import require_items, require_kind, whole
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,20 @@ class LoraCases:
 
 
 def _max_loras(value: int) -> int:
-    if type(value) is not int or value < 1:
+    number = whole(value)
+    if number is None or number < 1:
         raise ConfigError.bad_value("max_loras", "LoraCases", value, "a whole number from 1")
-    return value
+    return number
 
 
 def whole_numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     """``values`` sorted, each once; a ConfigError unless all are whole numbers from 1."""
     require_items(name, "CudagraphDispatcher", values)
     given = tuple(values)
-    if not all(type(value) is int and value >= 1 for value in given):
+    numbers = [number for value in given if (number := whole(value)) is not None and number >= 1]
+    if len(numbers) < len(given):
         raise ConfigError.bad_value(name, "CudagraphDispatcher", given, "whole numbers from 1")
-    return tuple(sorted(set(given)))
+    return tuple(sorted(set(numbers)))
 
 
 @dataclass(frozen=True)
