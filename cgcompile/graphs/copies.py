@@ -47,6 +47,7 @@ class OwnedCopy:
     Args:
         template: what has the layout.
         frame: where the memory comes from.
+        result: the caller of the step gets the buffer.
 
     Attributes:
         tensor: the buffer; its address never changes.
@@ -55,9 +56,10 @@ class OwnedCopy:
 
     __slots__ = ("_contiguous", "_flat", "block", "tensor")
 
-    def __init__(self, template: torch.Tensor, frame: Frame) -> None:
+    def __init__(self, template: torch.Tensor, frame: Frame, result: bool = False) -> None:
         size = span(template)
-        self.block: Block = frame.take(size * template.element_size(), template.device)
+        nbytes = size * template.element_size()
+        self.block: Block = frame.take(nbytes, template.device, result)
         with torch.inference_mode(False), torch.no_grad():
             self._flat = self.block.view(template.dtype, (size,), (1,))
             strided = self._flat.as_strided(template.size(), template.stride())

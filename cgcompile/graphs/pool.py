@@ -153,10 +153,18 @@ class GraphPool:
         Graphs that were captured before stay usable: each keeps the memory that it was captured in.
         """
         self._parked += broken
+        self.renew()
+        self.device.recover(self.stream)
+
+    def renew(self) -> None:
+        """Capture into new memory; no later graph uses the memory of those captured before."""
         if self._memory is not None:
             self._retired.append(self._memory)
         self._memory = None
-        self.device.recover(self.stream)
+
+    def captures_into(self, start: int) -> bool:
+        """Whether an address is in the memory that captures take from now, apart from blocks."""
+        return self._memory is not None and self.device.owns(self._memory, start)
 
     def release(self) -> None:
         """Drop all graphs of all users, and the memory. Capturing again is allowed."""
