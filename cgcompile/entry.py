@@ -24,6 +24,7 @@ from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.admission import Admission
@@ -121,6 +122,7 @@ class CompiledGraph:
         self._program = Program(
             split, step, runnables, boundaries, self.pool, config, self.timeline, self._frozen
         )
+        check_debug(config.debug)
         static = self._roles[FULL].static
         forget = self.turn.forget
         self._bindings = Bindings(self._program, self._run, forget, static)
@@ -290,6 +292,7 @@ class CompiledGraph:
             return None, result
         result = found.replay(inputs, real)
         again = self._config.on_input_change == "raise" and not found.chained
+        again = again and not self._config.debug
         if again and context is not None and found.batch.mode is context.cudagraph_runtime_mode:
             self.turn.again = self._again(binding, found, inputs)
         self._ledger.replayed()
@@ -312,12 +315,13 @@ class CompiledGraph:
         self._bindings.reap()
         roles, weights = self._roles[batch.mode], binding.starts
         owner = self._bindings.owner(binding)
-        owner = None if batch.own_context else owner
         recording = Recording(self._program, roles, batch, inputs, weights, owner)
         overlap = self._overlaps.why(inputs) or recording.overlap(inputs)
         overlap = overlap or recording.own_memory(inputs, partial(self._bindings.keeps, binding))
         if overlap is not None:
             return overlap, None
+        if self._config.debug:
+            recording.expire(inputs)
         outcome = record(self._program, binding.wrappers, binding.full, recording, inputs)
         if outcome.recording is not None:
             binding.recordings[key] = outcome.recording

@@ -6,6 +6,7 @@ numbers that graphs have seen, the sequence of segments, and how the result of a
 
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class Recording:
         sequence: once it is finished, what a replay runs.
         sources: where a replay leaves the values that pieces make, by name, as far as it is known.
         addresses: (position, address) of the inputs that graphs read where they were.
+        owner: as given.
         chained: those of them that are results of other weight sets.
         numbers: (position, number) of those whose value graphs hold.
         kept: the entries that it replays, each with its wrapper.
@@ -101,7 +103,8 @@ class Recording:
         self.batch = batch
         self.roles = roles
         self.reserved = program.pool.reserved
-        self.frame = program.pool.arena.frame(owner)
+        self.owner = owner
+        self.frame = program.pool.arena.frame(None if batch.own_context else owner)
         self.shares_results = owner is None and not batch.own_context
         self.results: dict[int, torch.UntypedStorage] = {}
         self._holds_results = owner is not None and not batch.own_context
@@ -127,7 +130,8 @@ class Recording:
             holds = program.pool.holds
             self.chained = [(p, at) for p, at in self.addresses if holds(address(inputs[p]))]
             self.numbers = [(p, number(inputs[p])) for p in (*roles.numbers, *roles.scalars)]
-        self._fills = program.config.poison or bool(self._copied)
+        self._debug = program.config.debug
+        self._fills = program.config.poison or self._debug or bool(self._copied)
         self.given = self._filled(inputs)
         self.starts = _starts(self.given, weights)
         self._returns: Returns
@@ -311,6 +315,12 @@ class Recording:
             self._pool.poison(inputs)
         for position, buffer in self._copied:
             buffer.fill(inputs[position])
+        if self._debug:
+            self.expire(inputs)
+
+    def expire(self, inputs: Sequence[Any]) -> None:
+        """Make results raise that this step is about to overwrite."""
+        self._pool.stale.expire(self.owner, inputs)
 
     def in_context(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``step`` in the forward context of this batch, where no caller has set one."""
@@ -351,7 +361,12 @@ class Recording:
             self.results = {s.data_ptr(): s for s in storages if self._pool.holds(s.data_ptr())}
         given = Given(self.given, self.starts, inputs, lasting)
         owns = self._pool.holds if self.batch.own_context else None
-        return Returns(made, sources, given, fixed, owns)
+        tracked = None
+        if self._debug and not self.batch.own_context:
+            what = f"the compiled step, {self.batch.descriptor}"
+            hand_out, holds = self._pool.stale.hand_out, self._pool.holds
+            tracked = partial(hand_out, owns=holds, owner=self.owner, what=what)
+        return Returns(made, sources, given, fixed, owns, tracked)
 
 
 def number(value: Any) -> Any:
