@@ -66,7 +66,7 @@ class CompilationConfig:
     ``splitting_ops``, ``builtin_splitting_ops``, ``graph_passes``, ``piece_passes``,
     ``disabled_passes``, ``cudagraph_capture_sizes``, ``compile_sizes``,
     ``compile_ranges_endpoints``, ``capture_dim`` and ``dump_passes``. Those of capture need a mode
-    with CUDA graphs: ``capture_device``, ``strict``, ``on_input_change``, ``poison``,
+    with CUDA graphs: ``capture_device``, ``strict``, ``on_input_change``, ``poison``, ``debug``,
     ``num_warmups``, ``max_captured_shapes`` and ``max_bindings``. One that would be ignored is an
     error. ``inductor_options`` need a mode and a compiler that use Inductor.
 
@@ -234,6 +234,13 @@ class CompilationConfig:
         False,
         parse_bool,
         "Fill the memory of graphs with NaN before each replay, so that stale reads show. Slow.",
+        needs=GRAPHS,
+    )
+    debug: bool = setting(
+        "debug",
+        False,
+        parse_bool,
+        "Raise where a result is touched whose memory a later step has overwritten. Slow.",
         needs=GRAPHS,
     )
     num_warmups: int = setting(

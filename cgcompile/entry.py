@@ -9,6 +9,7 @@ batch, for its own weights, and replays it; or it runs plain and says why.
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -23,6 +24,7 @@ from cgcompile.graphs.capture import releasing, wait_for_capture
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.admission import Admission
@@ -43,6 +45,8 @@ from cgcompile.piecewise.verify import Observer
 from cgcompile.reasons import EXPECTED, Counters, Ledger, Reason, Why
 
 log = logging.getLogger(__name__)
+
+_MOST_DROPPED = 8  # recordings of one step, until it runs plain where an input has moved
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -119,6 +123,7 @@ class CompiledGraph:
         self._program = Program(
             split, step, runnables, boundaries, self.pool, config, self.timeline, self._frozen
         )
+        check_debug(config.debug)
         static = self._roles[FULL].static
         forget = self.turn.forget
         self._bindings = Bindings(self._program, self._run, forget, static)
@@ -140,7 +145,7 @@ class CompiledGraph:
         Returns:
             What the graph returns. Without a forward context the caller owns it. Under one, what
             graphs made are views of their memory, valid until the next call of this compiled
-            graph. A capturing call is one execution of the step. Nothing synchronises.
+            graph with the same weights. A capturing call is one execution of the step. Nothing synchronises.
 
         Raises:
             GradientError: gradients are asked for, and the model recomputes activations.
@@ -228,7 +233,12 @@ class CompiledGraph:
         name, binding = self._bindings.find(inputs, written)
         found = None if binding is None else binding.recordings.get(key)
         if binding is not None and isinstance(found, Recording) and not found.void:
-            return self._replay(binding, found, context, inputs)
+            if not found.chained or not found.follows(inputs):
+                return self._replay(binding, found, context, inputs)
+            why = self._dropped(binding, key, found, inputs)
+            if why is not None:
+                return why, None
+            found = None
         if isinstance(found, Why):
             return found, None
         if binding is None:
@@ -246,6 +256,27 @@ class CompiledGraph:
         if not binding.captured:
             self._bindings.hold(binding, inputs, written)
         return self._capture(binding, key, batch, inputs)
+
+    def _dropped(
+        self, binding: Binding, key: Hashable, found: Recording, inputs: tuple[Any, ...]
+    ) -> Why | None:
+        """Drop a step that reads a result of other weights, where that result lies elsewhere now.
+
+        As after those weights were replaced, and their step was captured again.
+
+        Returns:
+            Why the step is kept, and runs plain; None if it was dropped.
+        """
+        path = found.path(found.chained[0][0])
+        if not found.reads_results(inputs):
+            detail = f"{path} was a result of other weights at capture, and is not now"
+            return Why(Reason.INPUT_CHANGED, detail)
+        if binding.dropped[key] >= _MOST_DROPPED:
+            detail = f"{path} was captured at {_MOST_DROPPED} addresses, and lies elsewhere"
+            return Why(Reason.INPUT_CHANGED, detail)
+        self._bindings.drop(binding, key)
+        self.turn.forget()
+        return None
 
     def _replay(
         self,
@@ -271,7 +302,8 @@ class CompiledGraph:
             self._ledger.replayed()
             return None, result
         result = found.replay(inputs, real)
-        again = self._config.on_input_change == "raise"
+        again = self._config.on_input_change == "raise" and not found.chained
+        again = again and not self._config.debug
         if again and context is not None and found.batch.mode is context.cudagraph_runtime_mode:
             self.turn.again = self._again(binding, found, inputs)
         self._ledger.replayed()
@@ -293,11 +325,14 @@ class CompiledGraph:
         """Run and record a step; where a FULL graph is refused, as a PIECEWISE one."""
         self._bindings.reap()
         roles, weights = self._roles[batch.mode], binding.starts
-        recording = Recording(self._program, roles, batch, inputs, weights)
+        owner = self._bindings.owner(binding)
+        recording = Recording(self._program, roles, batch, inputs, weights, owner)
         overlap = self._overlaps.why(inputs) or recording.overlap(inputs)
-        overlap = overlap or recording.own_memory(inputs)
+        overlap = overlap or recording.own_memory(inputs, partial(self._bindings.keeps, binding))
         if overlap is not None:
             return overlap, None
+        if self._config.debug:
+            recording.expire(inputs)
         outcome = record(self._program, binding.wrappers, binding.full, recording, inputs)
         if outcome.recording is not None:
             binding.recordings[key] = outcome.recording

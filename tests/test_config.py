@@ -42,6 +42,7 @@ def test_settings_are_a_decision() -> None:
         "strict",
         "on_input_change",
         "poison",
+        "debug",
         "num_warmups",
         "max_captured_shapes",
         "max_bindings",

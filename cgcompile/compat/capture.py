@@ -37,6 +37,16 @@ def memory_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=device).set_(raw, 0, (nbytes,), (1,))
 
 
+def can_expire_storages() -> bool:
+    """Whether this build of torch can make a storage raise; those without CUDA may not, to 2.13."""
+    return hasattr(torch._C, "_set_storage_data_ptr_access_error_msg")
+
+
+def expire_storage(storage: torch.UntypedStorage, text: str) -> None:
+    """Let go of the memory of a storage: from now on reading or writing it raises RuntimeError."""
+    torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, text)  # type: ignore[attr-defined]
+
+
 def storage_identity(tensor: torch.Tensor) -> int:
     """Equal for tensors of one storage object, not of one memory, while it lives."""
     found: int = tensor.untyped_storage()._cdata

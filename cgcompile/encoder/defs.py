@@ -228,11 +228,6 @@ class EncoderCudaGraphConfig:
         frames = self.max_frames_per_video
         return frames if VIDEO in self.modalities else min(frames, 1)
 
-    @property
-    def longest_padding(self) -> dict[str, int | None]:
-        """By offset key the most rows of a padding sequence; None: all of them in one."""
-        keys = self.offset_keys
-        return dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys)
 
     def _check_values(self) -> None:
         least = {

@@ -36,6 +36,7 @@ from cgcompile.errors.running import (
     HostValueChangedError,
     WeightsError,
     missing_attribute,
+    stale_result,
 )
 from cgcompile.errors.serving import (
     AgreementError,

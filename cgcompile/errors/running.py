@@ -450,6 +450,15 @@ class HostValueChangedError(GuardError):
         )
 
 
+def stale_result(item: int, what: str, step: int) -> str:
+    """The text of a ``RuntimeError`` of torch, where a result is touched that is overwritten."""
+    return (
+        f"result {item} of {what} (step {step} with graphs) is stale: a later step has overwritten "
+        "its memory.\n  Under a forward context results are views of graph memory, valid until the "
+        "next step. Clone what must live longer: result.clone()."
+    )
+
+
 def missing_attribute(wrapper: str, wrapped: str, name: str) -> str:
     """The text of an ``AttributeError``, which is Python's own and no error of this tree."""
     return f"neither {wrapper} nor the {wrapped} that it wraps has an attribute {name!r}"

@@ -3,9 +3,11 @@
 Staging of inputs and bridges live here. Each recorded step takes blocks through a :class:`Frame`,
 and all frames share the blocks: the step of the largest batch makes them, smaller ones use a
 prefix. Within a step a block that is given back serves the next taker. The rule: what lies in a
-block is valid until the next step of the same pool.
+block is valid until the next step of the same pool; a block with an owner serves the results of that
+owner's steps alone, and is valid until the next one of them.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -28,15 +30,17 @@ class Block:
         memory: uint8 [nbytes].
         poison: the byte that shows as NaN, or as a huge index, in what was stored last.
         lives: of what was lent outside of any recorded step.
+        owner: whose results it serves alone; None for any use.
     """
 
-    __slots__ = ("lives", "memory", "poison")
+    __slots__ = ("lives", "memory", "owner", "poison")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.poison = 0xFF
         self.lives: list[compat.StorageLife] = []
+        self.owner: Hashable = None
 
     @property
     def is_lent(self) -> bool:
@@ -82,9 +86,19 @@ class Arena:
         """Whether a storage that begins there is a block."""
         return any(block.address == address for block in self._blocks)
 
-    def frame(self) -> "Frame":
-        """For one recorded step."""
-        return Frame(self._blocks)
+    def frame(self, owner: Hashable = None) -> "Frame":
+        """For one recorded step; results of a step with an owner take blocks of that owner."""
+        return Frame(self._blocks, owner)
+
+    def owner_of(self, address: int) -> Hashable:
+        """The owner of the block that begins there; None if there is none."""
+        return next((each.owner for each in self._blocks if each.address == address), None)
+
+    def hand_over(self, before: Hashable, after: Hashable) -> None:
+        """Let blocks of one owner, or without one, be those of another, or of none."""
+        for block in self._blocks:
+            if block.owner == before:
+                block.owner = after
 
     def poison(self) -> None:
         """Fill all blocks with what shows: nothing may be read there before it is written."""
@@ -101,22 +115,36 @@ class Frame:
 
     Args:
         blocks: of the arena; new ones are added.
+        owner: of the blocks that results take; None: results take blocks without one, as all else.
     """
 
-    def __init__(self, blocks: list[Block]) -> None:
+    def __init__(self, blocks: list[Block], owner: Hashable = None) -> None:
         self._arena = blocks
+        self._owner = owner
         self._free = [block for block in blocks if not block.is_lent]
         self._used: list[Block] = []
 
-    def take(self, nbytes: int, device: torch.device) -> Block:
-        """The smallest free block that is large enough; a new one if there is none."""
+    def take(self, nbytes: int, device: torch.device, result: bool = False) -> Block:
+        """The smallest free block that is large enough; a new one if there is none.
+
+        Args:
+            nbytes: how large it must be.
+            device: where.
+            result: the caller of the step gets what lies there.
+        """
+        owner = self._owner if result else None
         wanted = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
-        fitting = [b for b in self._free if b.nbytes >= wanted and b.memory.device == device]
+        fitting = [
+            b
+            for b in self._free
+            if b.nbytes >= wanted and b.memory.device == device and b.owner == owner
+        ]
         if fitting:
             found = min(fitting, key=lambda block: block.nbytes)
             self._free.remove(found)
         else:
             found = Block(wanted, device)
+            found.owner = owner
             self._arena.append(found)
         self._used.append(found)
         return found

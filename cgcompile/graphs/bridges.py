@@ -89,10 +89,11 @@ def crossings(
         if not any(place.name in read for place in members):
             continue
         bridge: _Bridge | _SharedBridge
+        result = any(place.name in lasting for place in members)
         if len(members) == 1:
-            bridge = _Bridge(members[0], made[members[0].item], frame)
+            bridge = _Bridge(members[0], made[members[0].item], frame, result)
         else:
-            bridge = _SharedBridge(members, made, frame)
+            bridge = _SharedBridge(members, made, frame, result)
         found.crossings.append(bridge)
         found.blocks.append((bridge.block, [place.name for place in members]))
         fixed.add(bridge.block.address)
@@ -102,9 +103,9 @@ def crossings(
 class _Bridge:
     """Copies a fresh result to where the graphs after it read."""
 
-    def __init__(self, place: Place, made: torch.Tensor, frame: Frame) -> None:
+    def __init__(self, place: Place, made: torch.Tensor, frame: Frame, result: bool) -> None:
         self._place = place
-        self._buffer = OwnedCopy(made, frame)
+        self._buffer = OwnedCopy(made, frame, result)
         self.block = self._buffer.block
 
     def __call__(self, made: list[Any]) -> None:
@@ -118,12 +119,14 @@ class _Bridge:
 class _SharedBridge:
     """Copies the stretch of memory that several fresh results share."""
 
-    def __init__(self, places: Sequence[Place], made: Sequence[Any], frame: Frame) -> None:
+    def __init__(
+        self, places: Sequence[Place], made: Sequence[Any], frame: Frame, result: bool
+    ) -> None:
         self._places = places
         given = [made[place.item] for place in places]
         first, last = self._stretch(given)
         self._starts = _offsets(given, first)
-        self.block = frame.take(last - first, given[0].device)
+        self.block = frame.take(last - first, given[0].device, result)
         self._memory = self.block.memory[: last - first]
         self._views = [
             _laid_over(self.block, value, start)

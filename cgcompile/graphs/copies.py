@@ -48,6 +48,7 @@ class OwnedCopy:
         template: what has the layout.
         frame: where the memory comes from.
         device: where the buffer is; that of the template if left out.
+        result: the caller of the step gets the buffer.
 
     Attributes:
         tensor: the buffer; its address never changes.
@@ -57,10 +58,15 @@ class OwnedCopy:
     __slots__ = ("_contiguous", "_flat", "block", "tensor")
 
     def __init__(
-        self, template: torch.Tensor, frame: Frame, device: torch.device | None = None
+        self,
+        template: torch.Tensor,
+        frame: Frame,
+        device: torch.device | None = None,
+        result: bool = False,
     ) -> None:
         size = span(template)
-        self.block: Block = frame.take(size * template.element_size(), device or template.device)
+        nbytes = size * template.element_size()
+        self.block: Block = frame.take(nbytes, device or template.device, result)
         with torch.inference_mode(False), torch.no_grad():
             self._flat = self.block.view(template.dtype, (size,), (1,))
             strided = self._flat.as_strided(template.size(), template.stride())

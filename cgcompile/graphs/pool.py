@@ -13,6 +13,7 @@ import torch
 from cgcompile import compat
 from cgcompile.graphs.arena import Arena
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph
+from cgcompile.graphs.stale import StaleResults
 from cgcompile.graphs.usage import PoolBytes
 
 
@@ -47,6 +48,7 @@ class GraphPool:
         arena: memory of our own for the steps that these graphs are part of.
         lock: for owners that several threads call: held from the writing of inputs to the copying
             of results.
+        stale: the results that callers may hold; with ``debug`` alone.
         stream_key: of the stream that it was replayed on last; None before that.
     """
 
@@ -55,6 +57,7 @@ class GraphPool:
         self.generation = 0
         self.stream = device.capture_stream()
         self.arena = Arena()
+        self.stale = StaleResults()
         self.lock = compat.new_lock()
         self._memory: Any = None
         self.stream_key: int | None = None
@@ -132,7 +135,8 @@ class GraphPool:
         Nobody holds that memory, so a capture may use it.
         """
         lent = {compat.storage_identity(each) for user in self._users for each in user.lent()}
-        return any(compat.storage_identity(each) in lent for each in tensors)
+        origin = self.stale.origin
+        return any(origin(compat.storage_identity(each)) in lent for each in tensors)
 
     def poison(self, inputs: Iterable[Any] = ()) -> None:
         """Fill the memory of the pool and of the arena, so that reading what is stale shows.
@@ -153,10 +157,18 @@ class GraphPool:
         Graphs that were captured before stay usable: each keeps the memory that it was captured in.
         """
         self._parked += broken
+        self.renew()
+        self.device.recover(self.stream)
+
+    def renew(self) -> None:
+        """Capture into new memory; no later graph uses the memory of those captured before."""
         if self._memory is not None:
             self._retired.append(self._memory)
         self._memory = None
-        self.device.recover(self.stream)
+
+    def captures_into(self, start: int) -> bool:
+        """Whether an address is in the memory that captures take from now, apart from blocks."""
+        return self._memory is not None and self.device.owns(self._memory, start)
 
     def release(self) -> None:
         """Drop all graphs of all users, and the memory. Capturing again is allowed."""
@@ -167,4 +179,5 @@ class GraphPool:
         self._parked.clear()
         self._retired.clear()
         self._memory = None
+        self.stale.clear()
         self.arena.clear()

@@ -7,7 +7,7 @@ returns is built from these wrappers and does the copying; use one directly for 
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
@@ -44,8 +44,10 @@ from cgcompile.graphs.fields import FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.lent import Passed
 from cgcompile.graphs.pool import LENT, GraphPool
+from cgcompile.graphs.results import flatten, rebuilt
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 from cgcompile.graphs.storages import SameStorages, weight_name, weights_of
+from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.reasons import EXPECTED, Counters, Reason, Why
@@ -114,6 +116,8 @@ class CUDAGraphWrapper(Transparent):
         self._lock = compat.new_lock()
         self._poison = self.config.poison and pool is None  # what is shared may be in use
         self._pool, self._guarded = pool, guarded
+        self._debug = self.config.debug and guarded
+        check_debug(self._debug)
         if pool is not None:
             pool.add_user(self)
 
@@ -239,6 +243,8 @@ class CUDAGraphWrapper(Transparent):
     ) -> Any:
         """Capture and run the step; it runs plain where a graph cannot repeat it."""
         assert self._pool is not None
+        if self._debug:
+            self._expire(descriptor, args, kwargs)
         with self.timeline.capture(self._pool, self.name, mode, descriptor) as outcome:
             try:
                 captured = self.record(descriptor, args, kwargs)
@@ -258,6 +264,8 @@ class CUDAGraphWrapper(Transparent):
                 self.keep(captured.entry, mode)
                 self.counters.captures += 1
                 outcome.done(captured.entry.sequence)
+                if self._debug:
+                    return self._tracked(captured.entry, result, args, kwargs)
                 return result
             outcome.why = why.detail
         if why.reason is Reason.GRADIENTS:
@@ -373,10 +381,40 @@ class CUDAGraphWrapper(Transparent):
         self._pool.follow_stream()
         if self._poison:
             self._pool.poison(compat.tree_tensors((args, kwargs)))
+        if self._debug:
+            self._expire(entry.batch_descriptor, args, kwargs)
         entry.sequence.replay()
         self.counters.replays += 1
         entry.tally.replays += 1
-        return entry.result(args, kwargs)
+        result = entry.result(args, kwargs)
+        return self._tracked(entry, result, args, kwargs) if self._debug else result
+
+    def _owner(self, descriptor: BatchDescriptor) -> Hashable:
+        """Whose next replay overwrites the results of a descriptor: None for any of the pool."""
+        return None if self.options.weak_ref_output else (id(self), descriptor)
+
+    def _expire(
+        self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Make results raise that the graph of a descriptor is about to overwrite."""
+        assert self._pool is not None
+        for owner in {None, self._owner(descriptor)}:
+            self._pool.stale.expire(owner, compat.tree_tensors((args, kwargs)))
+
+    def _tracked(
+        self, entry: CUDAGraphEntry, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A result that raises once it is stale; arguments in it stay as they are."""
+        assert self._pool is not None
+        descriptor = entry.batch_descriptor
+        given = {id(each) for each in compat.tree_tensors((args, kwargs))}
+        leaves, _ = flatten(result)
+        rest = [None if id(each) in given else each for each in leaves]
+        what = f"{self.name}, {descriptor}"
+        holds, owner = self._pool.holds, self._owner(descriptor)
+        made = self._pool.stale.hand_out(rest, holds, owner, what)
+        pairs = zip(leaves, made, strict=True)
+        return rebuilt(result, [leaf if new is None else new for leaf, new in pairs])
 
     def _plain(
         self, reason: Reason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -9,6 +9,7 @@ an argument). A binding goes when one of its objects dies.
 
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -41,12 +42,21 @@ class Binding:
         unsettled: whether a warming call must show that the weights stay, whatever the settings.
         moved_in_a_row: how many calls in a row found a weight elsewhere than the call before.
         starts: where the memory of each weight begins, by position, once graphs are captured.
+        weights: equal for bindings of the same weights.
+        dropped: how many recordings of each key were dropped because a result that they read, of
+            other weights, lies elsewhere.
     """
 
     def __init__(
-        self, program: Program, whole: Callable[..., Any], forget: Callable[[], None]
+        self,
+        program: Program,
+        whole: Callable[..., Any],
+        forget: Callable[[], None],
+        weights: Hashable,
     ) -> None:
         self._program = program
+        self.weights = weights
+        self.dropped: Counter[Hashable] = Counter()
         self._whole = whole
         self._forget = forget
         self.recordings: dict[Hashable, Recording | Why] = {}
@@ -183,7 +193,7 @@ class Bindings:
         self._runs = [(first * size, last * size) for first, last in self._stretches]
         self._known: dict[Hashable, Binding] = {}
         self._watches: dict[Hashable, list[weakref.ref[Any]]] = {}
-        self._dead: list[Binding] = []
+        self._dead: list[Binding | Recording] = []
         self._lost = 0
         self._unused: Hashable = None  # of a binding whose graphs were dropped and never replayed
         self._added: tuple[int, ...] = ()  # the objects of the binding that was added last
@@ -246,7 +256,8 @@ class Bindings:
         idle = [known for known, each in list(self._known.items()) if not each.captured]
         if len(idle) >= _IDLE:
             self._forget(idle[0])
-        binding = self._known[key] = Binding(self._program, self._whole, self._gone)
+        weights = key[0] if isinstance(key, tuple) else key
+        binding = self._known[key] = Binding(self._program, self._whole, self._gone, weights)
         binding.follow(inputs, self._watched)
         binding.unsettled, self._unused = self._unused == key, None
         self._last = None
@@ -267,6 +278,50 @@ class Bindings:
         """The first graph of a binding is about to be captured."""
         binding.hold(inputs, self._static, self._watched, written)
         self._lost = 0
+
+    def owner(self, binding: Binding) -> Hashable:
+        """What owns the results of a step that is about to be captured for a binding.
+
+        Note [Results of several weight sets]: layers of one class share a compiled graph, and the
+        result of one is the input of the next. So a result under a forward context stays valid
+        until the next call *of its weight set*: where there are several sets, each recording holds
+        the memory of its results. Recordings of a time with one set do not: they keep all their
+        memory to themselves from now on, and captures take new memory.
+
+        Returns:
+            The weights; None if the compiled graph has seen no others.
+        """
+        others = [each for each in self if each.weights != binding.weights]
+        sharing = [
+            (other, each)
+            for other in others
+            for each in other.recordings.values()
+            if isinstance(each, Recording) and each.shares_results
+        ]
+        if sharing:
+            self._program.pool.renew()
+            self._program.pool.arena.hand_over(None, sharing[0][0].weights)
+        for _, recording in sharing:
+            recording.shares_results = False
+        return binding.weights if others else None
+
+    def keeps(self, binding: Binding, start: int) -> bool:
+        """Whether no graph of a binding writes the memory of the pool that begins there."""
+        pool = self._program.pool
+        if pool.arena.owns(start):
+            return pool.arena.owner_of(start) not in (None, binding.weights)
+        recordings = [r for each in self for r in each.recordings.values()]
+        held = any(isinstance(each, Recording) and start in each.results for each in recordings)
+        return held or not pool.captures_into(start)
+
+    def drop(self, binding: Binding, key: Hashable) -> None:
+        """Forget a recorded step; its graphs are freed before the next capture."""
+        recording = binding.recordings.pop(key)
+        binding.dropped[key] += 1
+        if isinstance(recording, Recording):
+            for wrapper, entry in recording.kept:
+                wrapper.drop(entry)
+            self._dead.append(recording)
 
     @property
     def idle(self) -> int:
@@ -303,6 +358,8 @@ class Bindings:
         binding = self._known.pop(key, None)
         if binding is not None:
             binding.let_go()
+            if all(each.weights != binding.weights for each in self):
+                self._program.pool.arena.hand_over(binding.weights, None)
         if binding is not None and binding.recordings:
             self._dead.append(binding)
         elif binding is not None:

@@ -136,6 +136,7 @@ def _record_full(
     full.keep(captured.entry)
     fixed = {*recording.starts, *map(address, tensors(result))} - {0}
     returns = recording.returns(result, compat.tree_leaves(captured.entry.output), fixed, inputs)
+    recording.kept = [(full, captured.entry)]
     recording.finish(captured.entry.sequence, returns, {})
     return Outcome(recording, None, True, returns.make((), inputs))
 
@@ -229,6 +230,7 @@ class _Recorder:
         )
         made_here = self._uses.made
         known = {name: source for name, source in self._sources.items() if name in made_here}
+        self._recording.kept = self._kept
         self._recording.finish(sequence, returns, known)
         return returns.make(self._slots, inputs)
 

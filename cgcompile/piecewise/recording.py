@@ -4,8 +4,9 @@
 numbers that graphs have seen, the sequence of segments, and how the result of a replay is made.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,11 @@ from cgcompile.forward_context import (
 )
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.copies import OwnedCopy, ScalarCopy
+from cgcompile.graphs.entries import CUDAGraphEntry
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.sequence import GraphSequence, Slot
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.passes.nodes import tensors
 from cgcompile.piecewise.program import Program
 from cgcompile.piecewise.returns import Given, Returns
 from cgcompile.piecewise.roles import Roles
@@ -64,6 +68,8 @@ class Recording:
         batch: what it is for.
         inputs: what the capturing call was given.
         weights: where the memory of static inputs begins, by position.
+        owner: the weight set, where the compiled graph serves several: its results stay valid until
+            its own next call, so their memory is held. None for the only one.
 
     Attributes:
         batch: what it is for.
@@ -75,7 +81,12 @@ class Recording:
         sequence: once it is finished, what a replay runs.
         sources: where a replay leaves the values that pieces make, by name, as far as it is known.
         addresses: (position, address) of the inputs that graphs read where they were.
+        owner: as given.
+        chained: those of them that are results of other weight sets.
         numbers: (position, number) of those whose value graphs hold.
+        kept: the entries that it replays, each with its wrapper.
+        results: memory of its results that is held for them alone, by where it begins.
+        shares_results: whether graphs of other weight sets may write to the memory of its results.
         replays: how often it was replayed.
         padding: rows of all replays that were padding, as far as callers said.
     """
@@ -87,11 +98,16 @@ class Recording:
         batch: Batch,
         inputs: Sequence[Any],
         weights: Mapping[int, int],
+        owner: Hashable = None,
     ) -> None:
         self.batch = batch
         self.roles = roles
         self.reserved = program.pool.reserved
-        self.frame = program.pool.arena.frame()
+        self.owner = owner
+        self.frame = program.pool.arena.frame(None if batch.own_context else owner)
+        self.shares_results = owner is None and not batch.own_context
+        self.results: dict[int, torch.UntypedStorage] = {}
+        self._holds_results = owner is not None and not batch.own_context
         self.sequence: GraphSequence
         self.sources: Mapping[str, Any] = {}
         self.replays = self.padding = 0
@@ -101,7 +117,9 @@ class Recording:
         self._context = override_forward_context(own) if batch.own_context else None
         self._copied: list[tuple[int, OwnedCopy]] = []
         self.addresses: list[tuple[int, int]] = []
+        self.chained: list[tuple[int, int]] = []
         self.numbers: list[tuple[int, Any]] = []
+        self.kept: Sequence[tuple[CUDAGraphWrapper, CUDAGraphEntry]] = ()
         self._written_memory = {*_starts([inputs[p] for p in program.written_positions], {})} - {0}
         if batch.copies:
             self._copied = [(p, OwnedCopy(inputs[p], self.frame)) for p in roles.read]
@@ -111,8 +129,11 @@ class Recording:
             addressed = roles.written if batch.copies else (*roles.read, *roles.written)
             self.addresses = [(p, inputs[p].data_ptr()) for p in addressed]
             self._held = [inputs[p].untyped_storage() for p in addressed]
+            holds = program.pool.holds
+            self.chained = [(p, at) for p, at in self.addresses if holds(address(inputs[p]))]
             self.numbers = [(p, inputs[p]) for p in roles.numbers]
-        self._fills = program.config.poison or bool(self._copied)
+        self._debug = program.config.debug
+        self._fills = program.config.poison or self._debug or bool(self._copied)
         self.given = self._filled(inputs)
         self.starts = _starts(self.given, weights)
         self._returns: Returns
@@ -149,10 +170,13 @@ class Recording:
             if not same_value(inputs[position], value):
                 raise HostValueChangedError.changed(*self._where(position), inputs[position], value)
 
-    def _where(self, position: int) -> tuple[str, str, str]:
+    def path(self, position: int) -> str:
+        """An input, for messages."""
         value = self._program.split.inputs[position]
-        path = f"input {position} {value.source or value.name!r}"
-        return "the compiled step", str(self.batch.descriptor), path
+        return f"input {position} {value.source or value.name!r}"
+
+    def _where(self, position: int) -> tuple[str, str, str]:
+        return "the compiled step", str(self.batch.descriptor), self.path(position)
 
     def overlap(self, inputs: Sequence[Any]) -> Why | None:
         """Why a copied input must not be copied this time: it is memory that the step writes."""
@@ -164,15 +188,36 @@ class Recording:
                 return Why(Reason.UNSUPPORTED_INPUT, f"{path} is memory that the step writes")
         return None
 
-    def own_memory(self, inputs: Sequence[Any]) -> Why | None:
-        """Why these inputs cannot be captured: one is a result that nobody holds the memory of."""
-        pool = self._program.pool
-        for position, _ in self.addresses:
-            if pool.owns(inputs[position]) or pool.arena.owns(address(inputs[position])):
+    def own_memory(self, inputs: Sequence[Any], keeps: Callable[[int], bool]) -> Why | None:
+        """Why these inputs cannot be captured: one is a result whose memory is not held.
+
+        Args:
+            inputs: of the call.
+            keeps: whether memory of the pool that begins at an address is not written by a graph of
+                this weight set.
+        """
+        for position, _ in self.chained:
+            if not keeps(address(inputs[position])):
                 path = self._where(position)[2]
                 detail = f"{path} is a result of this graph, which the next step overwrites"
                 return Why(Reason.UNSUPPORTED_INPUT, f"{detail}: clone it")
         return None
+
+    def follows(self, inputs: Sequence[Any]) -> bool:
+        """Whether an input that is a result of another weight set lies elsewhere, and no other."""
+        if not self.chained or self.moved(inputs, self.chained) is None:
+            return False
+        rest = [each for each in self.addresses if each not in self.chained]
+        return self.moved(inputs, rest) is None
+
+    def reads_results(self, inputs: Sequence[Any]) -> bool:
+        """Whether the inputs that were results at capture are results again."""
+        return all(self._pool.holds(address(inputs[position])) for position, _ in self.chained)
+
+    @staticmethod
+    def moved(inputs: Sequence[Any], addresses: Sequence[tuple[int, int]]) -> int | None:
+        """The position of the first input that lies elsewhere than at capture."""
+        return next((p for p, before in addresses if inputs[p].data_ptr() != before), None)
 
     @property
     def void(self) -> bool:
@@ -270,6 +315,12 @@ class Recording:
             self._pool.poison(inputs)
         for position, buffer in self._copied:
             buffer.fill(inputs[position])
+        if self._debug:
+            self.expire(inputs)
+
+    def expire(self, inputs: Sequence[Any]) -> None:
+        """Make results raise that this step is about to overwrite."""
+        self._pool.stale.expire(self.owner, inputs)
 
     def in_context(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``step`` in the forward context of this batch, where no caller has set one."""
@@ -305,9 +356,17 @@ class Recording:
     ) -> Returns:
         """How results are made, from what a step returned that was given ``inputs``."""
         lasting = self._program.frozen.by_position(len(inputs))
+        if self._holds_results:
+            storages = [each.untyped_storage() for each in tensors(made)]
+            self.results = {s.data_ptr(): s for s in storages if self._pool.holds(s.data_ptr())}
         given = Given(self.given, self.starts, inputs, lasting)
         owns = self._pool.holds if self.batch.own_context else None
-        return Returns(made, sources, given, fixed, owns)
+        tracked = None
+        if self._debug and not self.batch.own_context:
+            what = f"the compiled step, {self.batch.descriptor}"
+            hand_out, holds = self._pool.stale.hand_out, self._pool.holds
+            tracked = partial(hand_out, owns=holds, owner=self.owner, what=what)
+        return Returns(made, sources, given, fixed, owns, tracked)
 
 
 def _starts(values: Sequence[Any], known: Mapping[int, int]) -> list[int]:

@@ -73,6 +73,7 @@ class Returns:
         fixed: where the memory begins that graphs, bridges and copied inputs lie in.
         owns: tells whether memory that begins at an address is the pool's, where results are
             copied for the caller; None where they are not.
+        tracked: what the caller gets in place of values that pieces made, with ``debug``.
 
     Attributes:
         slots: what it reads after a replay.
@@ -91,6 +92,7 @@ class Returns:
         given: Given,
         fixed: Set[int],
         owns: Callable[[int], bool] | None,
+        tracked: Callable[[Sequence[Any]], list[Any]] | None = None,
     ) -> None:
         self._spec = compat.tree_spec(made)
         self.is_flat = isinstance(made, tuple) and not any(map(compat.is_container, made))
@@ -127,7 +129,8 @@ class Returns:
         self.lent_items = [item for item, _ in lent]
         self.lent = Lent([tensor for _, tensor in lent])
         varies = self._views or self._inputs or self._live or self._copies is not None
-        self.is_steady = self.is_flat and not varies
+        self.is_steady = self.is_flat and not varies and tracked is None
+        self._tracked = tracked
         self._last: tuple[Any, Any] = (None, None)  # of a steady result: (tensors, with constants)
 
     @property
@@ -153,6 +156,8 @@ class Returns:
                 leaves[item] = copy
         for item, slot in self._live:
             leaves[item] = slots[slot]
+        if self._tracked is not None:
+            leaves = self._tracked(leaves)
         for item, position in self._inputs:
             leaves[item] = inputs[position]
         for view in self._views:

@@ -12,6 +12,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import ManagerError
+from cgcompile.graphs.arena import address
 from cgcompile.serving.buffers import REQS, TOKENS
 
 
@@ -114,6 +115,15 @@ class OutputBuffers:
     def nbytes(self) -> int:
         """Memory of the buffers, in bytes; 0 before the first step."""
         return sum(each.nbytes for each in self._buffers)
+
+    def owns(self, start: int) -> bool:
+        """Whether a storage that begins at an address is one of the buffers."""
+        return any(address(buffer) == start for buffer in self._buffers)
+
+    def poison(self) -> None:
+        """Fill the buffers with NaN, or with -1: the next step overwrites them."""
+        for buffer in self._buffers:
+            buffer.view(torch.uint8).fill_(0xFF)
 
     def keep(self, result: Any, sizes: tuple[int, int]) -> Any:
         """Copy what a step of these sizes made to the front of the buffers.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cgcompile import compat
 from cgcompile.backend import Backend
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
@@ -22,6 +23,7 @@ from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import CUDAGraphEntry, Whole, gradients_due
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.stale import StaleResults, check_debug
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import EXPECTED, Counters, Reason, Why
 from cgcompile.serving.baked import MetadataGuard
@@ -94,6 +96,10 @@ class StepRunner:
         self.hooks = AllHooks(hooks)
         self._inference_mode = inference_mode
         self._raises_if_changed = config.on_input_change == "raise"
+        self._config = config
+        self._spoils = config.debug or config.poison
+        self._stale = StaleResults()
+        check_debug(config.debug)
         self._checks_metadata = check_metadata
         self._baked: dict[BatchDescriptor, MetadataGuard] = {}
         self._sizes = (0, 0)  # of the step that runs, padded
@@ -148,8 +154,10 @@ class StepRunner:
         guard = None if entry is None else self._baked.get(descriptor)
         if guard is not None:
             guard.check(metadata, descriptor)
+        if self._spoils and mode is not NONE:
+            self._spoil(mode)
         if entry is not None and "inputs_ready" not in metadata.additional:
-            return self._rows.replayed(self._replay(entry), padded, real)
+            return self._tracked(self._rows.replayed(self._replay(entry), padded, real), descriptor)
         run = self._model if mode is NONE else self.full if mode is FULL else self._pieces
         across = metadata.num_tokens_across_dp
         with set_forward_context(
@@ -169,7 +177,23 @@ class StepRunner:
             self.ran_plain = why
         if mode is FULL and self._checks_metadata and descriptor not in self._baked:
             self._remember(metadata, descriptor)
-        return self._rows.real(result, padded, real)
+        return self._tracked(self._rows.real(result, padded, real), descriptor)
+
+    def _spoil(self, mode: CUDAGraphMode) -> None:
+        """Show what is read of earlier results from now on: as NaN, or as an error."""
+        if self._config.debug:
+            self._stale.expire(None)
+        if self._config.poison and mode is FULL:
+            self.outputs.poison()
+
+    def _tracked(self, result: Any, descriptor: BatchDescriptor) -> Any:
+        """A result in the output buffers that raises once it is stale, with ``debug``."""
+        if not self._config.debug:
+            return result
+        leaves, spec = compat.tree_leaves(result), compat.tree_spec(result)
+        what = f"the manager's step, {descriptor}"
+        made = self._stale.hand_out(leaves, self.outputs.owns, None, what)
+        return compat.tree_unflatten(made, spec)
 
     def _remember(self, metadata: Metadata, descriptor: BatchDescriptor) -> None:
         """Just after a capture: where its metadata lies."""
@@ -212,9 +236,11 @@ class StepRunner:
                 raise ManagerError.no_replay(str(descriptor))
             self._inputs.follow_stream()
             self._inputs.written_by_others()
+            if self._spoils:
+                self._spoil(FULL)
             result = self.hooks.around(lambda: self._replay(entry))
         sizes = (descriptor.num_tokens, descriptor.num_reqs or descriptor.num_tokens)
-        return self._rows.replayed(result, sizes, sizes)
+        return self._tracked(self._rows.replayed(result, sizes, sizes), descriptor)
 
     def _whole(self, **given: Any) -> Any:
         """What a FULL graph records: the model, the joins of others, the copy of the results."""
@@ -230,5 +256,6 @@ class StepRunner:
         if self._backend is None:
             self._pieces.clear_all_graphs()
         self.outputs.release()
+        self._stale.clear()
         self._rows.forget()
         self._baked.clear()

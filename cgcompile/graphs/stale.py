@@ -1,0 +1,105 @@
+"""Results that raise where they are touched after a later step has overwritten their memory.
+
+For ``debug=True`` alone: each result gets a storage of its own over the memory of the graph, and
+before a step overwrites that memory the storage is set to raise. Views that the caller made of the
+result share its storage, and raise as well. Graphs and eager segments read through other storages.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from cgcompile import compat
+from cgcompile.errors import ConfigError, stale_result
+from cgcompile.graphs.arena import address
+
+
+def check_debug(debug: bool) -> None:
+    """Refuse ``debug`` where torch cannot make a storage raise.
+
+    Raises:
+        ConfigError: this build of torch cannot.
+    """
+    if debug and not compat.can_expire_storages():
+        raise ConfigError.impossible(
+            "debug = True",
+            f"torch {torch.__version__} was built without the function that makes a result raise",
+            "Use a build of torch with CUDA, or poison=True.",
+        )
+
+
+class _Result(NamedTuple):
+    """A result that was handed out.
+
+    Attributes:
+        storage: its own; it does not keep the memory.
+        origin: that of what the step returned, which keeps the memory after a capture.
+        text: what is raised where it is touched.
+    """
+
+    storage: torch.UntypedStorage
+    origin: torch.UntypedStorage
+    text: str
+
+
+class StaleResults:
+    """The results that callers may hold, by the owner of their memory."""
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, list[_Result]] = {}
+        self._steps = 0
+
+    def hand_out(
+        self, leaves: Sequence[Any], owns: Callable[[int], bool], owner: Hashable, what: str
+    ) -> list[Any]:
+        """Return the leaves of a result, each in overwritten memory with a storage of its own.
+
+        Args:
+            leaves: of the result.
+            owns: whether memory that begins at an address is overwritten by later steps.
+            owner: whose next step overwrites them.
+            what: names the step, with its batch.
+        """
+        self._steps += 1
+        known: dict[int, torch.UntypedStorage] = {}  # results that share memory share a storage
+        results = self._results.setdefault(owner, [])
+
+        def own(item: int, leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not owns(address(leaf)):
+                return leaf
+            start, nbytes = address(leaf), leaf.untyped_storage().nbytes()
+            if start not in known:
+                known[start] = compat.weak_storage(start, nbytes, leaf.device)
+                text = stale_result(item, what, self._steps)
+                results.append(_Result(known[start], leaf.untyped_storage(), text))
+            return compat.laid_over(known[start], leaf)
+
+        return [own(item, leaf) for item, leaf in enumerate(leaves)]
+
+    def expire(self, owner: Hashable, inputs: Iterable[Any] = ()) -> None:
+        """Make the results of an owner raise where they are touched.
+
+        Args:
+            owner: whose step is about to run.
+            inputs: of that step; those that are results stay readable until the next one.
+        """
+        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+        read = {compat.storage_identity(each) for each in tensors}
+        results = self._results.pop(owner, [])
+        self._results[owner] = [each for each in results if each.storage._cdata in read]
+        for result in results:
+            if result.storage._cdata not in read:
+                compat.expire_storage(result.storage, result.text)
+
+    def clear(self) -> None:
+        """Make all results raise: their memory is given back."""
+        for owner in [*self._results]:
+            self.expire(owner)
+        self._results.clear()
+
+    def origin(self, identity: int) -> int:
+        """The identity of the storage that a result was made of; that given for all else."""
+        every = (each for results in self._results.values() for each in results)
+        found = (each.origin._cdata for each in every if each.storage._cdata == identity)
+        return next(found, identity)
