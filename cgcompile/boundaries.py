@@ -9,14 +9,12 @@ an FX graph and :meth:`~Boundaries.match_call` for a function or op that runs.
 import fnmatch
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.compiler import is_dynamo_compiling
 
 from cgcompile import compat
 from cgcompile.descriptors import allows_full as allows_full
@@ -124,18 +122,8 @@ BUILTIN_SPLITTING_OPS: tuple[SplittingOp, ...] = (
 )
 
 
-def eager_region() -> AbstractContextManager[Any]:
-    """Context manager for model code: what is traced inside runs eager, as one boundary.
-
-    It marks nodes of an FX split; outside of tracing it does nothing.
-    """
-    if is_dynamo_compiling():
-        return compat.annotate(REGION_MARK)
-    return nullcontext()
-
-
 def in_eager_region(node: fx.Node) -> bool:
-    """Whether ``node`` was traced inside :func:`eager_region`."""
+    """Whether ``node`` was traced inside of ``cgcompile.eager_region()``."""
     custom = node.meta.get("custom") or {}
     return all(custom.get(key) == value for key, value in REGION_MARK.items())
 

@@ -18,11 +18,18 @@ from cgcompile import compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError, GradientError, GuardError
-from cgcompile.forward_context import ForwardContext, callers_context, override_forward_context
+from cgcompile.forward_context import (
+    ForwardContext,
+    callers_context,
+    current_forward_context,
+    eager_region_is_open,
+    override_forward_context,
+)
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.regions import IN_REGION
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.admission import Admission
@@ -157,9 +164,15 @@ class CompiledGraph:
                 return result
         try:
             context = callers_context()
+            in_region = context is None and eager_region_is_open()
+            if in_region:
+                context = current_forward_context()
             if context is not None and context.inputs_ready is not None:
                 wait_for_inputs(context.inputs_ready, self.split.device)
-            why, result = self._with_graphs(context, inputs + self._frozen.held)
+            if in_region:
+                why, result = IN_REGION, None
+            else:
+                why, result = self._with_graphs(context, inputs + self._frozen.held)
             if why is not None:
                 result = self._plain(why, context, inputs + self._frozen.now)
                 result = self._frozen.put_back(result)
@@ -325,13 +338,15 @@ class CompiledGraph:
     # -------------------------------------------------------------- without graphs
 
     def _plain(self, why: Why, context: ForwardContext | None, inputs: tuple[Any, ...]) -> Any:
+        if why.reason is Reason.EAGER_REGION and self._needs_grad(inputs):
+            why = _GRADIENTS
         if why.reason is Reason.GRADIENTS and self.split.recomputes:
             raise GradientError.recomputes()
         overlap = self._overlaps.why(inputs)
         why = overlap or why
         if self._config.strict and why.reason not in EXPECTED:
             raise DispatchError.strict("the compiled step", why.reason.value, why.detail)
-        uncompiled = overlap is not None or why.reason is Reason.GRADIENTS
+        uncompiled = overlap is not None or why.reason in (Reason.GRADIENTS, Reason.EAGER_REGION)
         run = self._run_differentiable if uncompiled else self._run
         if context is None and why.reason is not Reason.INSIDE_CAPTURE:
             with override_forward_context(ForwardContext.synthetic(NONE, None)):
