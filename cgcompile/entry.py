@@ -7,7 +7,7 @@ batch, for its own weights, and replays it; or it runs plain and says why.
 """
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from threading import get_ident
 from typing import Any
@@ -74,6 +74,7 @@ class CompiledGraph:
         timeline: what was captured, and when.
         pool: the memory of its graphs; None where no device captures.
         turn: which steps it remembers, and whose turn it is.
+        before_capture: called once, before the first capture.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class CompiledGraph:
         )
         self.turn = Turn()
         self._observer: Observer | None = None
+        self.before_capture: Callable[[], None] | None = None
         self._frozen = Frozen(frozen)
         self._overlaps = Overlaps(split.inputs)
         self._prepare(step, runnables, boundaries)
@@ -293,6 +295,9 @@ class CompiledGraph:
         self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
     ) -> tuple[Why | None, Any]:
         """Run and record a step; where a FULL graph is refused, as a PIECEWISE one."""
+        if self.before_capture is not None:
+            self.before_capture()
+            self.before_capture = None
         self._bindings.reap()
         roles, weights = self._roles[batch.mode], binding.starts
         recording = Recording(self._program, roles, batch, inputs, weights)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class Reason(enum.Enum):
     """Why something runs without a graph. The value is the stable name, for logs and JSON."""
 
-    # Of a piece: decided when the graph is split.
+    # Of a piece: decided when the graph is split. Of a whole step where all its pieces are eager.
     SPLITTING_OP = "splitting_op"  # registered as a boundary, or tagged cudagraph_unsafe
     EAGER_REGION = "eager_region"  # in cgcompile.eager_region(); of a whole step as well
     HOST_SYNC = "host_sync"  # the host has to read a value that the device computes
@@ -85,6 +85,7 @@ EXPECTED = frozenset(
         Reason.NO_KERNEL,
         Reason.EMPTY_BATCH,
         Reason.MODE_EXCLUDED,
+        Reason.SPLITTING_OP,
         Reason.EAGER_REGION,
         Reason.CHEAPER_EAGER,
     }

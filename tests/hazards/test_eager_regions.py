@@ -1,15 +1,16 @@
-"""What is called in an eager region runs without graphs, on every front end, and with eager's values."""
+"""What is called in an eager region runs without graphs, on every front end, as eager does."""
 
 from collections.abc import Callable
 from typing import Any
 
-import cgcompile
 import pytest
 import torch
-from cgcompile.errors import CaptureError
-from cgcompile.reasons import Reason
 from hazard_support import COMPILED, FRONT_ENDS, MANAGERS, ROWS, WIDTH, front_end, settings, wrapped
 from torch import nn
+
+import cgcompile
+from cgcompile.errors import CaptureError
+from cgcompile.reasons import Reason
 
 
 def linear(device: str) -> nn.Module:
