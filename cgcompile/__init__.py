@@ -6,7 +6,7 @@ Read the code in the order of a call: ``config``, ``backend``, ``passes``, ``pie
 """
 
 from cgcompile.backend import Backend, runtime
-from cgcompile.boundaries import AttentionCGSupport, Boundaries, SplittingOp, eager_region
+from cgcompile.boundaries import AttentionCGSupport, Boundaries, SplittingOp
 from cgcompile.compile import CompiledModel, compile
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.encoder import (
@@ -35,6 +35,7 @@ from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.entries import CUDAGraphEntry, CUDAGraphOptions
 from cgcompile.graphs.ranges import tracing_ranges
+from cgcompile.graphs.regions import eager_region
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
 from cgcompile.graphs.staging import HostStaging
 from cgcompile.graphs.timeline import CaptureRecord

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from cgcompile import compat
+from cgcompile.boundaries import Boundaries, UnmetOps
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.entry import CompiledGraph
 from cgcompile.errors import ConfigError, DispatchError
@@ -60,6 +61,7 @@ class Backend:
         self._capture_closed, self._compiled = False, 0  # how often torch.compile called
         self._forget: weakref.WeakSet[Any] = weakref.WeakSet()  # traces of compile()
         self._pieces = PieceCache(self.config)
+        self._unmet: UnmetOps | None = None
         self.wrappers: weakref.WeakSet[CUDAGraphWrapper] = weakref.WeakSet()
 
     def remember(self, traces: Any) -> None:
@@ -292,14 +294,27 @@ class Backend:
             if config.mode is not CompilationMode.PIECEWISE:
                 return compat.compile_whole(gm, example_inputs, inductor_patches(config))
         self._compiled += 1
+        unmet = self._look_for_declared(gm)
         make = _compile_piecewise if config.mode is CompilationMode.PIECEWISE else _compile_unsplit
         graph = make(gm, config, self._pieces, frozen)
         trace_code(graph.source, graph.artifacts, graph.compilation)
+        if unmet is not None:
+            for piece in graph.split.pieces:  # passes may have put the op in
+                unmet.look(piece.module)
+            graph.before_capture = unmet.tell
         if self._capture_closed:
             graph.close_capture()
         self._graphs = [each for each in self._graphs if each() is not None]
         self._graphs.append(weakref.ref(graph))
         return graph
+
+    def _look_for_declared(self, gm: fx.GraphModule) -> UnmetOps | None:
+        """Note which declared splitting ops a graph has; None if none was declared."""
+        if self._unmet is None and self.config.splitting_ops:
+            self._unmet = UnmetOps(Boundaries(self.config.splitting_ops, builtin=False))
+        if self._unmet is not None:
+            self._unmet.look(gm)
+        return self._unmet
 
 
 def _compile_unsplit(

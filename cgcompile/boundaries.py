@@ -6,23 +6,25 @@ built-in list and the user's ``splitting_ops``; it answers :meth:`~Boundaries.ma
 an FX graph and :meth:`~Boundaries.match_call` for a function or op that runs.
 """
 
+import difflib
 import fnmatch
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.compiler import is_dynamo_compiling
 
 from cgcompile import compat
 from cgcompile.descriptors import allows_full as allows_full
 from cgcompile.errors import BoundaryError
 from cgcompile.modes import AttentionCGSupport
 from cgcompile.settings import items_of, require_kind
+
+log = logging.getLogger(__name__)
 
 REGION_MARK = {"cgcompile": "eager"}
 
@@ -39,6 +41,7 @@ def target_name(target: Any) -> str:
     module = getattr(target, "__module__", None)
     if name is None:
         return type(target).__name__
+    name = name.removeprefix("_VariableFunctionsClass.")  # torch.sigmoid and the like
     return f"{module}.{name}" if module and module != "builtins" else str(name)
 
 
@@ -124,18 +127,8 @@ BUILTIN_SPLITTING_OPS: tuple[SplittingOp, ...] = (
 )
 
 
-def eager_region() -> AbstractContextManager[Any]:
-    """Context manager for model code: what is traced inside runs eager, as one boundary.
-
-    It marks nodes of an FX split; outside of tracing it does nothing.
-    """
-    if is_dynamo_compiling():
-        return compat.annotate(REGION_MARK)
-    return nullcontext()
-
-
 def in_eager_region(node: fx.Node) -> bool:
-    """Whether ``node`` was traced inside :func:`eager_region`."""
+    """Whether ``node`` was traced inside of ``cgcompile.eager_region()``."""
     custom = node.meta.get("custom") or {}
     return all(custom.get(key) == value for key, value in REGION_MARK.items())
 
@@ -146,6 +139,9 @@ class _Table:
     def __init__(self) -> None:
         self.names: dict[str, SplittingOp] = {}
         self.functions: dict[Any, SplittingOp] = {}
+        # By the op of aten that is called: functions, and ops that are declared with all overloads.
+        self.called: dict[str, SplittingOp] = {}
+        self.packets: dict[str, SplittingOp] = {}
         self.patterns: list[SplittingOp] = []
         self.predicates: list[SplittingOp] = []
 
@@ -161,6 +157,20 @@ class _Table:
             self._claim(self.names, compat.op_names(op.target)[0], op)
         else:
             self._claim(self.functions, op.target, op)
+        if op.predicate is not None:
+            return
+        by_name = isinstance(op.target, str) or compat.is_op(op.target)
+        name = op.target if isinstance(op.target, str) else compat.aten_name(op.target)
+        if compat.is_op(op.target):
+            name = compat.op_names(op.target)[0]
+        if name is not None:  # the name of one overload is never asked for
+            kind = self.packets if by_name else self.called
+            kind.setdefault(name.removesuffix(".default"), op)
+
+    def match_name(self, name: str, of_op: bool) -> SplittingOp | None:
+        """Return the entry of an ``aten::op`` that a function, a method or the op itself calls."""
+        found = self.called.get(name)
+        return found if found or of_op else self.packets.get(name) or self._match_pattern(name)
 
     @staticmethod
     def _claim(table: dict[Any, SplittingOp], key: Any, op: SplittingOp) -> None:
@@ -206,6 +216,7 @@ class Boundaries:
 
     Attributes:
         declared: the names of the user's entries.
+        named: those of them that are neither patterns nor predicates.
 
     Raises:
         BoundaryError: a name that nothing defines (with close matches), an object that is no op,
@@ -223,6 +234,10 @@ class Boundaries:
             given.add(op)  # by name, resolved or not: its package may not be installed
         self._tables = (mine, given)
         self.declared = tuple(op.name for op in mine)
+        self.named = (
+            *(op.name for op in mine.names.values()),
+            *(op.name for op in mine.functions.values()),
+        )
 
     def __iter__(self) -> Iterator[SplittingOp]:
         for table in self._tables:
@@ -238,22 +253,96 @@ class Boundaries:
 
     def match(self, node: fx.Node) -> SplittingOp | None:
         """The entry that makes ``node`` a boundary, or None."""
-        found = self.match_call(node.target) if node.op == "call_function" else None
+        found = None
+        on_numbers = not isinstance(node.meta.get("example_value"), torch.Tensor)
+        if node.op == "call_function" and not (
+            on_numbers and compat.is_python_operator(node.target)
+        ):
+            found = self.match_call(node.target, _calls_in_place(node))
+        elif node.op == "call_method":
+            found = self._match_name(compat.aten_name(node.target), of_op=False)
         if found is not None:
             return found
         matches = (table.match_predicate(node) for table in self._tables)
         return next((op for op in matches if op is not None), None)
 
-    def match_call(self, function: Any) -> SplittingOp | None:
-        """The entry of a function or op that is about to run, or None. Predicates do not apply."""
+    def _match_name(self, name: str | None, of_op: bool) -> SplittingOp | None:
+        found = (table.match_name(name, of_op) for table in self._tables if name is not None)
+        return next((op for op in found if op is not None), None)
+
+    def match_call(self, function: Any, in_place: bool = False) -> SplittingOp | None:
+        """The entry of a function or op that is about to run, or None. Predicates do not apply.
+
+        Args:
+            function: the function or op.
+            in_place: whether it is told to write its argument, as ``relu(x, inplace=True)`` is.
+        """
+        name = _aten_name(function)
+        name = f"{name}_" if in_place and name is not None else name
+        of_op = compat.is_op(function)
         for table in self._tables:
             found = table.match_call(function)
+            if found is None and name is not None:
+                found = table.match_name(name, of_op)
             if found is not None:
                 return found
         unsafe = torch.Tag.cudagraph_unsafe
         if any(unsafe in overload.tags for overload in compat.op_overloads(function)):
             return SplittingOp(function, name=f"{target_name(function)} (tag cudagraph_unsafe)")
         return None
+
+
+def _aten_name(function: Any) -> str | None:
+    try:
+        return compat.aten_name(function)
+    except TypeError:  # an unhashable callable
+        return None
+
+
+def _calls_in_place(node: fx.Node) -> bool:
+    """Whether a function such as ``F.relu(x, inplace=True)`` is called in place."""
+    return node.kwargs.get("inplace", False) is True
+
+
+class UnmetOps:
+    """Which declared splitting ops no graph of one backend has, to be told once.
+
+    Patterns and predicates may fit nothing.
+
+    Args:
+        boundaries: the registry of the backend.
+    """
+
+    def __init__(self, boundaries: Boundaries) -> None:
+        self._boundaries = boundaries
+        self._unmet = set(boundaries.named)
+        self._seen: set[str] = set()
+        self._told = False
+
+    def look(self, module: torch.nn.Module) -> None:
+        """Look for the ops in a graph and in the bodies of its ops."""
+        for inner in module.modules() if self._unmet else ():
+            for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
+                if node.op not in ("call_function", "call_method"):
+                    continue
+                found = self._boundaries.match(node)
+                if found is not None:
+                    self._unmet.discard(found.name)
+                self._seen.add(compat.aten_name(node.target) or target_name(node.target))
+
+    def tell(self) -> None:
+        """Warn of those that were in no graph so far; call it when the first graph is captured."""
+        if self._told:
+            return
+        self._told = True
+        for name in sorted(self._unmet):
+            close = difflib.get_close_matches(name, sorted(self._seen), n=3, cutoff=0.5)
+            log.warning(
+                "splitting op %s is in no graph that was compiled so far, so nothing is split "
+                "there. %s",
+                name,
+                f"Similar in the graphs: {', '.join(close)}" if close else "Leave it out.",
+            )
 
 
 def _resolved_entry(op: SplittingOp) -> SplittingOp:

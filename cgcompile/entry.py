@@ -7,7 +7,7 @@ batch, for its own weights, and replays it; or it runs plain and says why.
 """
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -19,11 +19,18 @@ from cgcompile import compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError, GradientError, GuardError
-from cgcompile.forward_context import ForwardContext, callers_context, override_forward_context
+from cgcompile.forward_context import (
+    ForwardContext,
+    callers_context,
+    current_forward_context,
+    eager_region_is_open,
+    override_forward_context,
+)
 from cgcompile.graphs.capture import releasing, wait_for_capture
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.regions import IN_REGION
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.split import SplitGraph
@@ -71,6 +78,7 @@ class CompiledGraph:
         timeline: what was captured, and when.
         pool: the memory of its graphs; None where no device captures.
         turn: which steps it remembers, and whose turn it is.
+        before_capture: called once, before the first capture.
     """
 
     def __init__(
@@ -103,6 +111,7 @@ class CompiledGraph:
         )
         self.turn = Turn()
         self._observer: Observer | None = None
+        self.before_capture: Callable[[], None] | None = None
         self._frozen = Frozen(frozen)
         self._overlaps = Overlaps(split.inputs)
         self._prepare(step, runnables, boundaries)
@@ -163,9 +172,15 @@ class CompiledGraph:
                 return result
         try:
             context = callers_context()
+            in_region = context is None and eager_region_is_open()
+            if in_region:
+                context = current_forward_context()
             if context is not None and context.inputs_ready is not None:
                 wait_for_inputs(context.inputs_ready, self.split.device)
-            why, result = self._with_graphs(context, inputs + self._frozen.held)
+            if in_region:
+                why, result = IN_REGION, None
+            else:
+                why, result = self._with_graphs(context, inputs + self._frozen.held)
             if why is not None:
                 result = self._plain(why, context, inputs + self._frozen.now)
                 result = self._frozen.put_back(result)
@@ -323,6 +338,9 @@ class CompiledGraph:
         self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
     ) -> tuple[Why | None, Any]:
         """Run and record a step; where a FULL graph is refused, as a PIECEWISE one."""
+        if self.before_capture is not None:
+            self.before_capture()
+            self.before_capture = None
         self._bindings.reap()
         roles, weights = self._roles[batch.mode], binding.starts
         owner = self._bindings.owner(binding)
@@ -371,13 +389,15 @@ class CompiledGraph:
     # -------------------------------------------------------------- without graphs
 
     def _plain(self, why: Why, context: ForwardContext | None, inputs: tuple[Any, ...]) -> Any:
+        if why.reason is Reason.EAGER_REGION and self._needs_grad(inputs):
+            why = _GRADIENTS
         if why.reason is Reason.GRADIENTS and self.split.recomputes:
             raise GradientError.recomputes()
         overlap = self._overlaps.why(inputs)
         why = overlap or why
         if self._config.strict and why.reason not in EXPECTED:
             raise DispatchError.strict("the compiled step", why.reason.value, why.detail)
-        uncompiled = overlap is not None or why.reason is Reason.GRADIENTS
+        uncompiled = overlap is not None or why.reason in (Reason.GRADIENTS, Reason.EAGER_REGION)
         run = self._run_differentiable if uncompiled else self._run
         if context is None and why.reason is not Reason.INSIDE_CAPTURE:
             with override_forward_context(ForwardContext.synthetic(NONE, None)):

@@ -150,10 +150,11 @@ def _real_rows(found: Any, descriptor: BatchDescriptor | None) -> int:
     raise ForwardContextError.unpadded(found, most)
 
 
-# (context, the same if a caller has set it, the thread and the task that set it). Who did matters:
-# a task or thread that copied this context on creation would otherwise see the step of its parent,
-# long after that step has ended.
-_Entry = tuple[ForwardContext | None, ForwardContext | None, int, "Task[Any] | None"]
+# (context, the same if a caller has set it, the thread and the task that set it, whether it was set
+# in an eager region). Who did matters: a task or thread that copied this context on creation would
+# otherwise see the step of its parent, long after that step has ended. In an eager region there is
+# no caller's context, so that no remembered step is replayed; no step pays for that.
+_Entry = tuple[ForwardContext | None, ForwardContext | None, int, "Task[Any] | None", bool]
 _current: ContextVar[_Entry | None] = ContextVar("cgcompile_forward_context", default=None)
 
 # Of a context that was entered: (the last, those before). A list costs two calls more at each step.
@@ -164,8 +165,8 @@ def entered() -> _Entry | None:
     """What this thread or task has entered last, in one call, as every step asks for it.
 
     Returns:
-        (its context, the same or None if it is one of our own, the id of this thread, this task);
-        None outside of any context.
+        (its context, the same or None if it is one of our own, the id of this thread, this task,
+        whether an eager region is open); None outside of any context.
     """
     entry = _current.get()
     if entry is None or entry[2] != get_ident():
@@ -180,7 +181,7 @@ ENTERED = """\
 entry = last_entered()
 if entry is None:
     return another
-_, context, thread, task = entry
+_, context, thread, task, _ = entry
 if context is None or thread != get_ident():
     return another
 loop = running_loop()
@@ -215,6 +216,35 @@ def callers_context() -> ForwardContext | None:
     return None if entry is None else entry[1]
 
 
+def eager_region_is_open() -> bool:
+    """Return whether this thread or task is inside of ``cgcompile.eager_region()``."""
+    entry = entered()
+    return entry is not None and entry[4]
+
+
+class EagerRegion:
+    """Context manager: run compiled graphs, wrappers and managers that are called inside eager.
+
+    What opaque ops read, :func:`current_forward_context`, stays the same.
+    """
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self) -> None:
+        self._tokens: _Tokens = None
+
+    def __enter__(self) -> None:
+        entry, loop = entered(), _get_running_loop()
+        task = None if loop is None else current_task(loop)
+        context = None if entry is None else entry[0]
+        self._tokens = _current.set((context, None, get_ident(), task, True)), self._tokens
+
+    def __exit__(self, *error: object) -> None:
+        assert self._tokens is not None
+        token, self._tokens = self._tokens
+        _current.reset(token)
+
+
 class override_forward_context:
     """Context manager: make ``context`` (or None) current in this thread or task; re-entrant."""
 
@@ -231,7 +261,12 @@ class override_forward_context:
     def __enter__(self) -> ForwardContext | None:
         context, loop = self._context, _get_running_loop()
         task = None if loop is None else current_task(loop)
-        token = _current.set((context, self._callers, get_ident(), task))
+        thread = get_ident()
+        token = _current.set((context, self._callers, thread, task, False))
+        outer = token.old_value
+        if outer.__class__ is tuple and outer[4] and outer[2] == thread and outer[3] is task:
+            _current.reset(token)
+            token = _current.set((context, None, thread, task, True))
         self._tokens = token, self._tokens
         return context
 

@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 class Reason(enum.Enum):
     """Why something runs without a graph. The value is the stable name, for logs and JSON."""
 
-    # Of a piece: decided when the graph is split.
+    # Of a piece: decided when the graph is split. Of a whole step where all its pieces are eager.
     SPLITTING_OP = "splitting_op"  # registered as a boundary, or tagged cudagraph_unsafe
-    EAGER_REGION = "eager_region"  # inside ``with cgcompile.eager_region():``
+    EAGER_REGION = "eager_region"  # in cgcompile.eager_region(); of a whole step as well
     HOST_SYNC = "host_sync"  # the host has to read a value that the device computes
     CPU_TENSOR = "cpu_tensor"  # computes on the CPU, or reads CPU memory on the device
     DEVICE_COPY = "device_copy"  # copies between host and device through pageable memory
@@ -86,6 +86,8 @@ EXPECTED = frozenset(
         Reason.NO_KERNEL,
         Reason.EMPTY_BATCH,
         Reason.MODE_EXCLUDED,
+        Reason.SPLITTING_OP,
+        Reason.EAGER_REGION,
         Reason.CHEAPER_EAGER,
     }
 )

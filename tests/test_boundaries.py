@@ -188,7 +188,7 @@ def test_uuid_tells_registries_apart() -> None:
     assert Boundaries([low]).uuid() != Boundaries(["cgtest::attend"]).uuid()
 
 
-def test_eager_region_does_nothing_outside_of_tracing() -> None:
+def test_eager_region_leaves_eager_code_as_it_is() -> None:
     x = torch.randn(3)
     with eager_region():
         y = x.sin()

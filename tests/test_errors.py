@@ -204,6 +204,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CaptureError.mutates_arguments": CaptureError.mutates_arguments("attend"),
     "CaptureError.stale_copy": CaptureError.stale_copy("get_cache"),
     "CaptureError.reentered": CaptureError.reentered(),
+    "CaptureError.region_inside": CaptureError.region_inside(),
     "CaptureBusyError.busy": CaptureBusyError.busy("piece_1", "piece_0", True),
     "DispatchError.no_descriptor": DispatchError.no_descriptor("Linear", "FULL"),
     "DispatchError.bad_mode": DispatchError.bad_mode("NONE"),

@@ -118,10 +118,12 @@ from cgcompile.compat.modes import (
 from cgcompile.compat.operators import (
     add_note,
     all_op_names,
+    aten_name,
     custom_op_overload,
     higher_order_ops,
     is_higher_order_op,
     is_op,
+    is_python_operator,
     op_names,
     op_overloads,
     process_group_backend,

@@ -1,9 +1,11 @@
 """Operators: their names, overloads and schemas. See ``cgcompile/compat/__init__.py``."""
 
 import linecache
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,6 +55,54 @@ def op_names(op: Any) -> tuple[str, ...]:
     if isinstance(op, torch._ops.HigherOrderOperator):
         return (f"higher_order::{op.name()}",)
     return ()
+
+
+_PYTHON_OPERATORS = {
+    operator.matmul: "matmul",
+    operator.add: "add",
+    operator.sub: "sub",
+    operator.mul: "mul",
+    operator.truediv: "div",
+    operator.floordiv: "floor_divide",
+    operator.mod: "remainder",
+    operator.pow: "pow",
+    operator.neg: "neg",
+    operator.iadd: "add_",
+    operator.isub: "sub_",
+    operator.imul: "mul_",
+    operator.itruediv: "div_",
+}
+
+
+def aten_name(target: Any) -> str | None:
+    """Return the ``aten::op`` that a function or method of torch calls; None of any other.
+
+    ``torch.sigmoid``, ``torch.Tensor.sigmoid``, ``torch.nn.functional.sigmoid``, the name of the
+    method and the op are one; ``sigmoid_`` is another.
+    """
+    if isinstance(target, str):
+        name = target
+    elif is_op(target):
+        packet = op_names(target)[-1 if isinstance(target, torch._ops.OpOverload) else 0]
+        return packet if packet.startswith("aten::") else None
+    elif target in _PYTHON_OPERATORS:
+        name = _PYTHON_OPERATORS[target]
+    else:
+        owner = getattr(target, "__objclass__", None) or target
+        if not str(getattr(owner, "__module__", None)).startswith("torch"):
+            return None
+        name = getattr(target, "__name__", "")
+    return f"aten::{name}" if _is_aten(name) else None
+
+
+@cache
+def _is_aten(name: str) -> bool:
+    return not name.startswith("__") and hasattr(torch.ops.aten, name)
+
+
+def is_python_operator(target: Any) -> bool:
+    """Whether a function is one such as ``operator.add``, which also works on plain numbers."""
+    return getattr(target, "__module__", None) == "_operator"
 
 
 def op_overloads(op: Any) -> tuple[torch._ops.OpOverload, ...]:

@@ -19,7 +19,7 @@ from cgcompile.encoder.results import checked_rows, empty_rows, own_rows
 from cgcompile.encoder.room import Rehearsal, left_out
 from cgcompile.encoder.staging import GraphInputs, check_keys
 from cgcompile.errors import CaptureError, EncoderModelError
-from cgcompile.forward_context import set_forward_context
+from cgcompile.forward_context import eager_region_is_open, set_forward_context
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.device import capture_device
@@ -287,6 +287,8 @@ class EncoderGraphs:
         """Why nothing may be replayed now, whatever is captured."""
         if inside_capture():
             return Reason.INSIDE_CAPTURE
+        if eager_region_is_open():
+            return Reason.EAGER_REGION
         if torch.is_grad_enabled() and any(map(holds_parameters_with_grad, self._modules)):
             return Reason.GRADIENTS
         return None

@@ -114,6 +114,15 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def region_inside(cls) -> "CaptureError":
+        return cls(
+            "cgcompile.eager_region() inside of a capture: what runs in it would become part of "
+            "the graph. It takes code out of graphs where a model is traced.\n"
+            "  Put the code into a function with @cgcompile.eager_break_during_capture and capture "
+            "with a breakable wrapper, or compile the model."
+        )
+
+    @classmethod
     def no_segment(cls, what: str) -> "CaptureError":
         return cls(
             f"{what}: no graph segment is being captured here.\n"

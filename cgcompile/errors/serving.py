@@ -230,8 +230,8 @@ class ManagerError(CGCompileError, RuntimeError):
     def no_replay(cls, batch: str) -> "ManagerError":
         return cls(
             f"run_fullgraph: FULL, {batch} cannot be replayed here: gradients are asked for, or a "
-            "capture runs.\n  Call it under torch.no_grad() or torch.inference_mode(), outside of "
-            "captures."
+            "capture or an eager region is open.\n  Call it under torch.no_grad() or "
+            "torch.inference_mode(), outside of captures and of cgcompile.eager_region()."
         )
 
     @classmethod

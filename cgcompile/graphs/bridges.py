@@ -105,7 +105,7 @@ class _Bridge:
 
     def __init__(self, place: Place, made: torch.Tensor, frame: Frame, result: bool) -> None:
         self._place = place
-        self._buffer = OwnedCopy(made, frame, result)
+        self._buffer = OwnedCopy(made, frame, result=result)
         self.block = self._buffer.block
 
     def __call__(self, made: list[Any]) -> None:

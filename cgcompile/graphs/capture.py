@@ -153,6 +153,11 @@ def inside_capture() -> bool:
     return _turn.is_here() or any_capture()
 
 
+def captured_here() -> bool:
+    """Return whether a capture of cgcompile records the ops that this thread runs now."""
+    return _turn.is_here() and any_capture()
+
+
 def who_captures_here() -> object:
     """The holder of the turn, if it is this thread's; else None."""
     return _turn.holder(here=True)

@@ -18,7 +18,13 @@ import torch
 from cgcompile import compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import CaptureBusyError, CaptureError, DispatchError, GuardError
-from cgcompile.forward_context import BatchDescriptor, ForwardContext, callers_context
+from cgcompile.forward_context import (
+    BatchDescriptor,
+    ForwardContext,
+    callers_context,
+    current_forward_context,
+    eager_region_is_open,
+)
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.capture import (
     capture,
@@ -44,6 +50,7 @@ from cgcompile.graphs.fields import FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.lent import Passed
 from cgcompile.graphs.pool import LENT, GraphPool
+from cgcompile.graphs.regions import IN_REGION
 from cgcompile.graphs.results import flatten, rebuilt
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 from cgcompile.graphs.storages import SameStorages, weight_name, weights_of
@@ -149,6 +156,8 @@ class CUDAGraphWrapper(Transparent):
     def _dispatch(
         self, context: ForwardContext | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if context is None and eager_region_is_open():
+            return self._in_region(args, kwargs)
         if context is None:
             return self._plain(Reason.NO_CONTEXT, "no forward context", args, kwargs)
         mode = context.cudagraph_runtime_mode
@@ -179,6 +188,12 @@ class CUDAGraphWrapper(Transparent):
     @property
     def _may_capture(self) -> bool:
         return not self.closed and capture_allowed() and not capture_postponed()
+
+    def _in_region(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context = current_forward_context()
+        if context is not None and context.inputs_ready is not None:
+            wait_for_inputs(context.inputs_ready, None if self._pool is None else self._pool.where)
+        return self._plain(IN_REGION.reason, IN_REGION.detail, args, kwargs)
 
     def _changed(
         self,

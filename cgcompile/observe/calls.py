@@ -2,16 +2,16 @@
 
 import operator
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
 from cgcompile import compat
-from cgcompile.boundaries import eager_region
-from cgcompile.forward_context import get_forward_context, is_forward_context_available
+from cgcompile.forward_context import EagerRegion, get_forward_context, is_forward_context_available
 from cgcompile.graphs.breakable import eager_break_during_capture
+from cgcompile.graphs.regions import eager_region
 from cgcompile.observe.advice import Way
 from cgcompile.observe.attention import is_attention_name
 from cgcompile.observe.notes import Notes
@@ -59,7 +59,7 @@ class PythonCalls:
         self._reads = {_code(get_forward_context), _code(is_forward_context_available)}
         self._break = _code(eager_break_during_capture(operator.neg))
         self._region = _code(eager_region)
-        self._leave = _code(nullcontext.__exit__)
+        self._leave = _code(EagerRegion.__exit__)
         self._compiled = compat.code_of_compiled_functions()
         self._uncompiled: list[AbstractContextManager[Any]] = []  # around each that runs
 

@@ -32,7 +32,7 @@ from cgcompile.config import CUDAGraphMode
 from cgcompile.passes.nodes import is_cpu_scalar, is_symbolic_number, storages, tensors
 from cgcompile.passes.pieces import Value
 from cgcompile.passes.split import SplitGraph
-from cgcompile.reasons import Reason, Why
+from cgcompile.reasons import EXPECTED, Reason, Why
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,17 @@ def full_support(split: SplitGraph) -> AttentionCGSupport:
     return min((piece.support for piece in split.pieces), default=AttentionCGSupport.ALWAYS)
 
 
+def _why_eager(split: SplitGraph) -> Why:
+    """Why a graph of eager pieces alone is not captured: what ``strict`` refuses comes first."""
+    found = [
+        Why(why.reason, f"every piece runs eager; {piece.name}: {why.detail}")
+        for piece in split.pieces
+        for why in piece.why
+        if why.reason is not Reason.NO_KERNEL
+    ]
+    return next((why for why in found if why.reason not in EXPECTED), found[0])
+
+
 def why_never(split: SplitGraph, wanted: CUDAGraphMode, has_device: bool) -> Why | None:
     """Why no call of a graph is captured, whatever it is given; None if it may be."""
     if wanted is CUDAGraphMode.NONE:
@@ -132,7 +143,7 @@ def why_never(split: SplitGraph, wanted: CUDAGraphMode, has_device: bool) -> Why
     if not captured and all(reason is Reason.NO_KERNEL for reason in whys):
         return Why(Reason.NO_KERNEL, "this graph launches no kernel")
     if not captured and full_support(split) is AttentionCGSupport.NEVER:
-        return Why(Reason.NO_KERNEL, "this graph has eager pieces alone")
+        return _why_eager(split)
     if not has_device:
         detail = (
             f"tensors are on {str(split.device)!r}; graphs need a CUDA device, or "

@@ -17,7 +17,7 @@ from cgcompile.backend import Backend
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import ManagerError
-from cgcompile.forward_context import set_forward_context
+from cgcompile.forward_context import eager_region_is_open, set_forward_context
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.device import capture_device
@@ -211,7 +211,9 @@ class StepRunner:
         return self.full.entry_of(FULL, descriptor)
 
     def _judged_by_the_wrapper(self) -> bool:
-        return inside_capture() or (not self._inference_mode and torch.is_grad_enabled())
+        if inside_capture() or eager_region_is_open():
+            return True
+        return not self._inference_mode and torch.is_grad_enabled()
 
     def _replay(self, entry: CUDAGraphEntry) -> Any:
         assert self.pool is not None

@@ -45,7 +45,7 @@ def step(args, kwargs):
     entry = last_entered()
     if entry is None:
         return another
-    _, context, thread, task = entry
+    _, context, thread, task, _ = entry
     if context is None or thread != get_ident():
         return another
     loop = running_loop()
