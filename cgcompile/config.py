@@ -202,7 +202,7 @@ class CompilationConfig:
         None,
         optional(parse_text),
         "The folder that keeps compiled pieces for other processes, or 'off'. Unset: cgcompile in "
-        "$XDG_CACHE_HOME, or in ~/.cache. Trust what is in it: it is loaded as code.",
+        "$XDG_CACHE_HOME, or in ~/.cache. It is loaded as code: you or root must own it, alone.",
     )
     capture_device: str = setting(
         "capture_device",

@@ -82,7 +82,8 @@ def load_graph(data: bytes) -> fx.GraphModule:
     """Make a graph that :func:`dump_graph` saved.
 
     Its values belong to a fake mode and symbols of its own, with the hints, ranges and guards that
-    the saved ones had. ``split_graph`` and the compilers of pieces take it like Dynamo's.
+    the saved ones had. ``split_graph`` and the compilers of pieces take it like Dynamo's. A graph
+    names the functions that it calls, so load only bytes that you trust.
 
     Args:
         data: what ``dump_graph`` returned.
