@@ -96,7 +96,7 @@ class ForwardContext:
 def _real_rows(found: Any, descriptor: BatchDescriptor | None) -> int:
     """How many rows of a batch are real, as a Python number."""
     most = None if descriptor is None else descriptor.num_tokens
-    if hasattr(found, "__index__") and not isinstance(found, (bool, torch.Tensor)):
+    if hasattr(found, "__index__") and not isinstance(found, (bool, torch.Tensor, type)):
         rows = operator.index(found)
         if rows >= 0 and (most is None or rows <= most):
             return rows
@@ -177,6 +177,8 @@ class override_forward_context:
     def __init__(self, context: ForwardContext | None) -> None:
         if is_dynamo_compiling():
             raise ForwardContextError.traced(type(self).__name__ + "()")
+        if context is not None and not isinstance(context, ForwardContext):
+            raise ForwardContextError.no_context(context)
         self._context = context
         self._callers = None if context is None or context.is_synthetic else context
         self._tokens = None

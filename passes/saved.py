@@ -29,6 +29,7 @@ from cgcompile.passes.nodes import attribute, short_name, tensors, toggles_state
 from cgcompile.passes.saved_sizes import read_expressions, read_state, saved_state
 from cgcompile.passes.saved_targets import loaded_target, saved_target
 from cgcompile.passes.saved_values import ValueReader, ValueWriter
+from cgcompile.settings import checked
 
 _MAGIC = b"cgcompile graph 1\n"
 _INPUT_TYPES = (torch.Tensor, torch.nn.Parameter, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -36,6 +37,7 @@ _DIGEST = hashlib.sha256().digest_size
 LARGEST_CONSTANT = 64 * 1024  # bytes of a tensor that goes into the file
 
 
+@checked
 def dump_graph(gm: fx.GraphModule) -> bytes:
     """Save a graph as a backend gets it from Dynamo.
 
@@ -78,6 +80,7 @@ def dump_graph(gm: fx.GraphModule) -> bytes:
     return _MAGIC + hashlib.sha256(body).digest() + body
 
 
+@checked
 def load_graph(data: bytes) -> fx.GraphModule:
     """Make a graph that :func:`dump_graph` saved.
 

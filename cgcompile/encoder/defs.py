@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from cgcompile.errors import ConfigError, EncoderItemError
+from cgcompile.settings import checked, require_fields, require_items, require_kind
 
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"
 KEEP, ZERO = "keep", "zero"
@@ -64,10 +65,14 @@ class EncoderItemSpec:
             "local_output_tokens": self.local_output_tokens,
             "frames": self.frames,
         }
-        for name, count in (*counts.items(), *self.path_output_tokens.items()):
+        require_kind("path_output_tokens", "EncoderItemSpec", self.path_output_tokens, Mapping)
+        require_kind("axes", "EncoderItemSpec", self.axes, Mapping)
+        named = (*self.path_output_tokens.items(), *self.axes.items())
+        for name, count in (*counts.items(), *named):
             if not _whole(count):
                 raise EncoderItemError.number(name, count)
 
+    @checked
     def tokens(self, path: str = DEFAULT) -> int:
         """Rows of the result of one path; 0 for a path that the item does not take."""
         if path in self.path_output_tokens:
@@ -115,6 +120,7 @@ class EncoderCaptureAxis:
     values: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        require_fields(self)
         values = tuple(sorted(set(self.values)))
         if not values or not all(_whole(each) for each in values):
             where = f"EncoderCaptureAxis {self.name!r}"
@@ -167,6 +173,7 @@ class EncoderCudaGraphConfig:
     on_none: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        require_fields(self, but=("modalities", "buffer_keys"))
         self._check_values()
         self._check_dual_path()
         self._check_keys()
@@ -207,7 +214,8 @@ class EncoderCudaGraphConfig:
                 raise ConfigError.bad_value(name, _WHERE, found, expected)
         for name in ("modalities", "buffer_keys"):
             found = getattr(self, name)
-            if isinstance(found, str) or not found or len(set(found)) < len(found):
+            require_items(name, _WHERE, found, str)
+            if not found or len(set(found)) < len(found):
                 expected = "at least one name, each once"
                 raise ConfigError.bad_value(name, _WHERE, found, expected)
 

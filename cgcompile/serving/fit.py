@@ -23,6 +23,7 @@ from cgcompile.serving.sizes import (
     padding_share,
     whole,
 )
+from cgcompile.settings import checked
 
 _Measure = Callable[[int], float]
 
@@ -49,6 +50,7 @@ class FittedSizes:
     nbytes: int | None
 
 
+@checked
 def fit_sizes(
     histogram: Mapping[int, int],
     count: int | None = None,
