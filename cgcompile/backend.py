@@ -31,6 +31,7 @@ from cgcompile.piecewise.splitting import check_sizes, split_as_set
 from cgcompile.piecewise.traces import trace_code, trace_split
 from cgcompile.piecewise.verify import verifier
 from cgcompile.reasons import Counters
+from cgcompile.settings import checked
 from cgcompile.tracing.saved import KeptTraces
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class Backend:
         found = [each.counters for each in self.graphs]
         return sum(found + [each.counters for each in self.wrappers], Counters())
 
+    @checked
     def capture(
         self,
         step: Callable[[Any], Any],
@@ -153,6 +155,7 @@ class Backend:
             strict=self.config.strict,
         )
 
+    @checked
     def verify(
         self,
         model: Callable[..., Any],
@@ -201,6 +204,7 @@ class Backend:
             raise DispatchError.nothing_verified("; ".join(whys) or "no graph of it was called")
         return [each for each in found if each is not None]
 
+    @checked
     def invalidate(self, reason: str) -> None:
         """Drop all graphs because something that they hold is not so any more.
 

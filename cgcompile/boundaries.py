@@ -22,7 +22,7 @@ from cgcompile import compat
 from cgcompile.descriptors import allows_full as allows_full
 from cgcompile.errors import BoundaryError
 from cgcompile.modes import AttentionCGSupport
-from cgcompile.settings import items_of, require_kind
+from cgcompile.settings import checked, items_of, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +97,7 @@ class SplittingOp:
         if self.impl is not None and not all(map(callable, per_device)):
             raise BoundaryError.bad_impl(self.name, self.impl)
 
+    @checked
     def impl_for(self, device_type: str) -> Callable[..., Any] | None:
         """The function that a replay on such a device calls in place of the op, or None."""
         return self.impl.get(device_type) if isinstance(self.impl, Mapping) else self.impl
@@ -223,6 +224,7 @@ class Boundaries:
             or one op declared twice with different settings.
     """
 
+    @checked
     def __init__(self, entries: Iterable[Any] = (), *, builtin: bool = True) -> None:
         mine, given = _Table(), _Table()
         several = isinstance(entries, Iterable) and not isinstance(entries, str)
@@ -251,6 +253,7 @@ class Boundaries:
         ]
         return repr(rows)
 
+    @checked
     def match(self, node: fx.Node) -> SplittingOp | None:
         """The entry that makes ``node`` a boundary, or None."""
         found = None

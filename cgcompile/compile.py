@@ -21,10 +21,12 @@ from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.piecewise.again import ANOTHER
+from cgcompile.settings import checked
 from cgcompile.tracing.variant import GUARDS, SHAPES, Rules, Variant
 from cgcompile.tracing.variants import Traces
 
 
+@checked
 def compile(
     model: Any = None,
     config: CompilationConfig | Backend | None = None,
@@ -229,6 +231,7 @@ class CompiledModel(Transparent):
         if self._traces is not None:
             self._traces.is_closed = True
 
+    @checked
     def invalidate(self, reason: str) -> None:
         """Something changed that is not looked at: forget all traces and graphs.
 

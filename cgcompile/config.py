@@ -202,7 +202,7 @@ class CompilationConfig:
         None,
         optional(parse_text),
         "The folder that keeps compiled pieces for other processes, or 'off'. Unset: cgcompile in "
-        "$XDG_CACHE_HOME, or in ~/.cache. Trust what is in it: it is loaded as code.",
+        "$XDG_CACHE_HOME, or in ~/.cache. It is loaded as code: you or root must own it, alone.",
     )
     capture_device: str = setting(
         "capture_device",
@@ -422,6 +422,11 @@ class CompilationConfig:
         if config is not None and not isinstance(config, cls):
             expected = "a CompilationConfig; give single settings by name"
             raise ConfigError.bad_value("config", "Backend", config, expected)
+        if torch_mode is not None and not isinstance(torch_mode, str):
+            raise ConfigError.bad_value("mode", "torch.compile", torch_mode, "a text or None")
+        for name, settings in (("options", options), ("arguments", arguments)):
+            if settings is not None and not isinstance(settings, Mapping):
+                raise ConfigError.no_mapping(name, settings, isinstance(settings, cls))
         if torch_mode is not None and torch_mode not in TORCH_MODES:
             raise ConfigError.unknown_torch_mode(torch_mode, tuple(TORCH_MODES))
         given: dict[str, Any] = dict(TORCH_MODES[torch_mode or "default"])

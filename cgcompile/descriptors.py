@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from cgcompile.errors import DescriptorError
 from cgcompile.modes import AttentionCGSupport
-from cgcompile.settings import whole
+from cgcompile.settings import is_flag, whole
 
 
 class _Fields(NamedTuple):
@@ -50,6 +50,8 @@ class BatchDescriptor(_Fields):
             num_tokens, num_reqs, num_active_loras, max_query_len = _checked_counts(*counts)
         if type(extra) is not tuple or extra:
             _check_extra(extra)
+        if not ((uniform is False or uniform is True) and (has_lora is False or has_lora is True)):
+            _check_flags(uniform, has_lora)
         if uniform and (num_reqs is None or num_tokens % num_reqs):
             raise DescriptorError.not_uniform(num_tokens, num_reqs)
         if num_active_loras and not has_lora:
@@ -108,6 +110,12 @@ def _checked_counts(
             expected = f"a whole number of at least {least}" + (" or None" if optional else "")
             raise DescriptorError.field(name, value, expected)
     return tuple(numbers)
+
+
+def _check_flags(uniform: Any, has_lora: Any) -> None:
+    for name, value in (("uniform", uniform), ("has_lora", has_lora)):
+        if not is_flag(value):
+            raise DescriptorError.field(name, value, "bool")
 
 
 def _check_extra(extra: Any) -> None:

@@ -254,6 +254,8 @@ class override_forward_context:
     def __init__(self, context: ForwardContext | None) -> None:
         if is_dynamo_compiling():
             raise ForwardContextError.traced(type(self).__name__ + "()")
+        if context is not None and not isinstance(context, ForwardContext):
+            raise ForwardContextError.no_context(context)
         self._context = context
         self._callers = None if context is None or context.is_synthetic else context
         self._tokens = None

@@ -6,12 +6,19 @@ expected.
 """
 
 import enum
+import functools
+import inspect
 import json
+import math
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
-from typing import Any, NamedTuple, TypeVar
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import field, fields
+from numbers import Real
+from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
 from cgcompile.errors import ConfigError
 
@@ -19,6 +26,7 @@ ENV_PREFIX = "CGCOMPILE_"
 
 Parser = Callable[[Any], Any]
 E_ = TypeVar("E_", bound=enum.Enum)
+F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
 def enum_parser(kind: type[E_]) -> Parser:
@@ -60,8 +68,179 @@ def require_items(name: str, where: str, value: object, kind: type | None = None
     """
     what = "items" if kind is None else f"{kind.__name__} objects"
     several = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+    several = several and not hasattr(value, "data_ptr")  # a tensor is one item
     holds = several and (kind is None or all(isinstance(each, kind) for each in value))  # type: ignore[attr-defined]
     require(holds, name, where, value, f"a sequence of {what}")
+
+
+# ---------------------------------------------------------------- arguments and annotations
+
+
+# A table with a row for each number up to a size of a batch or a budget is at most so long.
+LARGEST_TABLE = 2**20
+# Rows that a buffer may have; sizes in bytes fit in 64 bits.
+LARGEST_ROWS = 2**40
+
+
+def is_whole(value: object, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
+    """Whether a value is an integer in a range; neither a bool nor a tensor is one."""
+    if isinstance(value, bool) or hasattr(value, "data_ptr"):
+        return False
+    try:
+        return least <= operator.index(value) <= most  # type: ignore[arg-type]
+    except TypeError:
+        return False
+
+
+def require_whole(name: str, where: str, value: object, least: int, most: int) -> None:
+    """As :func:`require`, of an integer in a range that the caller documents."""
+    holds = is_whole(value, least, most)
+    require(holds, name, where, value, f"a whole number from {least} to {most}")
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a number other than NaN and the infinities; a bool is none."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return is_whole(value) or (isinstance(value, Real) and math.isfinite(value))
+
+
+def is_flag(value: object) -> bool:
+    """Whether a value is a bool, of Python or of NumPy."""
+    kind = type(value)
+    return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
+
+
+def require_flag(name: str, where: str, value: object) -> None:
+    """As :func:`require`, of a bool."""
+    require(is_flag(value), name, where, value, "bool")
+
+
+def require_arguments(where: str, values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Refuse arguments that do not match the annotations of their parameters.
+
+    The one mechanism for constructors and functions outside of the steps: a flag must be a bool,
+    an ``int`` one of 64 bits, a ``float`` finite, items and entries of what they are annotated as.
+    Annotations that are text or a type variable match everything.
+
+    Raises:
+        ConfigError: names the first argument that does not match, and its annotation.
+    """
+    for name, value in values.items():
+        hint = hints.get(name, Any)
+        if not _matches(value, hint):
+            expected = _hint_text(hint)
+            if isinstance(value, int) and not is_whole(value) and not isinstance(value, bool):
+                expected += " of at most 64 bits"
+            raise ConfigError.bad_value(name, where, value, expected)
+
+
+def checked(function: F_) -> F_:
+    """Make a function or method check its arguments, see :func:`require_arguments`.
+
+    Not for what a step calls: it costs some microseconds.
+    """
+    signature = inspect.signature(function)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    hints = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if parameter.kind not in several and parameter.annotation is not parameter.empty
+    }
+    where = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # Python's own error names the argument
+        require_arguments(where, {name: bound[name] for name in bound if name in hints}, hints)
+        return function(*args, **kwargs)
+
+    return cast(F_, call)
+
+
+def require_fields(record: Any, *, but: Iterable[str] = ()) -> None:
+    """Check the fields of a dataclass, see :func:`require_arguments`; for its ``__post_init__``.
+
+    Args:
+        record: the dataclass.
+        but: fields that it checks in its own words.
+    """
+    hints = {each.name: each.type for each in fields(record) if each.name not in but}
+    values = {name: getattr(record, name) for name in hints}
+    require_arguments(type(record).__name__, values, hints)
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    if hint is Any or hint is object or isinstance(hint, (str, TypeVar)):
+        return True
+    if hint is None or hint is type(None):
+        return value is None
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_matches(value, part) for part in parts)
+    if origin is Literal:
+        return isinstance(value, str) and value in parts
+    if origin is not None:
+        return _matches_container(value, origin, parts)
+    if hint is int:
+        return is_whole(value)
+    if hint is float:
+        return is_finite(value)
+    if hint is bool:
+        return is_flag(value)
+    if hint is Callable or hint is typing.Callable:
+        return callable(value)
+    try:
+        return isinstance(value, hint) and _fields_match(value, hint)
+    except TypeError:  # a protocol that cannot be looked for
+        return True
+
+
+def _fields_match(value: Any, hint: Any) -> bool:
+    """Whether the fields of a named tuple match; anything else checks itself when it is made."""
+    if not (isinstance(value, tuple) and hasattr(hint, "_fields")):
+        return True
+    hints = getattr(hint, "__annotations__", {})
+    return all(_matches(getattr(value, name), kind) for name, kind in hints.items())
+
+
+def _matches_container(value: Any, origin: Any, parts: tuple[Any, ...]) -> bool:
+    if origin is Callable:
+        return callable(value)
+    if origin is type:
+        return isinstance(value, type)
+    if isinstance(value, (str, bytes)) or hasattr(value, "data_ptr"):
+        return False  # a text or a tensor is no list of items
+    if origin in (tuple, list):  # either will do
+        if not isinstance(value, Sequence):
+            return False
+        if origin is tuple and parts[-1:] != (Ellipsis,):
+            return len(value) == len(parts) and all(map(_matches, value, parts))
+    elif not isinstance(value, origin):
+        return False
+    if isinstance(value, Mapping) and len(parts) == 2:
+        rows = value.items()
+        return all(_matches(key, parts[0]) and _matches(item, parts[1]) for key, item in rows)
+    if not isinstance(value, Collection) or parts[:1] in ((), (Any,)):
+        return True  # an iterator would be used up
+    return all(_matches(item, parts[0]) for item in value)
+
+
+def _hint_text(hint: Any) -> str:
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(map(_hint_text, get_args(hint)))
+    if hint is type(None):
+        return "None"
+    if hint is float:
+        return "a finite float"
+    text = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+    return re.sub(r"\b(\w+\.)+", "", text)
+
+
+# ---------------------------------------------------------------- parsers
 
 
 def optional(parse: Parser) -> Parser:
@@ -151,6 +330,8 @@ def sizes_given(name: str, where: str, value: Any) -> tuple[int, ...]:
     """
     items = items_of(value)
     known = parsed(name, where, value, parse_sizes) if items else ()
+    if known:
+        require_whole(name, where, max(known), 1, LARGEST_TABLE)
     return tuple(sorted(known, key=[int(each) for each in items].index))
 
 

@@ -26,6 +26,7 @@ from cgcompile.passes.pieces import Piece, Value
 from cgcompile.passes.records import PassRecord
 from cgcompile.passes.saved import dump_graph, load_graph
 from cgcompile.passes.split import SplitGraph
+from cgcompile.settings import checked, parse_passes, parsed
 
 __all__ = [
     "OPTIONAL",
@@ -57,6 +58,7 @@ PIPELINE: Mapping[str, Callable[[Boundaries], GraphPass]] = {
 OPTIONAL = (EliminateNoOps.name, EliminateClones.name)  # a split is right without these
 
 
+@checked
 def split_graph(
     gm: fx.GraphModule,
     boundaries: Boundaries,
@@ -98,6 +100,7 @@ def split_graph(
     return replace(split, passes=(*on_graph.records, *on_pieces.records))
 
 
+@checked
 def check_disabled(disabled: Collection[str], theirs: Iterable[Any]) -> None:
     """Refuse to leave out a pass that does not run anyway, or that a split needs.
 
@@ -108,6 +111,7 @@ def check_disabled(disabled: Collection[str], theirs: Iterable[Any]) -> None:
     Raises:
         ConfigError: names the pass, with close matches.
     """
+    theirs = parsed("theirs", "passes", tuple(theirs), parse_passes)
     choices = [*(str(each.name) for each in theirs), *OPTIONAL]
     for name in disabled:
         if name in PIPELINE and name not in OPTIONAL:

@@ -27,7 +27,7 @@ from cgcompile.passes.nodes import value
 from cgcompile.passes.outputs import changed_output, outputs_of
 from cgcompile.passes.records import PassRecord, difference, op_counts
 from cgcompile.passes.verify import problem_in, signature
-from cgcompile.settings import require, require_callable
+from cgcompile.settings import checked, require, require_callable
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,7 @@ class PassManager:
         PassError: something in ``passes`` is not a pass.
     """
 
+    @checked
     def __init__(
         self,
         passes: Iterable[Any],
@@ -106,6 +107,7 @@ class PassManager:
             if not isinstance(candidate, GraphPass):
                 raise PassError.not_a_pass(candidate)
         self.passes: tuple[GraphPass, ...] = tuple(p for p in given if p.name not in disabled)
+        require("\0" not in (dump_dir or ""), "dump_dir", "PassManager", dump_dir, "a path")
         self._dump_dir = dump_dir
         self._records: list[PassRecord] = []
 

@@ -29,6 +29,7 @@ from cgcompile.passes.nodes import attribute, short_name, tensors, toggles_state
 from cgcompile.passes.saved_sizes import read_expressions, read_state, saved_state
 from cgcompile.passes.saved_targets import loaded_target, saved_target
 from cgcompile.passes.saved_values import ValueReader, ValueWriter
+from cgcompile.settings import checked
 
 _MAGIC = b"cgcompile graph 1\n"
 _INPUT_TYPES = (torch.Tensor, torch.nn.Parameter, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -36,6 +37,7 @@ _DIGEST = hashlib.sha256().digest_size
 LARGEST_CONSTANT = 64 * 1024  # bytes of a tensor that goes into the file
 
 
+@checked
 def dump_graph(gm: fx.GraphModule) -> bytes:
     """Save a graph as a backend gets it from Dynamo.
 
@@ -78,11 +80,13 @@ def dump_graph(gm: fx.GraphModule) -> bytes:
     return _MAGIC + hashlib.sha256(body).digest() + body
 
 
+@checked
 def load_graph(data: bytes) -> fx.GraphModule:
     """Make a graph that :func:`dump_graph` saved.
 
     Its values belong to a fake mode and symbols of its own, with the hints, ranges and guards that
-    the saved ones had. ``split_graph`` and the compilers of pieces take it like Dynamo's.
+    the saved ones had. ``split_graph`` and the compilers of pieces take it like Dynamo's. A graph
+    names the functions that it calls, so load only bytes that you trust.
 
     Args:
         data: what ``dump_graph`` returned.

@@ -4,6 +4,7 @@ Each distinct expression is one row of a table and refers to earlier rows, so th
 parsed or evaluated as text.
 """
 
+import operator
 from dataclasses import fields
 from typing import Any
 
@@ -76,9 +77,9 @@ def read_expressions(rows: list[Any]) -> list[sympy.Basic]:
         elif kind == "endless":
             found = endless[parts[0]]
         elif kind == "integer":
-            found = sympy.Integer(parts[0])
+            found = sympy.Integer(operator.index(parts[0]))
         elif kind == "ratio":
-            found = sympy.Rational(*parts)
+            found = sympy.Rational(*map(operator.index, parts))  # sympy evaluates texts
         elif kind == "float":
             found = sympy.Float(parts[0])
         else:

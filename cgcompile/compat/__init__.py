@@ -12,6 +12,7 @@ from cgcompile.compat.artifacts import (
     compile_saveable,
     compiler_settings,
     inductor_files_in,
+    is_disk_error,
     load_artifact,
     machine,
     processor,

@@ -1,6 +1,7 @@
 """Compiled pieces as bytes, and what they depend on. See ``cgcompile/compat/__init__.py``."""
 
 import enum
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -18,6 +19,7 @@ from torch import fx
 
 from cgcompile.compat.compilers import compile_standalone, known_patches
 from cgcompile.compat.direct import Direct
+from cgcompile.compat.guard_text import guards_hold, require_guards
 from cgcompile.compat.locks import new_lock
 from cgcompile.compat.modes import autocast_state
 from cgcompile.compat.operators import op_overloads
@@ -73,6 +75,23 @@ def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]
         return Direct(AOTCompiledArtifact.deserialize(data))
 
 
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether an error of a compiler is that of a disk that cannot be written.
+
+    Compilers are programs and processes of their own, so the text of the error counts as well.
+    """
+    texts = [os.strerror(number) for number in _DISK_ERRORS]
+    cause: BaseException | None = error
+    while cause is not None:
+        if any(text in str(cause) for text in texts):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
 _FILES_LOCK = new_lock(watch=False)
 _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -83,12 +102,12 @@ def inductor_files_in(folder: Path) -> Iterator[None]:
 
     torch reads the folder from the environment, which belongs to the process: what another thread
     compiles meanwhile lands there too, and is right there as well. Tables in memory that hold paths
-    are emptied at both ends. A folder that cannot be made is not used.
+    are emptied at both ends. A folder that cannot be made is not used; its parents are not made.
     """
     from torch._inductor.utils import clear_caches
 
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
         usable = os.access(folder, os.W_OK | os.X_OK)
     except OSError:
         usable = False
@@ -132,7 +151,11 @@ class SizeGuards:
         return [each.expr for each in found if each.expr.free_symbols & self._symbols]
 
     def added(self) -> str | None:
-        """The guards since this object was made; None if they cannot be told elsewhere."""
+        """The guards since this object was made; None if they cannot be told elsewhere.
+
+        Raises:
+            ValueError: torch has written what another process would not evaluate.
+        """
         if self._env is None:
             return ""
         new = self._env.guards[self._before :]
@@ -141,17 +164,20 @@ class SizeGuards:
             return None
         if not new:
             return ""
-        return self._env.produce_guards_expression(self._sizes, guards=new) or ""
+        text: str = self._env.produce_guards_expression(self._sizes, guards=new) or ""
+        if text:
+            require_guards(text)
+        return text
 
     def hold(self, text: str) -> bool:
         """Whether such guards hold for the present sizes; if so, they are guards from now on."""
         if not text or self._env is None:
             return not text
         hints = [each.node.hint for each in self._sizes]
-        if None in hints or not self._env.evaluate_guards_expression(text, hints):
+        if None in hints or not guards_hold(text, hints):
             return False
         # With symbols, the same question becomes a guard of the graph that Dynamo is compiling.
-        return bool(self._env.evaluate_guards_expression(text, self._sizes))
+        return guards_hold(text, self._sizes)
 
 
 # ---------------------------------------------------------------- what a result depends on

@@ -20,7 +20,7 @@ from cgcompile.encoder.packing import Costs
 from cgcompile.errors import EncoderBudgetError
 from cgcompile.serving.fit import fit_sizes
 from cgcompile.serving.sizes import checked_histogram, round_sizes
-from cgcompile.settings import whole
+from cgcompile.settings import checked, require_arguments, whole
 
 
 class Budgets(NamedTuple):
@@ -35,6 +35,7 @@ class Budgets(NamedTuple):
     max_items: int
 
 
+@checked
 def generated_budgets(least: int, most: int, ratio: float = 2.0) -> tuple[int, ...]:
     """``least``, and each time ``ratio`` times as much, up to ``most``, which is always in it.
 
@@ -66,10 +67,16 @@ def smallest_budget(budgets: Sequence[int], tokens: int) -> int | None:
         budgets: ascending.
         tokens: output tokens, 0 or more; 0 takes the smallest.
     """
-    place = bisect_left(budgets, tokens)
+    try:
+        place = bisect_left(budgets, tokens)
+    except (RuntimeError, TypeError):
+        values, hints = {"budgets": budgets, "tokens": tokens}, {"budgets": Sequence[int]}
+        require_arguments("smallest_budget", values, {**hints, "tokens": int})
+        raise
     return budgets[place] if place < len(budgets) else None
 
 
+@checked
 def resolve_budgets(
     budgets: Iterable[int] | None = None,
     max_items: int | None = None,
@@ -112,6 +119,7 @@ def resolve_budgets(
     return Budgets(given, items)
 
 
+@checked
 def resolve_frames(max_items: int, max_frames_per_video: int, given: int | None = None) -> int:
     """How many frames one replay holds, all its items together; 0 if graphs are not for videos.
 
@@ -130,6 +138,7 @@ def resolve_frames(max_items: int, max_frames_per_video: int, given: int | None 
     return most if frames else 0
 
 
+@checked
 def fitted_budgets(
     observed: Mapping[int, int] | Iterable[int],
     count: int | None = None,

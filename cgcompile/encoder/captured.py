@@ -30,6 +30,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sets import capture_set
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters, Reason
+from cgcompile.settings import require_arguments, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +141,11 @@ class EncoderGraphs:
 
     def inputs(self, key: GraphKey) -> GraphInputs:
         """The buffers of one graph; made when they are first asked for."""
+        if type(key) is not GraphKey:
+            require_kind("key", "graph_inputs", key, GraphKey)
         found = self._inputs.get(key)
         if found is None:
+            require_arguments("graph_inputs", {"key": key}, {"key": GraphKey})
             found = self._inputs[key] = self._made(key)
         return found
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from cgcompile.errors import ConfigError, EncoderItemError
-from cgcompile.settings import whole
+from cgcompile.settings import checked, require_fields, require_items, require_kind, whole
 
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"
 VIDEO = "video"
@@ -75,7 +75,10 @@ class EncoderItemSpec:
             "local_output_tokens": self.local_output_tokens,
             "frames": self.frames,
         }
-        for name, count in (*counts.items(), *self.path_output_tokens.items()):
+        require_kind("path_output_tokens", "EncoderItemSpec", self.path_output_tokens, Mapping)
+        require_kind("axes", "EncoderItemSpec", self.axes, Mapping)
+        named = (*self.path_output_tokens.items(), *self.axes.items())
+        for name, count in (*counts.items(), *named):
             if not _whole(count):
                 raise EncoderItemError.number(name, count)
         _settle(self, counts)
@@ -85,6 +88,7 @@ class EncoderItemSpec:
             if None not in settled.values():  # else it is named where it is used
                 object.__setattr__(self, name, settled)
 
+    @checked
     def tokens(self, path: str = DEFAULT) -> int:
         """Rows of the result of one path; 0 for a path that the item does not take."""
         if path in self.path_output_tokens:
@@ -133,6 +137,7 @@ class EncoderCaptureAxis:
     values: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        require_fields(self)
         numbers = [whole(each) for each in self.values]
         values = tuple(sorted({number for number in numbers if number is not None}))
         if not values or None in numbers or values[0] < 0:
@@ -188,6 +193,7 @@ class EncoderCudaGraphConfig:
     on_none: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        require_fields(self, but=("modalities", "buffer_keys"))
         self._check_values()
         self._check_dual_path()
         self._check_keys()
@@ -245,7 +251,8 @@ class EncoderCudaGraphConfig:
         _settle(self, least)
         for name in ("modalities", "buffer_keys"):
             found = getattr(self, name)
-            if isinstance(found, str) or not found or len(set(found)) < len(found):
+            require_items(name, _WHERE, found, str)
+            if not found or len(set(found)) < len(found):
                 expected = "at least one name, each once"
                 raise ConfigError.bad_value(name, _WHERE, found, expected)
 

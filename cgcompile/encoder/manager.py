@@ -34,7 +34,7 @@ from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
-from cgcompile.settings import require, require_callable, require_kind
+from cgcompile.settings import checked, require, require_callable, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class EncoderCudaGraphManager:
             kind than above.
     """
 
+    @checked
     def __init__(
         self,
         model: Any,
@@ -245,6 +246,7 @@ class EncoderCudaGraphManager:
 
     # -------------------------------------------------------------- capture
 
+    @checked
     def capture(self, max_graph_bytes: int | None = None) -> BulkCapture:
         """Warm up and capture all graphs that are missing, the largest first.
 

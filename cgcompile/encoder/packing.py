@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from cgcompile.encoder.grouping import Problem, solve
 from cgcompile.errors import EncoderPackError
+from cgcompile.settings import require_arguments, require_fields
 
 # A group more costs this, far below one token, so that of equals the one of fewer groups is taken.
 # A power of two: sums of whole costs stay exact.
@@ -84,6 +85,7 @@ class Costs:
     eagers: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        require_fields(self)
         # copies: the tables made from them are kept
         object.__setattr__(self, "replays", dict(self.replays))
         object.__setattr__(self, "eagers", dict(self.eagers))
@@ -144,8 +146,14 @@ def pack(needs: Sequence[Need], capacity: Capacity, costs: Costs) -> list[Group]
         EncoderPackError: an item has tokens or frames that are no whole numbers of at least 0, or
             another number of paths than ``capacity``; or ``capacity`` cannot be.
     """
-    table = _table(capacity, costs)
-    _check_needs(needs, len(capacity.budgets))
+    try:
+        table = _table(capacity, costs)
+        _check_needs(needs, len(capacity.budgets))
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        values = {"needs": needs, "capacity": capacity, "costs": costs}
+        hints = {"needs": Sequence[Need], "capacity": Capacity, "costs": Costs}
+        require_arguments("pack", values, hints)
+        raise
     ordinary: Sequence[int] = range(len(needs))
     groups: list[Group] = []
     if not table.holds_all(needs):

@@ -22,7 +22,14 @@ from cgcompile.encoder.defs import (
 )
 from cgcompile.encoder.protocol import SupportsEncoderCudaGraph, named_buffers
 from cgcompile.errors import ConfigError, EncoderItemError
-from cgcompile.settings import whole
+from cgcompile.settings import (
+    LARGEST_TABLE,
+    checked,
+    require,
+    require_fields,
+    require_whole,
+    whole,
+)
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of one image or video, in patches."""
@@ -52,6 +59,7 @@ class PatchTable:
     tail: str = ZEROS
 
     def __post_init__(self) -> None:
+        require_fields(self)
         for name, known in (("rows", (PATCHES, TOKENS)), ("tail", (ZEROS, POSITIONS))):
             if getattr(self, name) not in known:
                 expected = " or ".join(map(repr, known))
@@ -77,6 +85,14 @@ class PatchOffsets:
     longest_padding: int | None = 1024
     rows: str = PATCHES
     dtype: torch.dtype = torch.int32
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+        known = (PATCHES, TOKENS)
+        require(self.rows in known, "rows", "PatchOffsets", self.rows, "'patches' or 'tokens'")
+        if self.longest_padding is not None:
+            padding = self.longest_padding
+            require_whole("longest_padding", "PatchOffsets", padding, 1, LARGEST_TABLE)
 
 
 def frame_offsets(grids: Sequence[Grid]) -> torch.Tensor:
@@ -128,6 +144,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
             those of different rows.
     """
 
+    @checked
     def __init__(
         self,
         forward: Callable[[dict[str, torch.Tensor]], Any],

@@ -14,8 +14,12 @@ import torch.distributed as dist
 
 from cgcompile import compat
 from cgcompile.errors import EncoderShardError
+from cgcompile.settings import checked, require_whole
+
+MOST_RANKS = 2**16
 
 
+@checked
 def shares_by_load(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Which rank takes which items: the largest first, each to the rank with the least load.
 
@@ -23,11 +27,12 @@ def shares_by_load(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
     Args:
         sizes: load of each item.
-        ranks: how many there are.
+        ranks: how many there are, at most 2**16.
 
     Returns:
         For each rank its items, ascending; maybe none.
     """
+    require_whole("ranks", "shares_by_load", ranks, 1, MOST_RANKS)
     loads = [(0, rank) for rank in range(ranks)]
     found: list[list[int]] = [[] for _ in range(ranks)]
     for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
@@ -57,7 +62,10 @@ class Sharder:
         size: how many ranks there are.
     """
 
+    @checked
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise EncoderShardError.no_group()
         self._group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)

@@ -20,6 +20,13 @@ class ConfigError(CGCompileError, ValueError):
         return cls(f"{where}: {name} = {value!r}; expected {expected}.")
 
     @classmethod
+    def no_mapping(cls, name: str, value: object, is_config: bool) -> "ConfigError":
+        advice = "Give settings by name: options={'strict': True}."
+        if is_config:
+            advice = "For a CompilationConfig: backend=cgcompile.Backend(config)."
+        return cls(f"{name} is a {type(value).__name__}; expected a mapping.\n  {advice}")
+
+    @classmethod
     def impossible(cls, what: str, because: str, instead: str) -> "ConfigError":
         return cls(f"{what} is impossible: {because}.\n  {instead}")
 
@@ -196,6 +203,13 @@ class ForwardContextError(CGCompileError, RuntimeError):
             f"set_forward_context(batch_descriptor={found!r}): expected a "
             "cgcompile.BatchDescriptor, or None.\n"
             "  For a batch of n tokens: batch_descriptor=cgcompile.BatchDescriptor(n)."
+        )
+
+    @classmethod
+    def no_context(cls, found: object) -> "ForwardContextError":
+        return cls(
+            f"override_forward_context({found!r}): expected a cgcompile.ForwardContext, or None.\n"
+            "  set_forward_context(...) makes one from its arguments."
         )
 
     @classmethod

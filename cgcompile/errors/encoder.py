@@ -238,6 +238,13 @@ class EncoderShardError(CGCompileError, RuntimeError):
     """Ranks that encode together do not fit each other."""
 
     @classmethod
+    def no_group(cls) -> "EncoderShardError":
+        return cls(
+            "Sharder: torch.distributed has no process group, so there are no ranks.\n"
+            "  Call torch.distributed.init_process_group() first, or leave the sharder out."
+        )
+
+    @classmethod
     def structure(cls, rank: int) -> "EncoderShardError":
         return cls(
             f"rank {rank}: results have another structure than those of the first call.\n"

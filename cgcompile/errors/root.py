@@ -5,12 +5,12 @@ from collections.abc import Iterable
 
 
 def listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "(none)"
+    return ", ".join(map(str, names)) or "(none)"
 
 
 def close(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'a' or 'b'?``, or nothing if no known name is near."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(map(str, known)), n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

@@ -33,7 +33,7 @@ from cgcompile.graphs.segments import SegmentRecorder
 from cgcompile.graphs.sequence import GraphSequence, Segment
 from cgcompile.graphs.storages import SameStorages
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.settings import require_callable, require_kind
+from cgcompile.settings import checked, require_callable, require_kind
 
 F_ = TypeVar("F_", bound=Callable[..., Any])
 
@@ -107,6 +107,7 @@ class BreakableCUDAGraphCapture:
         ConfigError: an argument is of another kind than above.
     """
 
+    @checked
     def __init__(
         self,
         pool: GraphPool | None = None,
@@ -251,6 +252,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         boundaries: which ops break.
     """
 
+    @checked
     def __init__(
         self,
         runnable: Callable[..., Any],

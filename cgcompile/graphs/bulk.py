@@ -8,13 +8,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Protocol, TypeVar
 
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.capture import bulk_capture, postponed_capture
 from cgcompile.reasons import EXPECTED, Counters
-from cgcompile.settings import require, require_callable
+from cgcompile.settings import checked, is_finite, require, require_callable
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +53,7 @@ class BulkCapture:
         return "\n".join(rows + [f"  {batch}: {why}" for batch, why in self.missing])
 
 
+@checked
 def capture_all(
     step: Callable[[B_], Any],
     batches: Iterable[B_],
@@ -141,5 +141,5 @@ def _check(step: Any, batches: Any, target: Any, size: Any) -> None:
 def _size_of(batch: Any, size: Callable[[Any], int] | None) -> Any:
     found = getattr(batch, "num_tokens", batch) if size is None else size(batch)
     expected = "a number for each batch; give size= for batches that are none"
-    require(isinstance(found, Real), "size", "capture_all", found, expected)
+    require(is_finite(found), "size", "capture_all", found, expected)
     return found

@@ -20,6 +20,7 @@ from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.graphs.device import DeviceGraph, any_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.storages import SameStorages
+from cgcompile.settings import require_kind
 
 _allowed: ContextVar[bool] = ContextVar("cgcompile_capture_allowed", default=True)
 _postponed: ContextVar[bool] = ContextVar("cgcompile_capture_postponed", default=False)
@@ -39,6 +40,7 @@ class allow_capture:
     __slots__ = ("_allowed", "_tokens")
 
     def __init__(self, allowed: bool) -> None:
+        require_kind("allowed", "allow_capture", allowed, bool)
         self._allowed = allowed
         self._tokens: list[Token[bool]] = []
 

@@ -19,7 +19,7 @@ from cgcompile.graphs.modules import modules_of
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import flatten, is_record, rebuilt
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
-from cgcompile.settings import require_callable, require_kind
+from cgcompile.settings import require_callable, require_fields, require_kind
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class CUDAGraphOptions:
     gc_disable: bool = False
     weak_ref_output: bool = True
     debug_breaks: bool = False
+
+    def __post_init__(self) -> None:
+        require_fields(self)
 
 
 def check_kinds(

@@ -17,7 +17,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import CaptureError
-from cgcompile.settings import require_callable
+from cgcompile.settings import checked, require_callable
 
 
 class Observed(Protocol):
@@ -118,6 +118,7 @@ class _Ranges:
 
 
 @contextmanager
+@checked
 def tracing_ranges(
     push: Callable[[str], Any] = torch.cuda.nvtx.range_push,
     pop: Callable[[], Any] = torch.cuda.nvtx.range_pop,

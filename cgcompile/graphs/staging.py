@@ -14,7 +14,9 @@ from cgcompile import compat
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.device import any_capture
-from cgcompile.settings import parse_count, parsed
+from cgcompile.settings import checked, require_whole
+
+MOST_SLOTS = 2**10
 
 
 class Turns:
@@ -103,8 +105,9 @@ class HostStaging:
     Args:
         buffer: [N, ...] of any dtype, contiguous, on CUDA or on the CPU. It stays the caller's and
             is kept alive; nobody else writes it.
-        num_slots: how many host copies of the buffer to own (pinned for CUDA). With 1, a fill waits
-            until the upload before it is done; with 2, until the one before that is.
+        num_slots: how many host copies of the buffer to own (pinned for CUDA), from 1 to 2**10.
+            With 1, a fill waits until the upload before it is done; with 2, until the one before
+            that is.
         sentinel: what rows without data hold; None leaves them as they are.
 
     Attributes:
@@ -114,6 +117,7 @@ class HostStaging:
         ConfigError: for a buffer, number or sentinel that cannot serve.
     """
 
+    @checked
     def __init__(
         self,
         buffer: torch.Tensor,
@@ -122,7 +126,7 @@ class HostStaging:
         sentinel: int | float | bool | None = None,
     ) -> None:
         _check_buffer(buffer)
-        num_slots = parsed("num_slots", "HostStaging", num_slots, parse_count(1))
+        require_whole("num_slots", "HostStaging", num_slots, 1, MOST_SLOTS)
         if sentinel is not None and not _holds(buffer.dtype, sentinel):
             raise _bad("sentinel", sentinel, f"a value that {buffer.dtype} can hold, or None")
         self.buffer = buffer

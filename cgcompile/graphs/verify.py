@@ -26,6 +26,7 @@ from cgcompile.graphs.opened import alike, named_values, names_compared, uncompa
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.graphs.undone import Undone
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.settings import checked
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +143,7 @@ def put_back(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
                     flat(each.detach()).copy_(was)
 
 
+@checked
 def verify_wrapper(
     wrapper: CUDAGraphWrapper,
     *args: Any,

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from cgcompile.errors import WeightsError
+from cgcompile.settings import checked
 
 
+@checked
 def update_weights(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Write new values into the parameters and buffers of a module, in place.
 

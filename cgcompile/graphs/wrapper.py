@@ -58,6 +58,7 @@ from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.reasons import EXPECTED, Counters, Reason, Why
+from cgcompile.settings import checked
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class CUDAGraphWrapper(Transparent):
         ConfigError: an argument is of another kind than above.
     """
 
+    @checked
     def __init__(
         self,
         runnable: Callable[..., Any],

@@ -14,7 +14,7 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.verify import Difference, put_back
 from cgcompile.observe.comparing import Tolerance, without_gradients
-from cgcompile.observe.inputs import Call, InputSets
+from cgcompile.observe.inputs import Call, InputSets, require_comparison
 from cgcompile.observe.locate import WHOLE, Place, finding_of, made, place_of
 from cgcompile.observe.minimal import minimal
 from cgcompile.observe.miscompiled import miscompiled_op
@@ -26,7 +26,7 @@ from cgcompile.observe.verify import real_rows
 from cgcompile.observe.wrappers import wrapper_place
 from cgcompile.piecewise.verify import Observer
 from cgcompile.piecewise.ways import Way, run_step
-from cgcompile.settings import parse_count, parsed
+from cgcompile.settings import checked
 
 Item = tuple[int, int]
 """(number of the compiled graph, index of the piece); -1 is all of a FULL graph."""
@@ -79,6 +79,7 @@ class Bisection:
         return "\n".join(rows + ([] if self.finding is None else [str(self.finding)]))
 
 
+@checked
 def bisect(
     model: Any,
     inputs: Any,
@@ -109,7 +110,7 @@ def bisect(
             below 1.
         BaseException: what the model raised.
     """
-    sets = parsed("sets", "bisect", sets, parse_count(1))
+    require_comparison("bisect", sets, rtol, atol, seed)
     subject = Subject(model, config, "bisect")
     try:
         given = InputSets(inputs, seed)

@@ -21,6 +21,7 @@ from cgcompile.piecewise.recording import Recording
 from cgcompile.reasons import Counters
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.statistics import Row
+from cgcompile.settings import checked, require_whole
 
 VERSION = 1  # of the schema of Coverage.to_dict()
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -112,8 +113,11 @@ class Coverage:
         """All of it as plain data: dicts by field name, lists, text, numbers, bools and None."""
         return {each.name: plain(getattr(self, each.name)) for each in fields(self)}
 
+    @checked
     def to_json(self, indent: int | None = 2) -> str:
         """:meth:`to_dict` as JSON text; ``version`` in it tells the schema."""
+        if indent is not None:
+            require_whole("indent", "to_json", indent, 0, 64)
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ from cgcompile.errors import ConfigError
 from cgcompile.observe.failures import of_error
 from cgcompile.observe.findings import SEVERITIES, Finding
 from cgcompile.observe.page import Shown
+from cgcompile.settings import checked
 
 SCHEMA = 1  # of to_dict(); a key that goes or changes its meaning makes it another one
 
@@ -29,12 +30,14 @@ class Diagnosis(Shown):
     findings: tuple[Finding, ...] = ()
 
     @classmethod
+    @checked
     def of(cls, model: str, device: str, findings: Iterable[Finding]) -> "Diagnosis":
         """Sorted."""
         ordered = sorted(findings, key=lambda each: SEVERITIES.index(each.severity))
         return cls(model, device, tuple(ordered))
 
     @classmethod
+    @checked
     def of_error(cls, error: BaseException) -> "Diagnosis":
         """Which op made a capture or a replay fail, at which line of the user's, and the fix.
 

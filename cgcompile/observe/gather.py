@@ -34,9 +34,10 @@ from cgcompile.observe.targets import recorders_of
 from cgcompile.observe.timeline import timeline
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudaGraphManager
-from cgcompile.settings import sizes_given
+from cgcompile.settings import checked, sizes_given
 
 
+@checked
 def report(
     target: Any,
     path: str | PathLike[str] | None = None,

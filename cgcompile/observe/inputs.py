@@ -1,11 +1,14 @@
 """Sets of inputs: made by the caller, or the same tensors filled with other random numbers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from cgcompile import compat
+from cgcompile.settings import require, require_whole
+
+MOST_SETS = 2**20
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -56,8 +59,26 @@ def _call(inputs: Any) -> Call:
     if isinstance(inputs, torch.Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):
+        named = all(isinstance(name, str) for name in inputs)
+        require(named, "inputs", "verify", inputs, "a mapping of arguments by name")
         return (), dict(inputs)
+    expected = "a tensor, a sequence of arguments or a mapping of arguments by name"
+    require(isinstance(inputs, Iterable), "inputs", "verify", inputs, expected)
     return tuple(inputs), {}
+
+
+def require_comparison(
+    where: str, sets: int, rtol: float | None, atol: float | None, seed: int
+) -> None:
+    """Refuse numbers that a comparison cannot use.
+
+    Raises:
+        ConfigError: names the number.
+    """
+    require_whole("sets", where, sets, 1, MOST_SETS)
+    require_whole("seed", where, seed, -(2**63), 2**63 - 1)
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        require(value is None or value >= 0, name, where, value, "at least 0, or None")
 
 
 def _layouts(call: Call) -> list[Any]:

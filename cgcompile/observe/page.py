@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from cgcompile.observe.charts import distinct, strip, times
 from cgcompile.observe.text import human
+from cgcompile.settings import checked, require, require_whole
 
 
 class Shown:
@@ -27,10 +28,14 @@ class Shown:
         """All of it as plain data: dicts by field name, lists, text, numbers, bools and None."""
         raise NotImplementedError
 
+    @checked
     def to_json(self, indent: int | None = 2) -> str:
         """:meth:`to_dict` as JSON text."""
+        if indent is not None:
+            require_whole("indent", "to_json", indent, 0, 64)
         return json.dumps(self.to_dict(), indent=indent)
 
+    @checked
     def to_html(self, path: str | PathLike[str]) -> Path:
         """Write it as one page that needs nothing else.
 
@@ -91,6 +96,7 @@ def write_page(template: str, found: dict[str, Any], path: str | PathLike[str]) 
     Raises:
         OSError: it cannot be written there.
     """
+    require("\0" not in str(path), "path", "to_html", path, "a path without null bytes")
     target = Path(path)
     text = render(template, found)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.ranges import Observed, observing
 from cgcompile.graphs.sequence import EagerSegment, GraphSequence
 from cgcompile.observe.targets import sequences_of
+from cgcompile.settings import checked
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,7 @@ def _mark() -> torch.cuda.Event:
 _ANYONE = object()  # None may be a model that somebody forgot to make
 
 
+@checked
 def profile(
     target: Any = _ANYONE, *, device_times: bool = False
 ) -> AbstractContextManager[Profile]:

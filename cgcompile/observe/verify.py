@@ -17,7 +17,7 @@ from cgcompile.forward_context import BatchDescriptor, callers_context, set_forw
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.verify import Difference, put_back
 from cgcompile.observe.comparing import Tolerance
-from cgcompile.observe.inputs import Call, InputSets, padded, rows_of
+from cgcompile.observe.inputs import Call, InputSets, padded, require_comparison, rows_of
 from cgcompile.observe.locate import Place, finding_of, made
 from cgcompile.observe.managers import check_manager
 from cgcompile.observe.padding import padding_place
@@ -26,11 +26,12 @@ from cgcompile.observe.traces import Watcher
 from cgcompile.observe.verification import Check, Finding, Verification
 from cgcompile.observe.wrappers import wrapper_place
 from cgcompile.serving.manager import CudaGraphManager
-from cgcompile.settings import parse_count, parsed, sizes_given
+from cgcompile.settings import checked, sizes_given
 
 TAILS = ("random", "nan")
 
 
+@checked
 def verify(
     model: Any,
     inputs: Any,
@@ -84,7 +85,7 @@ def verify(
     """
     if tails not in TAILS:
         raise ConfigError.bad_value("tails", "verify", tails, "one of " + ", ".join(TAILS))
-    sets = parsed("sets", "verify", sets, parse_count(1))
+    require_comparison("verify", sets, rtol, atol, seed)
     sizes = sizes_given("padded_sizes", "verify", padded_sizes)
     if isinstance(model, CudaGraphManager):
         return check_manager(model, inputs, sets, rtol, atol)

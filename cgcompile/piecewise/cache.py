@@ -17,21 +17,22 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
 from cgcompile import compat
 from cgcompile.config import CompilationConfig
 from cgcompile.piecewise.keys import Unnameable, facts_of_piece, facts_of_process
-from cgcompile.piecewise.store import WORK, Store, cache_folder, key_of
+from cgcompile.piecewise.store import Store, cache_folder, key_of
 from cgcompile.version import __version__
 
 log = logging.getLogger(__name__)
 
 Runnable = Callable[..., Sequence[Any]]
+R_ = TypeVar("R_")
 PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Runnable]
 
 KIND = "piece"
@@ -168,6 +169,8 @@ class Compiling:
         self._origins: list[PieceOrigin] = []
         self._facts: Mapping[str, str] = {}
         self._unnamed: str | None = None  # why no piece here has a key
+        self.files = ExitStack()  # while it is open, Inductor's files are in the cache folder
+        self._in_folder = False
         if name not in ("inductor", "aot"):
             self._unnamed = f"compiler {name!r} has nothing to keep"
             self._unnamed = self._unnamed if name else "the compiler is the user's"
@@ -177,10 +180,15 @@ class Compiling:
         except Unnameable as why:
             self._unnamed = str(why)
 
-    @property
-    def saves(self) -> bool:
-        """Whether results are kept for other processes."""
-        return self._why_not_saved is None
+    def open_files(self) -> None:
+        """Let Inductor keep its files in the cache folder until ``files`` is closed."""
+        store = self._cache.store
+        if store is None or self._why_not_saved is not None:
+            return
+        folder = store.work_folder(_inductor_folder())
+        if folder is not None:
+            self.files.enter_context(compat.inductor_files_in(folder))
+            self._in_folder = True
 
     def make(
         self, module: fx.GraphModule, fake_inputs: Sequence[Any], piece: str, where: str
@@ -207,14 +215,29 @@ class Compiling:
             self._note(piece, how, began, key, None)
             return found
         if facts is None or self._why_not_saved is not None:
-            made, data = self._compiler(module, fake_inputs), None
+            made = self._attempt(lambda: self._compiler(module, fake_inputs))
+            data = None
             why = self._why_not_saved or ""
         else:
-            made, data, why = compat.compile_saveable(module, fake_inputs, self._patches)
+            made, data, why = self._attempt(
+                lambda: compat.compile_saveable(module, fake_inputs, self._patches)
+            )
         if facts is not None and key is not None:
             why = self._keep(key, made, data, facts, guards, why, where, began)
         self._note(piece, COMPILED, began, key, unnamed or why or None)
         return made
+
+    def _attempt(self, action: Callable[[], R_]) -> R_:
+        """Run what writes a compiler's files; a second time elsewhere if the folder is full."""
+        try:
+            return action()
+        except Exception as error:
+            if not self._in_folder or not compat.is_disk_error(error):
+                raise
+            log.warning("the compiler cannot write to the cache folder, it uses torch's: %s", error)
+        self._in_folder = False
+        self.files.close()
+        return action()
 
     def _facts_of(
         self, module: fx.GraphModule, fake_inputs: Sequence[Any]
@@ -262,8 +285,10 @@ class Compiling:
         try:
             if not guards.hold(text):
                 return None, True
-            made = compat.load_artifact(entry.payload, self._patches)
+            made = self._attempt(lambda: compat.load_artifact(entry.payload, self._patches))
         except Exception as error:  # written by whatever made the file
+            if compat.is_disk_error(error):
+                return None, False
             store.discard(KIND, key, f"torch cannot load it ({type(error).__name__}: {error})")
             return None, False
         self._cache.remember(key, made, text)
@@ -331,14 +356,12 @@ def compiling(
     name = config.compiler if isinstance(config.compiler, str) else None
     patches = dict(config.inductor_options)
     work = Compiling(cache, compiler, name, patches, config.piece_passes)
-    files: Any = nullcontext()
-    if cache.store is not None and work.saves:
-        files = compat.inductor_files_in(cache.store.folder / _inductor_folder())
-    with files:
+    with work.files:
+        work.open_files()
         yield work
 
 
 def _inductor_folder() -> str:
     """Inductor's files are apart for each torch and processor: homes are shared by machines."""
     facts = {**compat.versions(), "cpu": compat.processor()}
-    return f"{WORK}{__version__}-{key_of(facts)[:12]}"
+    return f"{__version__}-{key_of(facts)[:12]}"

@@ -1,10 +1,12 @@
 """What a caller says of one batch, checked. Plain Python; contradictions raise ``BatchError``."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
+from typing import Any
 
 from cgcompile.errors import BatchError
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.serving.planning import FULL, NONE, PIECEWISE
+from cgcompile.settings import is_flag, is_whole, require_arguments, require_items, require_kind
 
 
 def is_uniform_decode(query_lens: Collection[int], is_prefilling: Collection[bool]) -> bool:
@@ -21,9 +23,37 @@ def is_uniform_decode(query_lens: Collection[int], is_prefilling: Collection[boo
     Raises:
         BatchError: the two speak of different numbers of requests.
     """
+    for name, items in (("query_lens", query_lens), ("is_prefilling", is_prefilling)):
+        if type(items) is not list and not isinstance(items, Sized):
+            require_kind(name, "is_uniform_decode", items, Collection)
+        if hasattr(items, "data_ptr") and not items.dim():  # a tensor of one number
+            require_items(name, "is_uniform_decode", items)
     if len(query_lens) != len(is_prefilling):
         raise BatchError.lengths_differ(len(query_lens), len(is_prefilling))
-    return len(set(query_lens)) == 1 and not any(is_prefilling)
+    try:
+        return len(set(query_lens)) == 1 and not any(is_prefilling)
+    except (RuntimeError, TypeError):
+        values = {"query_lens": query_lens, "is_prefilling": is_prefilling}
+        hints = {"query_lens": Collection[int], "is_prefilling": Collection[bool]}
+        require_arguments("is_uniform_decode", values, hints)
+        raise
+
+
+def check_numbers(
+    counts: Mapping[str, Any], optional: Mapping[str, Any], flags: Mapping[str, Any]
+) -> None:
+    """Raise unless what describes a batch is of the right kind; integers of NumPy are.
+
+    Raises:
+        BatchError: names the first argument that is not.
+    """
+    for name, value in (*counts.items(), *optional.items()):
+        if not is_whole(value) and not (value is None and name in optional):
+            expected = "a whole number" + (" or None" if name in optional else "")
+            raise BatchError.field(name, value, expected)
+    for name, value in flags.items():
+        if not is_flag(value):
+            raise BatchError.field(name, value, "bool")
 
 
 def check_empty(num_tokens: int, num_reqs: int | None) -> None:
@@ -58,6 +88,9 @@ def allowed_modes(
     valid: Collection[CUDAGraphMode] | None, invalid: Collection[CUDAGraphMode] | None
 ) -> tuple[bool, bool]:
     """Whether FULL, and whether PIECEWISE, is allowed. By identity: enums are slow to hash."""
+    for name, modes in (("valid_modes", valid), ("invalid_modes", invalid)):
+        if modes is not None and type(modes) not in (tuple, set, frozenset, list):
+            require_items(name, "dispatch", modes)
     full = piecewise = valid is None
     for mode in valid or ():
         if mode is FULL:

@@ -15,7 +15,18 @@ import torch
 from cgcompile.errors import CaptureError, InputBufferError
 from cgcompile.graphs.device import any_capture, device_named
 from cgcompile.graphs.staging import Turns, host_memory
-from cgcompile.settings import parse_count, parsed, require, require_items
+from cgcompile.settings import (
+    LARGEST_ROWS,
+    LARGEST_TABLE,
+    checked,
+    parse_count,
+    parsed,
+    require,
+    require_fields,
+    require_items,
+    require_kind,
+    require_whole,
+)
 
 TOKENS, REQS, BOUNDARIES = "tokens", "reqs", "reqs+1"
 
@@ -61,6 +72,7 @@ class InputBuffer:
             self.name,
             "a non-empty text",
         )
+        require_fields(self, but=("name", "shape", "dtype", "tail", "host_slots"))
         expected = "a torch.dtype such as torch.int32"
         require(isinstance(self.dtype, torch.dtype), "dtype", "InputBuffer", self.dtype, expected)
         slots = parsed("host_slots", "InputBuffer", self.host_slots, parse_count(1))
@@ -90,11 +102,14 @@ class InputBuffer:
         """What grows it: ``"tokens"``, ``"reqs"`` or ``"reqs+1"``."""
         return str(self.shape[self.dim])
 
+    @checked
     def dummy(self, num_tokens: int, num_reqs: int) -> torch.Tensor:
         """Rows for a warm-up, on the CPU: the tail's value; offsets grow evenly to the tokens.
 
         Queries have ``num_tokens // num_reqs`` tokens, the last one takes what is left.
         """
+        require_whole("num_tokens", "InputBuffer.dummy", num_tokens, 0, LARGEST_TABLE)
+        require_whole("num_reqs", "InputBuffer.dummy", num_reqs, 1, LARGEST_TABLE)
         rows = self.rows(num_tokens, num_reqs)
         sizes = tuple(size if isinstance(size, int) else rows for size in self.shape)
         found = torch.zeros(sizes, dtype=self.dtype)
@@ -106,6 +121,7 @@ class InputBuffer:
             found.movedim(self.dim, -1).copy_(offsets)
         return found
 
+    @checked
     def rows(self, num_tokens: int, num_reqs: int) -> int:
         """How many rows a batch has."""
         if self.counts == TOKENS:
@@ -218,6 +234,7 @@ class StaticInputs:
         ConfigError: something else than buffers, or no device.
     """
 
+    @checked
     def __init__(
         self,
         specs: Iterable[InputBuffer],
@@ -233,6 +250,8 @@ class StaticInputs:
                 raise InputBufferError.twice(name)
         self._most = (max_num_tokens, max_num_reqs)
         where = device_named(device, "StaticInputs")
+        require_whole("max_num_tokens", "StaticInputs", max_num_tokens, 1, LARGEST_ROWS)
+        require_whole("max_num_reqs", "StaticInputs", max_num_reqs, 1, LARGEST_ROWS)
         self._held = {
             spec.name: _Held(spec, spec.rows(max_num_tokens, max_num_reqs), where)
             for spec in self.specs
@@ -258,6 +277,8 @@ class StaticInputs:
             InputBufferError: an unknown name, a missing one, a wrong shape or dtype, a None that
                 may not be, or more rows than the buffers have.
         """
+        if type(values) is not dict:
+            require_kind("inputs", "batch", values, Mapping)
         for name, value in values.items():
             self._check(name, value, real)
         for spec in self.specs if len(values) < len(self.specs) else ():
@@ -297,6 +318,8 @@ class StaticInputs:
         if any_capture():
             raise CaptureError.refused("staging inputs")
         self.follow_stream()
+        if type(values) is not dict:
+            require_kind("inputs", "batch", values, Mapping)
         for name, value in values.items():
             held = self._held.get(name)
             if held is None or held.shared or not isinstance(value, torch.Tensor):

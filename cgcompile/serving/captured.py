@@ -10,6 +10,7 @@ from cgcompile.graphs.capture import postponed_capture
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.reasons import Counters, Reason, Why
+from cgcompile.serving.batches import check_numbers
 from cgcompile.serving.capturing import Planned
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.stepping import StepRunner
@@ -156,6 +157,8 @@ class CapturedGraphs:
         Raises:
             ManagerError: there is none.
         """
+        counts = {"num_tokens": num_tokens, "num_active_loras": loras}
+        check_numbers(counts, {}, {} if uniform is None else {"uniform": uniform})
         for each in self._full.get(num_tokens, ()):
             same = (each.num_active_loras, each.extra) == (loras, extra)
             same &= uniform in (None, each.uniform)

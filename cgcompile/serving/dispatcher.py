@@ -18,7 +18,7 @@ from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import BatchError
 from cgcompile.modes import AttentionCGSupport, CUDAGraphMode
 from cgcompile.reasons import Reason, Why
-from cgcompile.serving.batches import allowed_modes, check_empty, uniform_numbers
+from cgcompile.serving.batches import allowed_modes, check_empty, check_numbers, uniform_numbers
 from cgcompile.serving.planning import (
     NONE,
     PIECEWISE,
@@ -30,7 +30,7 @@ from cgcompile.serving.planning import (
 from cgcompile.serving.sizes import mode_named
 from cgcompile.serving.tables import Dispatched, Slot, Tables, build_tables
 from cgcompile.serving.variants import Axis, LoraCases, PiecesOnly, Variant, Variants
-from cgcompile.settings import require_items, require_kind
+from cgcompile.settings import checked, require_items, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class CudagraphDispatcher:
         ConfigError: no graph is possible in ``mode``, or a number is out of range.
     """
 
+    @checked
     def __init__(
         self,
         mode: CUDAGraphMode | str,
@@ -181,6 +182,7 @@ class CudagraphDispatcher:
         """
         return tuple(self._slots)
 
+    @checked
     def captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         """Note that a planned graph exists.
 
@@ -191,6 +193,7 @@ class CudagraphDispatcher:
         slot.captured, slot.refused = True, ""
         slot.settle(self._only_captured)
 
+    @checked
     def refused(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, why: str) -> None:
         """Note that a planned graph cannot be captured: it is not dispatched, captured or not.
 
@@ -212,6 +215,7 @@ class CudagraphDispatcher:
             slot.captured, slot.refused = False, ""
             slot.settle(self._only_captured)
 
+    @checked
     def is_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
         """Whether :meth:`captured` has named a graph; False for one that is not planned."""
         slot = self._slots.get((mode, descriptor))
@@ -257,6 +261,22 @@ class CudagraphDispatcher:
         Raises:
             BatchError: the numbers contradict each other, or a mode is no runtime mode.
         """
+        if not (  # plain numbers and flags, which need no names for errors
+            type(num_tokens) is int
+            and (num_reqs is None or type(num_reqs) is int)
+            and (max_query_len is None or type(max_query_len) is int)
+            and (uniform_decode is False or uniform_decode is True)
+            and (has_lora is False or has_lora is True)
+            and type(num_active_loras) is int
+            and type(extra) is tuple
+        ):
+            check_numbers(
+                {"num_tokens": num_tokens, "num_active_loras": num_active_loras},
+                {"num_reqs": num_reqs, "max_query_len": max_query_len},
+                {"uniform_decode": uniform_decode, "has_lora": has_lora},
+            )
+            require_items("extra", "dispatch", extra)
+            extra = tuple(extra)
         if num_tokens <= 0 or (num_reqs is not None and num_reqs <= 0):
             check_empty(num_tokens, num_reqs)
             return _plain(num_tokens, _EMPTY)

@@ -32,6 +32,7 @@ from cgcompile.serving.statistics import DispatchStatistics
 from cgcompile.serving.stepping import BuildMetadata, StepRunner
 from cgcompile.serving.steps import NO_WORK, Batch, GraphHooks
 from cgcompile.serving.tables import Dispatched
+from cgcompile.settings import checked, require_kind
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -90,6 +91,7 @@ class CudaGraphManager(Questions):
         ManagerError: an optional input without an axis of the dispatcher, or bad ``outputs``.
     """
 
+    @checked
     def __init__(
         self,
         model: Callable[..., Any],
@@ -144,6 +146,7 @@ class CudaGraphManager(Questions):
 
     # -------------------------------------------------------------- capture
 
+    @checked
     def plan(self, within: float = 0.25) -> MemoryPlan:
         """What the planned graphs will take of the device, in bytes, before any is there.
 
@@ -162,6 +165,7 @@ class CudaGraphManager(Questions):
         with self._alone("plan"), together(self.agreement):
             return plan_memory(self, within)
 
+    @checked
     def capture(
         self, max_graph_bytes: int | None = None, histogram: Mapping[int, int] | None = None
     ) -> dict[str, BulkCapture]:
@@ -271,6 +275,7 @@ class CudaGraphManager(Questions):
         found = 0 if self.backend is None else self.backend.num_compilations
         return found if self.agreement is None else self.agreement.largest(found)
 
+    @checked
     def dummy_batch(self, descriptor: BatchDescriptor, phase: str) -> Batch:
         """A batch of a padded size; see :func:`~cgcompile.serving.steps.dummy_batch`."""
         return self._fillers.dummy(descriptor)
@@ -323,6 +328,8 @@ class CudaGraphManager(Questions):
             AgreementError: a rank stays away or, checked, goes its own way.
             BaseException: what the model or ``metadata`` raised.
         """
+        if batch is not None and type(batch) is not Batch:
+            require_kind("batch", "run", batch, Batch, maybe=True)
         if not self._lock.acquire(False):
             raise ManagerError.other_thread("run")
         try:

@@ -9,12 +9,14 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.reasons import EXPECTED, Counters
+from cgcompile.serving.batches import check_numbers
 from cgcompile.serving.captured import CapturedGraphs
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.memory import GraphMemory, MemoryMeter
 from cgcompile.serving.stepping import StepRunner
 from cgcompile.serving.steps import Batch
 from cgcompile.serving.tables import Dispatched
+from cgcompile.settings import require_kind
 
 NONE = CUDAGraphMode.NONE
 
@@ -99,6 +101,9 @@ class Questions:
         has. Prompts of equal length look the same: who knows better asks :meth:`dispatched`.
         Adapters and axes are given as to the dispatcher.
         """
+        if not (type(num_tokens) is type(num_reqs) is type(max_query_len) is int):
+            counts = {"num_tokens": num_tokens, "num_reqs": num_reqs}
+            check_numbers({**counts, "max_query_len": max_query_len}, {}, {})
         uniform = num_tokens == max_query_len * num_reqs
         uniform &= max_query_len in self.dispatcher.query_lens
         variant = has_lora, num_active_loras, extra
@@ -107,6 +112,8 @@ class Questions:
 
     def dispatched(self, batch: Batch, **restrictions: Any) -> Dispatched:
         """What a batch would run as; see :meth:`run`."""
+        if type(batch) is not Batch:
+            require_kind("batch", "dispatched", batch, Batch)
         return self.dispatcher.dispatch(**batch.numbers(), **restrictions)
 
     def _allowed(self, batch: Batch, restrictions: dict[str, Any]) -> Dispatched:

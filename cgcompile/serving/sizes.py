@@ -19,7 +19,15 @@ from typing import Any
 
 from cgcompile.errors import SizesError
 from cgcompile.modes import CUDAGraphMode
-from cgcompile.settings import enum_parser, parsed, require, whole
+from cgcompile.settings import (
+    LARGEST_TABLE,
+    checked,
+    enum_parser,
+    parsed,
+    require,
+    require_whole,
+    whole,
+)
 
 # Small batches are the frequent ones, and there a row more is a large share of the step.
 _FIRST = (1, 2, 4)
@@ -49,13 +57,14 @@ def checked_number(name: str, value: Any, least: int = 1) -> int:
     return number
 
 
+@checked
 def checked_sizes(sizes: Iterable[int], maximum: int | None = None) -> tuple[int, ...]:
     """A ladder from a list of the user's: sorted, each size once.
 
     Nothing is dropped in silence, since a graph that is missing shows only as a slow step.
 
     Args:
-        sizes: rows; in any order.
+        sizes: rows, at most 2**20; in any order.
         maximum: rows of the largest batch; None if there is no limit.
 
     Raises:
@@ -68,6 +77,7 @@ def checked_sizes(sizes: Iterable[int], maximum: int | None = None) -> tuple[int
         number = whole(size)
         if number is None or number < 1:
             raise SizesError.not_a_size(size)
+        require_whole("sizes", "checked_sizes", number, 1, LARGEST_TABLE)
         found.add(number)
     if not found:
         raise SizesError.empty()
@@ -79,6 +89,7 @@ def checked_sizes(sizes: Iterable[int], maximum: int | None = None) -> tuple[int
     return ladder
 
 
+@checked
 def capture_sizes(
     maximum: int, *, dense: int = 0, multiple_of: int | Iterable[int] = 1
 ) -> tuple[int, ...]:
@@ -87,7 +98,7 @@ def capture_sizes(
     The maximum is in it wherever it lies, because a scheduler under load runs at its limit.
 
     Args:
-        maximum: rows of the largest batch.
+        maximum: rows of the largest batch, at most 2**20.
         dense: every size up to this one as well, for engines in which small batches matter most.
         multiple_of: as in :func:`round_sizes`. The last size is then the largest multiple within
             the maximum, and a batch between the two has no graph: no size could serve it. Take a
@@ -97,12 +108,14 @@ def capture_sizes(
         SizesError: a number is out of range, or no multiple is within the maximum.
     """
     maximum = checked_number("maximum", maximum)
+    require_whole("maximum", "capture_sizes", maximum, 1, LARGEST_TABLE)
     dense = checked_number("dense", dense, least=0)
     small = range(1, min(dense, maximum) + 1)
     steps = (*_FIRST, *_BY_8, *range(_COARSE_FROM, maximum, _COARSE_STEP), *small)
     return round_sizes((*(size for size in steps if size < maximum), maximum), multiple_of, maximum)
 
 
+@checked
 def round_sizes(
     sizes: Iterable[int], multiple: int | Iterable[int], maximum: int
 ) -> tuple[int, ...]:
@@ -130,6 +143,7 @@ def round_sizes(
     return tuple(sorted({min(size + -size % step, last) for size in checked_sizes(sizes)}))
 
 
+@checked
 def decode_sizes(
     requests: Iterable[int],
     query_len: int,
@@ -200,6 +214,7 @@ def checked_histogram(histogram: Mapping[int, int]) -> dict[int, int]:
     return dict(sorted(steps.items()))
 
 
+@checked
 def padding_share(ladder: Sequence[int], histogram: Mapping[int, int]) -> float:
     """How much of what runs is padding: padded rows by all rows, from 0 to 1.
 
@@ -219,6 +234,7 @@ def padding_share(ladder: Sequence[int], histogram: Mapping[int, int]) -> float:
     return (run - real) / run if run else 0.0
 
 
+@checked
 def get_cudagraph_sizes(
     capture_sizes: Iterable[int] | None,
     max_num_reqs: int,

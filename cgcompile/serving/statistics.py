@@ -12,6 +12,7 @@ from cgcompile.descriptors import BatchDescriptor
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.reasons import Reason
 from cgcompile.serving.tables import Dispatched
+from cgcompile.settings import checked
 
 Planned = tuple[CUDAGraphMode, BatchDescriptor]
 
@@ -93,6 +94,7 @@ class DispatchStatistics:
             them is counted per graph alone. Totals, hits, padding and reasons stay exact.
     """
 
+    @checked
     def __init__(self, plan: Iterable[Planned] = (), *, max_sizes: int = 10_000) -> None:
         self._plan = tuple(plan)
         self._room = self._max_sizes = max_sizes

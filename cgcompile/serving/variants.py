@@ -14,7 +14,15 @@ from typing import Any, Literal, NamedTuple
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import BatchError, ConfigError
 from cgcompile.reasons import Reason, Why
-from cgcompile.settings import require_items, require_kind, whole
+from cgcompile.settings import (
+    LARGEST_TABLE,
+    checked,
+    is_flag,
+    is_whole,
+    require_items,
+    require_kind,
+    whole,
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class LoraCases:
             )
 
     @classmethod
+    @checked
     def specialised(cls, max_loras: int) -> "LoraCases":
         """Graphs without LoRA, and for 1, 2, 4, ... up to ``max_loras``, and one more.
 
@@ -57,6 +66,7 @@ class LoraCases:
         return cls((*powers, most, most + 1))
 
     @classmethod
+    @checked
     def shared(cls, max_loras: int, *, without: bool = False) -> "LoraCases":
         """One set of graphs for any number of adapters, and for none unless ``without``."""
         return cls((_max_loras(max_loras) + 1,), without)
@@ -71,6 +81,10 @@ class LoraCases:
         Raises:
             BatchError: active adapters without LoRA, or fewer than 0.
         """
+        if not is_flag(has_lora):
+            raise BatchError.field("has_lora", has_lora, "bool")
+        if not is_whole(active):
+            raise BatchError.field("num_active_loras", active, "a whole number")
         if active < 0 or (active and not has_lora):
             raise BatchError.field(
                 "num_active_loras", active, "at least 0, and 0 where has_lora is False"
@@ -94,10 +108,11 @@ def whole_numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     """``values`` sorted, each once; a ConfigError unless all are whole numbers from 1."""
     require_items(name, "CudagraphDispatcher", values)
     given = tuple(values)
-    numbers = [number for value in given if (number := whole(value)) is not None and number >= 1]
-    if len(numbers) < len(given):
-        raise ConfigError.bad_value(name, "CudagraphDispatcher", given, "whole numbers from 1")
-    return tuple(sorted(set(numbers)))
+    numbers = [whole(value) for value in given]
+    if not all(number is not None and 1 <= number <= LARGEST_TABLE for number in numbers):
+        expected = "whole numbers from 1 to 2**20"
+        raise ConfigError.bad_value(name, "CudagraphDispatcher", given, expected)
+    return tuple(sorted({number for number in numbers if number is not None}))
 
 
 @dataclass(frozen=True)
@@ -130,6 +145,8 @@ class Axis:
         if self.rule not in ("exact", "pad_up", "ignored"):
             expected = "'exact', 'pad_up' or 'ignored'"
             raise ConfigError.bad_value("rule", where, self.rule, expected)
+        require_items("values", where, self.values)
+        object.__setattr__(self, "values", tuple(self.values))
         if bool(self.values) is (self.rule == "ignored"):
             expected = "none for 'ignored', else at least one"
             raise ConfigError.bad_value("values", where, self.values, expected)
@@ -147,7 +164,11 @@ class Axis:
         return (None,) if self.rule == "ignored" else tuple(self.values)
 
     def value_for(self, value: Any) -> Any:
-        """The captured value that serves ``value``; raises LookupError if none does."""
+        """The captured value that serves ``value``.
+
+        Raises:
+            LookupError: none does; a value without hash or order serves nothing either.
+        """
         if self.rule == "ignored":
             return None
         if self.rule == "exact":

@@ -18,6 +18,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import ArgumentsError, ConfigError, TraceError
+from cgcompile.settings import require_fields
 from cgcompile.tracing.arguments import Shapes
 
 
@@ -32,6 +33,9 @@ class DynamicDim:
 
     dim: int
     name: str | None = None
+
+    def __post_init__(self) -> None:
+        require_fields(self)
 
 
 Dims = dict[str, tuple[DynamicDim, ...]]  # by parameter

@@ -4,7 +4,9 @@ A trace of the same call needs no Dynamo in the next process. It serves where ev
 has looked at is as it was: the facts are in the file and are looked at once, when it is loaded.
 Only traces without guards are kept; those with guards need Dynamo's own objects at every call.
 
-The bytes hold Python code of the same interpreter, which runs: trust the folder it comes from.
+The bytes hold Python code of the same interpreter, and the expressions by which Dynamo names what
+it has looked at. Both run in this process, so they are taken from a trusted store alone: see Note
+[Trust in a folder] in ``piecewise/store.py``.
 """
 
 import importlib
@@ -178,21 +180,21 @@ def loaded(
             for number, where in enumerate(head["frozen"])
         )
         found = [eval(each, dict(scope)) for each in head["facts"] if each.startswith("G[")]
+        return SavedTrace(
+            original,
+            python,
+            graph,
+            [value(node) for node in inputs],
+            frozen,
+            [(one, other) for one, other in head["aliases"]],
+            [each for each in found if isinstance(each, torch.Tensor)],
+            {kind: dict(head["known"][kind]) for kind in ("sizes", "strides")},
+            [(text, tuple(symbols)) for text, symbols in head["conditions"]],
+        )
     except CannotUse:
         raise
     except Exception as error:  # whatever is wrong with a file, there is Dynamo
         raise CannotUse(str(error).splitlines()[0] if str(error) else repr(error)) from error
-    return SavedTrace(
-        original,
-        python,
-        graph,
-        [value(node) for node in inputs],
-        frozen,
-        [(one, other) for one, other in head["aliases"]],
-        [each for each in found if isinstance(each, torch.Tensor)],
-        head["known"],
-        [(text, tuple(symbols)) for text, symbols in head["conditions"]],
-    )
 
 
 class KeptTraces:

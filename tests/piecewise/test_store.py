@@ -145,7 +145,7 @@ def test_the_entry_of_another_key_is_a_miss(store: Store) -> None:
 def test_another_version_of_the_format_is_a_miss(store: Store) -> None:
     store.put("piece", KEY, PAYLOAD, FACTS)
     path = only_file(store)
-    path.write_bytes(path.read_bytes().replace(b"cache 1", b"cache 2", 1))
+    path.write_bytes(path.read_bytes().replace(b"cache 2", b"cache 1", 1))
     assert store.get("piece", KEY) is None
 
 
@@ -170,7 +170,7 @@ def test_a_full_disk_leaves_what_was_there(
 ) -> None:
     store.put("piece", KEY, b"before", FACTS)
 
-    def full(*args: object) -> None:
+    def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

@@ -1,0 +1,593 @@
+"""Every public callable, with each of its arguments replaced by each of many bad values.
+
+A call may succeed. If it fails, the error is of cgcompile, or a TypeError or ValueError that
+cgcompile itself raised; it fails soon, whatever the size of a number. ``CALLS`` has one valid call
+of each public callable: a new public name must be added there.
+"""
+
+import dataclasses
+import enum
+import functools
+import inspect
+import signal
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from encoder_support import patches
+from torch import fx, nn
+
+import cgcompile
+from cgcompile import CompilationConfig, CUDAGraphMode, encoder, passes, serving
+from cgcompile.errors import CGCompileError
+from cgcompile.passes.saved import dump_graph
+
+ROOT = Path(cgcompile.__file__).resolve().parents[1]
+OURS = (str(ROOT / "cgcompile"), str(ROOT / "passes"))
+SECONDS = 5.0  # a call that has not returned by then hangs
+
+FULL = CUDAGraphMode.FULL
+CONFIG = CompilationConfig(capture_device="host", compiler="eager", cache_dir="off")
+MODEL = nn.Linear(4, 4).eval()
+X = torch.zeros(2, 4)
+DESCRIPTOR = cgcompile.BatchDescriptor(2, num_reqs=2)
+
+BAD: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "-1": lambda: -1,
+    "0": lambda: 0,
+    "2**62": lambda: 2**62,
+    "2**70": lambda: 2**70,
+    "nan": lambda: float("nan"),
+    "inf": lambda: float("inf"),
+    "1.5": lambda: 1.5,
+    "True": lambda: True,
+    "empty text": str,
+    "text": lambda: "no",
+    "null byte": lambda: "\0",
+    "bytes": lambda: b"x",
+    "empty list": list,
+    "empty mapping": dict,
+    "list of None": lambda: [None],
+    "list of huge": lambda: [2**62],
+    "nested list": lambda: [[1], [2, "x"]],
+    "mapping of text": lambda: {"no": "no"},
+    "mapping of huge": lambda: {2**62: 1},
+    "object": object,
+    "class": lambda: int,
+    "function": lambda: lambda: None,
+    "empty tensor": lambda: torch.empty(0),
+    "tensor of 3": lambda: torch.zeros(3),
+    "tensor of integers": lambda: torch.tensor([[1, 2]]),
+    "number as tensor": lambda: torch.tensor(1),
+    "module": lambda: nn.Linear(2, 2),
+}
+
+# Called by cgcompile alone, with its own values; a step must not pay for checking them.
+INTERNAL = {
+    "Backend": {"adopt", "compile_graph", "remember"},
+    "BreakableCUDAGraphWrapper": {"drop", "entries_of", "entry_of", "keep", "record"},
+    "CUDAGraphEntry": {"check", "result", "serves"},
+    "CUDAGraphWrapper": {"drop", "entries_of", "entry_of", "keep", "record"},
+    "CudaGraphManager": {"capture_graph", "record", "run_dummy"},
+    "ForwardContext": {"synthetic"},
+    "GraphSequence": {"replay", "watch"},
+    "MemoryPlan": {"against", "most_of"},
+    "Profile": {"around"},
+    "Axis": {"value_for"},
+    "Costs": {"eager", "replay"},
+    "Agreement": {"check_alone", "common", "largest", "without"},
+    "Counters": {"why_plain"},
+    "DispatchStatistics": {"record"},
+    "EncoderStatistics": {"coverage", "measured", "record"},
+    "GraphHooks": {"before_capture"},
+    "StaticInputs": {"check", "stage", "views"},
+    "Sharder": {"agree", "assign", "check", "gather"},
+}
+# A value for one of these is run, as a model or on one: an error of torch is that of the model.
+RUN = {"model", "inputs", "*", "step", "push", "pop", "wrapper"}
+# Valid arguments, without what they need: captured graphs, or ranks.
+REFUSED = {"Agreement", "Backend.verify", "Sharder", "verify_wrapper"}
+# Made by cgcompile alone.
+RESULTS = {"CompiledModel", "CUDAGraphEntry", "EagerSegment", "GraphSegment", "GraphSequence"}
+RESULTS |= {"Profile", "MemoryPlan", "SplitGraph"}
+
+
+def dispatcher(**more: Any) -> serving.CudagraphDispatcher:
+    known = {"mode": FULL, "sizes": (2, 4), "max_num_reqs": 4, "max_num_tokens": 8, **more}
+    support = cgcompile.AttentionCGSupport.ALWAYS
+    return serving.CudagraphDispatcher(**{"support": support, **known})
+
+
+ROWS = serving.InputBuffer("input", ("tokens", 4), torch.float32)
+
+
+def new_manager() -> serving.CudaGraphManager:
+    return serving.CudaGraphManager(MODEL, dispatcher(), [ROWS], device="cpu", config=CONFIG)
+
+
+@functools.cache
+def manager() -> serving.CudaGraphManager:
+    ready = new_manager()
+    ready.capture()
+    return ready
+
+
+@functools.cache
+def encoders() -> encoder.EncoderCudaGraphManager:
+    ready = encoder.EncoderCudaGraphManager(patches(), **ENCODER)
+    ready.capture()
+    return ready
+
+
+@functools.cache
+def backend() -> cgcompile.Backend:
+    return cgcompile.Backend(CONFIG)
+
+
+@functools.cache
+def explanation() -> Any:
+    return cgcompile.explain(MODEL, X, config=CONFIG)
+
+
+@functools.cache
+def overview() -> Any:
+    return cgcompile.report(manager())
+
+
+@functools.cache
+def folder() -> str:
+    return tempfile.mkdtemp()
+
+
+def graph() -> fx.GraphModule:
+    kept: list[fx.GraphModule] = []
+
+    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
+        kept.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x * 2 + 1, backend=keep)(X)
+    return kept[0]
+
+
+@functools.cache
+def graph_bytes() -> bytes:
+    return dump_graph(graph())
+
+
+def wrapper(**more: Any) -> Any:
+    return cgcompile.CUDAGraphWrapper(MODEL, CONFIG, **more)
+
+
+def entered(block: Callable[..., Any]) -> Callable[..., Any]:
+    """A context manager, as a call."""
+
+    @functools.wraps(block)
+    def call(*args: Any, **kwargs: Any) -> None:
+        with block(*args, **kwargs):
+            pass
+
+    return call
+
+
+# One valid call each: the callable and its arguments by name; ``*`` stands for one of *args.
+Call = tuple[Callable[..., Any], dict[str, Any]]
+Valid = Callable[[], Call]
+
+
+def grid_rows(grids: Any) -> torch.Tensor:
+    return torch.zeros(len(grids), 2)
+
+
+ITEM = {"input_size": 4, "output_tokens": 1}
+BATCH = {"num_tokens": 2, "num_reqs": 2}
+BUFFER = {"name": "x", "shape": ("tokens",), "dtype": torch.int32}
+COSTS = encoder.Costs()
+NEEDS = [encoder.Need((4,)), encoder.Need((8,))]
+CAPACITY = encoder.Capacity(((8, 16),), 4)
+PATCHES = {"merge_size": 2, "in_features": 4, "out_hidden_size": 4}
+ENCODER = {"device": "cpu", "dtype": torch.float32, "token_budgets": [16], "config": CONFIG}
+IMAGES = {"pixel_values": torch.zeros(4, 3), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+
+CALLS: dict[str, Valid] = {
+    "Backend": lambda: (cgcompile.Backend, {"config": CONFIG}),
+    "Backend.anticipate": lambda: (backend().anticipate, {"model": MODEL}),
+    "Backend.capture": lambda: (backend().capture, {"step": lambda batch: None, "batches": []}),
+    "Backend.invalidate": lambda: (backend().invalidate, {"reason": "other weights"}),
+    "Backend.verify": lambda: (backend().verify, {"model": MODEL, "*": X}),
+    "BatchDescriptor": lambda: (cgcompile.BatchDescriptor, {"num_tokens": 2}),
+    "Boundaries": lambda: (cgcompile.Boundaries, {"entries": ("aten::mm",)}),
+    "Boundaries.match": lambda: (cgcompile.Boundaries().match, {"node": first_node()}),
+    "Boundaries.match_call": lambda: (cgcompile.Boundaries().match_call, {"function": len}),
+    "BreakableCUDAGraphCapture": lambda: (cgcompile.BreakableCUDAGraphCapture, {"device": "cpu"}),
+    "BreakableCUDAGraphCapture.add_eager": lambda: (added, {"function": lambda: None}),
+    "BreakableCUDAGraphWrapper": lambda: (
+        cgcompile.BreakableCUDAGraphWrapper,
+        {"runnable": MODEL, "config": CONFIG},
+    ),
+    "CUDAGraphOptions": lambda: (cgcompile.CUDAGraphOptions, {}),
+    "CUDAGraphWrapper": lambda: (
+        cgcompile.CUDAGraphWrapper,
+        {"runnable": MODEL, "config": CONFIG, "runtime_mode": FULL},
+    ),
+    "CompilationConfig": lambda: (CompilationConfig, {}),
+    "CompilationConfig.resolve": lambda: (CompilationConfig.resolve, {}),
+    "CompiledModel.invalidate": lambda: (
+        cgcompile.compile(MODEL, CONFIG).invalidate,
+        {"reason": "other weights"},
+    ),
+    "Counters": lambda: (cgcompile.Counters, {}),
+    "Coverage.to_json": lambda: (cgcompile.coverage(manager()).to_json, {}),
+    "CudaGraphManager": lambda: (
+        serving.CudaGraphManager,
+        {
+            "model": MODEL,
+            "dispatcher": dispatcher(),
+            "inputs": [ROWS],
+            "device": "cpu",
+            "config": CONFIG,
+        },
+    ),
+    "CudaGraphManager.capture": lambda: (new_manager().capture, {}),
+    "CudaGraphManager.dispatched": lambda: (
+        manager().dispatched,
+        {"batch": serving.Batch(2, 2, {"input": X})},
+    ),
+    "CudaGraphManager.dummy_batch": lambda: (
+        manager().dummy_batch,
+        {"descriptor": DESCRIPTOR, "phase": "capture"},
+    ),
+    "CudaGraphManager.get_cudagraph_runtime_mode": lambda: (
+        manager().get_cudagraph_runtime_mode,
+        {"num_reqs": 2, "num_tokens": 2, "max_query_len": 1},
+    ),
+    "CudaGraphManager.get_cudagraph_size": lambda: (
+        manager().get_cudagraph_size,
+        {"num_tokens": 2},
+    ),
+    "CudaGraphManager.plan": lambda: (new_manager().plan, {}),
+    "CudaGraphManager.run": lambda: (
+        manager().run,
+        {"batch": serving.Batch(2, 2, {"input": X})},
+    ),
+    "CudaGraphManager.run, inputs": lambda: (
+        lambda inputs: manager().run(serving.Batch(2, 2, inputs)),
+        {"inputs": {"input": X}},
+    ),
+    "CudaGraphManager.run_fullgraph": lambda: (manager().run_fullgraph, {"num_tokens": 2}),
+    "CudagraphDispatcher": lambda: (
+        serving.CudagraphDispatcher,
+        {"mode": FULL, "sizes": (2, 4), "max_num_reqs": 4, "max_num_tokens": 8},
+    ),
+    "CudagraphDispatcher.captured": lambda: (
+        dispatcher().captured,
+        {"mode": FULL, "descriptor": DESCRIPTOR},
+    ),
+    "CudagraphDispatcher.dispatch": lambda: (dispatcher().dispatch, BATCH),
+    "CudagraphDispatcher.is_captured": lambda: (
+        dispatcher().is_captured,
+        {"mode": FULL, "descriptor": DESCRIPTOR},
+    ),
+    "CudagraphDispatcher.refused": lambda: (
+        dispatcher().refused,
+        {"mode": FULL, "descriptor": DESCRIPTOR, "why": "no memory"},
+    ),
+    "Diagnosis.of": lambda: (
+        cgcompile.Diagnosis.of,
+        {"model": "m", "device": "cpu", "findings": []},
+    ),
+    "Diagnosis.of_error": lambda: (cgcompile.Diagnosis.of_error, {"error": ValueError("x")}),
+    "Diagnosis.of_kind": lambda: (cgcompile.Diagnosis("m", "cpu").of_kind, {"kind": "sync"}),
+    "Diagnosis.to_html": lambda: (
+        cgcompile.Diagnosis("m", "cpu").to_html,
+        {"path": f"{folder()}/page.html"},
+    ),
+    "Diagnosis.to_json": lambda: (cgcompile.Diagnosis("m", "cpu").to_json, {}),
+    "DynamicDim": lambda: (cgcompile.DynamicDim, {"dim": 0, "name": "tokens"}),
+    "EncoderCudaGraphConfig": lambda: (
+        encoder.EncoderCudaGraphConfig,
+        {"modalities": ("image",), "buffer_keys": ("x",), "out_hidden_size": 4},
+    ),
+    "EncoderCudaGraphManager": lambda: (
+        encoder.EncoderCudaGraphManager,
+        {"model": patches(), **ENCODER},
+    ),
+    "EncoderCudaGraphManager.capture": lambda: (encoders().capture, {}),
+    "EncoderCudaGraphManager.execute": lambda: (encoders().execute, {"mm_kwargs": IMAGES}),
+    "EncoderCudaGraphManager.graph_inputs": lambda: (
+        encoders().graph_inputs,
+        {"key": encoder.GraphKey("default", 16)},
+    ),
+    "EncoderCudaGraphManager.supports_modality": lambda: (
+        encoders().supports_modality,
+        {"modality": "image"},
+    ),
+    "EncoderItemSpec": lambda: (encoder.EncoderItemSpec, ITEM),
+    "EncoderItemSpec.tokens": lambda: (encoder.EncoderItemSpec(**ITEM).tokens, {}),
+    "Explanation.to_html": lambda: (explanation().to_html, {"path": f"{folder()}/page.html"}),
+    "Explanation.to_json": lambda: (explanation().to_json, {}),
+    "ForwardContext": lambda: (cgcompile.ForwardContext, {}),
+    "HostStaging": lambda: (cgcompile.HostStaging, {"buffer": torch.zeros(4)}),
+    "HostStaging.fill": lambda: (
+        cgcompile.HostStaging(torch.zeros(4)).fill,
+        {"rows": torch.ones(2)},
+    ),
+    "Overview.to_html": lambda: (overview().to_html, {"path": f"{folder()}/page.html"}),
+    "Overview.to_json": lambda: (overview().to_json, {}),
+    "SplittingOp": lambda: (cgcompile.SplittingOp, {"target": "aten::mm"}),
+    "SplittingOp.impl_for": lambda: (
+        cgcompile.SplittingOp("aten::mm").impl_for,
+        {"device_type": "cpu"},
+    ),
+    "Verification.to_html": lambda: (
+        cgcompile.Verification("m", ()).to_html,
+        {"path": f"{folder()}/page.html"},
+    ),
+    "Verification.to_json": lambda: (cgcompile.Verification("m", ()).to_json, {}),
+    "allow_capture": lambda: (entered(cgcompile.allow_capture), {"allowed": True}),
+    "bisect": lambda: (
+        cgcompile.bisect,
+        {"model": MODEL, "inputs": (X,), "config": CONFIG, "sets": 1},
+    ),
+    "capture_all": lambda: (
+        cgcompile.capture_all,
+        {"step": lambda batch: None, "batches": [], "target": backend()},
+    ),
+    "compile": lambda: (cgcompile.compile, {"model": MODEL, "config": CONFIG}),
+    "coverage": lambda: (cgcompile.coverage, {"model": manager()}),
+    "doctor": lambda: (cgcompile.doctor, {"model": MODEL, "*": X, "config": CONFIG}),
+    "eager_break_during_capture": lambda: (
+        cgcompile.eager_break_during_capture,
+        {"function": lambda: None},
+    ),
+    "explain": lambda: (cgcompile.explain, {"model": MODEL, "*": X, "config": CONFIG}),
+    "get_cudagraph_sizes": lambda: (
+        cgcompile.get_cudagraph_sizes,
+        {"capture_sizes": (2, 4), "max_num_reqs": 4, "max_num_tokens": 8, "mode": FULL},
+    ),
+    "override_forward_context": lambda: (
+        entered(cgcompile.override_forward_context),
+        {"context": cgcompile.ForwardContext()},
+    ),
+    "profile": lambda: (entered(cgcompile.profile), {"target": manager()}),
+    "report": lambda: (cgcompile.report, {"target": manager(), "path": f"{folder()}/page.html"}),
+    "runtime": lambda: (cgcompile.runtime, {"compiled": torch.compile(MODEL, backend=backend())}),
+    "set_forward_context": lambda: (entered(cgcompile.set_forward_context), {}),
+    "timeline": lambda: (cgcompile.timeline, {"target": manager()}),
+    "tracing_ranges": lambda: (
+        entered(cgcompile.tracing_ranges),
+        {"push": len, "pop": lambda: None},
+    ),
+    "update_weights": lambda: (
+        cgcompile.update_weights,
+        {"module": MODEL, "state": MODEL.state_dict()},
+    ),
+    "verify": lambda: (
+        cgcompile.verify,
+        {"model": MODEL, "inputs": (X,), "config": CONFIG, "sets": 1},
+    ),
+    "verify_wrapper": lambda: (cgcompile.verify_wrapper, {"wrapper": wrapper(), "*": X}),
+    "Agreement": lambda: (serving.Agreement, {"dispatcher": dispatcher()}),
+    "Axis": lambda: (serving.Axis, {"name": "x", "values": (1, 2)}),
+    "Batch": lambda: (serving.Batch, {**BATCH, "inputs": {"input": X}}),
+    "DispatchStatistics": lambda: (serving.DispatchStatistics, {}),
+    "InputBuffer": lambda: (serving.InputBuffer, BUFFER),
+    "InputBuffer.dummy": lambda: (serving.InputBuffer(**BUFFER).dummy, BATCH),
+    "InputBuffer.rows": lambda: (serving.InputBuffer(**BUFFER).rows, BATCH),
+    "LoraCases": lambda: (serving.LoraCases, {"counts": (1, 2)}),
+    "LoraCases.count_for": lambda: (
+        serving.LoraCases((1, 2)).count_for,
+        {"has_lora": True, "active": 1},
+    ),
+    "LoraCases.shared": lambda: (serving.LoraCases.shared, {"max_loras": 2}),
+    "LoraCases.specialised": lambda: (serving.LoraCases.specialised, {"max_loras": 2}),
+    "StaticInputs": lambda: (
+        serving.StaticInputs,
+        {"specs": [ROWS], "max_num_tokens": 4, "max_num_reqs": 4, "device": "cpu"},
+    ),
+    "capture_sizes": lambda: (serving.capture_sizes, {"maximum": 16}),
+    "checked_sizes": lambda: (serving.checked_sizes, {"sizes": (1, 2)}),
+    "decode_sizes": lambda: (
+        serving.decode_sizes,
+        {"requests": (1, 2), "query_len": 1, "max_num_reqs": 2, "max_num_tokens": 4},
+    ),
+    "fit_sizes": lambda: (serving.fit_sizes, {"histogram": {1: 3, 4: 2}, "count": 2}),
+    "is_uniform_decode": lambda: (
+        serving.is_uniform_decode,
+        {"query_lens": [1, 1], "is_prefilling": [False, False]},
+    ),
+    "padding_share": lambda: (serving.padding_share, {"ladder": (2, 4), "histogram": {1: 3}}),
+    "round_sizes": lambda: (serving.round_sizes, {"sizes": (2, 4), "multiple": 2, "maximum": 8}),
+    "Costs": lambda: (encoder.Costs, {}),
+    "EncoderStatistics.tokens": lambda: (encoder.EncoderStatistics().tokens, {}),
+    "EncoderStatistics.waste": lambda: (encoder.EncoderStatistics().waste, {}),
+    "PatchEncoder": lambda: (encoder.PatchEncoder, {"forward": len, **PATCHES}),
+    "PatchEncoder.get_input_modality": lambda: (
+        patches().get_input_modality,
+        {"mm_kwargs": IMAGES},
+    ),
+    "PatchEncoder.grids": lambda: (patches().grids, {"mm_kwargs": IMAGES}),
+    "PatchOffsets": lambda: (encoder.PatchOffsets, {"make": grid_rows}),
+    "PatchTable": lambda: (encoder.PatchTable, {"make": grid_rows}),
+    "Sharder": lambda: (encoder.Sharder, {"group": None}),
+    "fitted_budgets": lambda: (encoder.fitted_budgets, {"observed": {4: 2, 9: 1}, "count": 2}),
+    "generated_budgets": lambda: (encoder.generated_budgets, {"least": 4, "most": 64}),
+    "pack": lambda: (
+        encoder.pack,
+        {"needs": NEEDS, "capacity": CAPACITY, "costs": COSTS},
+    ),
+    "resolve_budgets": lambda: (encoder.resolve_budgets, {"budget_range": (4, 64)}),
+    "resolve_frames": lambda: (
+        encoder.resolve_frames,
+        {"max_items": 2, "max_frames_per_video": 2},
+    ),
+    "shares_by_load": lambda: (encoder.shares_by_load, {"sizes": (3, 4), "ranks": 2}),
+    "smallest_budget": lambda: (encoder.smallest_budget, {"budgets": (4, 8), "tokens": 5}),
+    "supports_encoder_cudagraph": lambda: (
+        encoder.supports_encoder_cudagraph,
+        {"model": patches()},
+    ),
+    "EliminateClones": lambda: (passes.EliminateClones, {}),
+    "EliminateNoOps": lambda: (passes.EliminateNoOps, {}),
+    "FunctionPass": lambda: (passes.FunctionPass, {"name": "mine", "function": lambda gm: gm}),
+    "PassManager": lambda: (passes.PassManager, {"passes": ()}),
+    "check_disabled": lambda: (passes.check_disabled, {"disabled": (), "theirs": ()}),
+    "dump_graph": lambda: (passes.dump_graph, {"gm": graph()}),
+    "load_graph": lambda: (passes.load_graph, {"data": graph_bytes()}),
+    "split_graph": lambda: (
+        passes.split_graph,
+        {"gm": graph(), "boundaries": cgcompile.Boundaries()},
+    ),
+}
+
+
+def first_node() -> fx.Node:
+    return next(iter(graph().graph.nodes))
+
+
+def added(function: Any) -> None:
+    capture = cgcompile.BreakableCUDAGraphCapture(device="cpu")
+    with torch.inference_mode(), capture:
+        torch.zeros(2).add(1)
+        capture.add_eager(function)
+
+
+# ---------------------------------------------------------------- which calls there must be
+
+
+def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return [
+        each
+        for each in inspect.signature(function).parameters.values()
+        if each.name not in ("self", "cls") and each.kind is not each.VAR_KEYWORD
+    ]
+
+
+def methods(kind: type) -> Iterator[str]:
+    for name in dir(kind):
+        function = getattr(kind, name, None)
+        ours = str(getattr(function, "__module__", "")).startswith("cgcompile")
+        if name.startswith("_") or not ours or not callable(function):
+            continue
+        if name not in INTERNAL.get(kind.__name__, ()) and parameters(function):
+            yield name
+
+
+def is_checked(kind: type) -> bool:
+    """Whether making an object of a class can fail: a plain record takes what it is given."""
+    if kind.__name__ in RESULTS or issubclass(kind, (enum.Enum, BaseException)):
+        return False
+    if dataclasses.is_dataclass(kind):
+        return hasattr(kind, "__post_init__")
+    return not hasattr(kind, "_fields") and bool(parameters(kind))
+
+
+def public_callables() -> set[str]:
+    found: set[str] = set()
+    for module in (cgcompile, serving, encoder, passes):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if not inspect.isclass(value):
+                plain = inspect.isfunction(value) and parameters(value)
+                found |= {name} if plain else set()
+                continue
+            if getattr(value, "_is_protocol", False) or issubclass(value, enum.Enum):
+                continue
+            found |= {name} if is_checked(value) else set()
+            found |= {f"{name}.{method}" for method in methods(value)}
+    return found
+
+
+def test_the_table_has_every_public_callable() -> None:
+    wanted = public_callables()
+    assert wanted - CALLS.keys() == set(), "add a valid call of each to CALLS"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_valid_calls_succeed(name: str) -> None:
+    if name in REFUSED:
+        with pytest.raises(CGCompileError):
+            called(*CALLS[name]())
+        return
+    function, arguments = CALLS[name]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        called(function, arguments)
+
+
+def called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    several = (arguments["*"],) if "*" in arguments else ()
+    named = {name: value for name, value in arguments.items() if name != "*"}
+    first = [each for each in parameters(function) if each.kind is not each.KEYWORD_ONLY]
+    if not several:
+        return function(**named)
+    before = [named.pop(each.name) for each in first if each.name in named]
+    return function(*before, *several, **named)
+
+
+# ---------------------------------------------------------------- bad values
+
+
+class HangsError(BaseException):
+    """Not an Exception, so that what is tested cannot take it for a failure of its own."""
+
+
+def stop(*_: Any) -> None:
+    raise HangsError
+
+
+def complaint(
+    function: Callable[..., Any], arguments: dict[str, Any], parameter: str
+) -> str | None:
+    """What is wrong with how a call fails; None if nothing."""
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        called(function, arguments)
+    except HangsError:
+        return "it hangs"
+    except CGCompileError:
+        return None
+    except OSError as error:
+        return None if parameter == "path" else repr(error)
+    except (TypeError, ValueError) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        # Python itself names a missing or unexpected argument at the call.
+        ours = frame.filename.startswith(OURS) or "argument" in str(error)
+        told = frame.line is not None and "raise" in frame.line
+        if ours and (told or "argument" in str(error)):
+            return None
+        return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        if parameter in RUN and not frame.filename.startswith(OURS):
+            return None
+        return f"{type(error).__name__}: {str(error)[:200]} ({frame.filename}:{frame.lineno})"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return None
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bad_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, arguments = CALLS[name]()
+    names = [each.name for each in parameters(function) if each.kind is not each.VAR_POSITIONAL]
+    complaints = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        monkeypatch.chdir(tmp_path)  # "no" is the name of a folder as well
+        for parameter in [*names, *(["*"] if "*" in arguments else [])]:
+            for bad, make in BAD.items():
+                if bad == "class" and parameter in RUN:
+                    continue  # it can be called, and its own error has no frame of its own
+                told = complaint(function, {**arguments, parameter: make()}, parameter)
+                if told is not None:
+                    complaints.append(f"{parameter}={bad}: {told}")
+    assert not complaints, "\n".join(complaints)
