@@ -115,6 +115,13 @@ class OutputBuffers:
         """Memory of the buffers, in bytes; 0 before the first step."""
         return sum(each.nbytes for each in self._buffers)
 
+    @property
+    def whole(self) -> Any:
+        """The buffers in the structure of the results; None before the first step."""
+        if self._spec is None:
+            return None
+        return compat.tree_unflatten(list(self._buffers), self._spec)
+
     def keep(self, result: Any, sizes: tuple[int, int]) -> Any:
         """Copy what a step of these sizes made to the front of the buffers.
 
