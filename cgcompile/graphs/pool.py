@@ -13,7 +13,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.graphs.arena import Arena
-from cgcompile.graphs.device import CaptureDevice, DeviceGraph
+from cgcompile.graphs.device import CaptureDevice, DeviceGraph, chosen_device
 from cgcompile.graphs.usage import PoolBytes
 
 
@@ -38,7 +38,8 @@ class GraphPool:
     """Memory and capture stream of graphs that never run at the same time.
 
     Args:
-        device: what records.
+        device: where the tensors are; ``"cpu"`` means the host recorder. Left out: CUDA, or without
+            a GPU the CPU where ``CGCOMPILE_CAPTURE_DEVICE=host``. Or what records.
 
     Attributes:
         device: what records.
@@ -48,12 +49,16 @@ class GraphPool:
         lock: for owners that several threads call: held from the writing of inputs to the copying
             of results.
         stream_key: of the stream that it was replayed on last; None before that.
+
+    Raises:
+        CaptureError: ``device`` has no graphs.
+        ConfigError: it is no device.
     """
 
-    def __init__(self, device: CaptureDevice) -> None:
-        self.device = device
+    def __init__(self, device: CaptureDevice | torch.device | str | None = None) -> None:
+        self.device = chosen_device(device, type(self).__name__)
         self.generation = 0
-        self.stream = device.new_stream()
+        self.stream = self.device.new_stream()
         self.arena = Arena()
         self.lock = threading.RLock()
         self._memory: Any = None
