@@ -34,6 +34,7 @@ from cgcompile.graphs.breakable import (
 from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.entries import CUDAGraphEntry, CUDAGraphOptions
+from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.ranges import tracing_ranges
 from cgcompile.graphs.regions import eager_region
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
@@ -100,6 +101,7 @@ __all__ = [
     "Explanation",
     "Finding",
     "ForwardContext",
+    "GraphPool",
     "GraphSegment",
     "GraphSequence",
     "HostStaging",

@@ -206,6 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(manager.coverage())
     print(f"waste: {manager.statistics.waste():.1%}")
     print(f"hits: {manager.statistics.hit_rate:.1%}")
+    print(f"replays: {manager.statistics.replays}")
     print(f"largest difference from eager: {difference:.1e}")
     broken = broken_promises(difference, 1e-1 if args.real else 1e-4, manager)
     for each in broken:

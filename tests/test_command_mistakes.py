@@ -125,3 +125,12 @@ def test_who_leaves_leaves_with_a_traceback_for_those_who_ask(
 ) -> None:
     assert main(["--traceback", "explain", f"{HERE}:leaves"]) == 1
     assert "in leaves\n    sys.exit(5)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x", "1.5"])
+def test_numbers_that_are_none(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["verify", f"{HERE}:pair", f"--sets={number}"])
+    assert stopped.value.code == 2
+    said = f"argument --sets: {number!r}; expected a whole number of at least 1"
+    assert said in capsys.readouterr().err

@@ -262,6 +262,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "PieceCompileError.not_callable": PieceCompileError.not_callable("piece_0", "mine", None),
     "InputBufferError.shape": InputBufferError.shape("slots", (3, 4)),
     "InputBufferError.tail": InputBufferError.tail("slots", 0.5, "torch.int64"),
+    "InputBufferError.dummy_value": InputBufferError.dummy_value("lens", "tokens", "torch.int32"),
     "InputBufferError.twice": InputBufferError.twice("slots"),
     "InputBufferError.unknown": InputBufferError.unknown("slot", ["positions", "slots"]),
     "InputBufferError.missing": InputBufferError.missing("positions"),

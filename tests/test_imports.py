@@ -216,6 +216,7 @@ def test_public_face() -> None:
         "Explanation",
         "Finding",
         "ForwardContext",
+        "GraphPool",
         "GraphSegment",
         "GraphSequence",
         "HostStaging",

@@ -14,7 +14,8 @@ from cgcompile import errors
 from cgcompile.observe.advice import KINDS
 from cgcompile.observe.traces import STAGES
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 def section(title: str) -> str:
@@ -45,6 +46,16 @@ def test_names_of_metas_package_are_its_own() -> None:
     for name in names:
         top, _, member = name.partition(".")
         assert hasattr(getattr(rival, top), member) if member else hasattr(rival, top)
+
+
+@pytest.mark.parametrize(
+    ("marker", "words"),
+    [("quickstart", "python examples/quickstart.py"), ("test", "python -m pytest")],
+)
+def test_the_commands_stand_where_ci_finds_them(marker: str, words: str) -> None:
+    (block,) = re.findall(rf"<!-- {marker} command -->\n```bash\n(.*?)\n```\n", README, re.DOTALL)
+    assert re.fullmatch(rf"pip install -e '\.\[\w+\]' && {words}", block)
+    assert f"$(command_of {marker})" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_every_setting_is_in_the_table() -> None:

@@ -54,9 +54,9 @@ class EncoderCudaGraphManager:
         token_budgets: output tokens of the graphs, for all paths or by path; left out: doubled from
             the least to the most that ``get_encoder_cudagraph_budget_range(settings)`` says.
         max_batch_size: most items of a replay; at most the least budget, so that a model which
-            shares a budget out among its items has a token for each. Left out: the
-            most of the model's range divided by its least, at most the least budget. A model that
-            has no ``get_encoder_cudagraph_budget_range()``: the largest budget divided by the least.
+            shares a budget out among its items has a token for each. Left out: the most of the
+            model's range divided by its least, at most the least budget. Without a method
+            ``get_encoder_cudagraph_budget_range()``: the largest budget divided by the least.
         max_frames_per_batch: most frames (sequences of attention) of a replay; left out:
             ``max_batch_size * max_frames_per_video``. 0: graphs for images, with one frame for each
             item as of a model without videos; videos of more frames in all run eager.

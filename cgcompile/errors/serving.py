@@ -164,6 +164,14 @@ class InputBufferError(CGCompileError, ValueError):
         )
 
     @classmethod
+    def dummy_value(cls, name: str, found: object, dtype: str) -> "InputBufferError":
+        return cls(
+            f"InputBuffer {name!r}: dummy_value={found!r}; expected a number that {dtype} has, "
+            "'num_tokens', or None.\n  It is what rows hold in warm-ups and captures: "
+            "'num_tokens' for sequence lengths."
+        )
+
+    @classmethod
     def twice(cls, name: str) -> "InputBufferError":
         return cls(f"two input buffers are called {name!r}.\n  Give each a name of its own.")
 

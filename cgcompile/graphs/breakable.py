@@ -25,7 +25,7 @@ from cgcompile.errors import CaptureError, GradientError
 from cgcompile.forward_context import BatchDescriptor, in_full_mode
 from cgcompile.graphs.breaks import Breaker
 from cgcompile.graphs.capture import inside_capture, who_captures_elsewhere, who_captures_here
-from cgcompile.graphs.device import capture_device, device_named
+from cgcompile.graphs.device import chosen_device
 from cgcompile.graphs.entries import Captured, CUDAGraphOptions
 from cgcompile.graphs.fields import Rebinding
 from cgcompile.graphs.pool import GraphPool
@@ -97,7 +97,8 @@ class BreakableCUDAGraphCapture:
     Args:
         pool: memory shared with other captures that never run at the same time; one of its own if
             left out.
-        device: where the tensors are, if no pool is given; ``"cpu"`` means the host recorder.
+        device: where the tensors are, if no pool is given; ``"cpu"`` means the host recorder. Left
+            out: CUDA, or without a GPU the CPU where ``CGCOMPILE_CAPTURE_DEVICE=host``.
         boundaries: which ops break by themselves; the built-in attention ops if left out.
         debug: find tensors that a break makes and leaves for captured ops to read. Slow.
         name: for messages.
@@ -112,7 +113,7 @@ class BreakableCUDAGraphCapture:
         self,
         pool: GraphPool | None = None,
         *,
-        device: torch.device | str = "cuda",
+        device: torch.device | str | None = None,
         boundaries: Boundaries | None = None,
         debug: bool = False,
         name: str = "step",
@@ -121,10 +122,7 @@ class BreakableCUDAGraphCapture:
         require_kind("pool", where, pool, GraphPool, maybe=True)
         require_kind("boundaries", where, boundaries, Boundaries, maybe=True)
         if pool is None:
-            found = capture_device(device_named(device, where), "host")
-            if found is None:
-                raise CaptureError.no_device(str(device))
-            pool = GraphPool(found)
+            pool = GraphPool(chosen_device(device, where))
         self._pool = pool
         self._boundaries = Boundaries() if boundaries is None else boundaries
         self._debug = debug

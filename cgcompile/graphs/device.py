@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from cgcompile import compat
-from cgcompile.errors import ConfigError
+from cgcompile.config import CompilationConfig
+from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.host import HostDevice
 from cgcompile.graphs.usage import PoolBytes
@@ -152,3 +153,27 @@ def capture_device(device: torch.device, setting: str) -> CaptureDevice | None:
     if device.type == "cpu" and setting == "host":
         return HostDevice()
     return None
+
+
+def chosen_device(device: CaptureDevice | torch.device | str | None, where: str) -> CaptureDevice:
+    """The capture device that a user names; the host recorder for ``"cpu"``.
+
+    Args:
+        device: where the tensors are; None: CUDA, or on a machine without it the CPU if the
+            environment says ``CGCOMPILE_CAPTURE_DEVICE=host``.
+        where: what it was given to.
+
+    Raises:
+        CaptureError: the device has no graphs here.
+        ConfigError: it is no device.
+    """
+    if isinstance(device, (CudaDevice, HostDevice)):
+        return device
+    if device is None:
+        device = "cuda"
+        if not torch.cuda.is_available() and CompilationConfig().capture_device == "host":
+            device = "cpu"
+    found = capture_device(device_named(device, where), "host")  # type: ignore[arg-type]
+    if found is None:
+        raise CaptureError.no_device(str(device))
+    return found

@@ -12,7 +12,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.graphs.arena import Arena
-from cgcompile.graphs.device import CaptureDevice, DeviceGraph
+from cgcompile.graphs.device import CaptureDevice, DeviceGraph, chosen_device
 from cgcompile.graphs.stale import StaleResults
 from cgcompile.graphs.usage import PoolBytes
 
@@ -38,7 +38,8 @@ class GraphPool:
     """Memory of graphs that never run at the same time.
 
     Args:
-        device: what records.
+        device: where the tensors are; ``"cpu"`` means the host recorder. Left out: CUDA, or without
+            a GPU the CPU where ``CGCOMPILE_CAPTURE_DEVICE=host``. Or what records.
 
     Attributes:
         device: what records.
@@ -50,12 +51,16 @@ class GraphPool:
             of results.
         stale: the results that callers may hold; with ``debug`` alone.
         stream_key: of the stream that it was replayed on last; None before that.
+
+    Raises:
+        CaptureError: ``device`` has no graphs.
+        ConfigError: it is no device.
     """
 
-    def __init__(self, device: CaptureDevice) -> None:
-        self.device = device
+    def __init__(self, device: CaptureDevice | torch.device | str | None = None) -> None:
+        self.device = chosen_device(device, type(self).__name__)
         self.generation = 0
-        self.stream = device.capture_stream()
+        self.stream = self.device.capture_stream()
         self.arena = Arena()
         self.stale = StaleResults()
         self.lock = compat.new_lock()

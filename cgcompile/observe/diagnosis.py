@@ -10,7 +10,7 @@ from cgcompile.observe.findings import SEVERITIES, Finding
 from cgcompile.observe.page import Shown
 from cgcompile.settings import checked
 
-SCHEMA = 1  # of to_dict(); a key that goes or changes its meaning makes it another one
+VERSION = 1  # of to_dict(); a key that goes or changes its meaning makes it another one
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Diagnosis(Shown):
         return tuple(each for each in self.findings if each.kind == kind)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: ``schema``, ``model``, ``device``, ``ok``, ``findings``."""
+        """Plain values: ``version``, ``model``, ``device``, ``ok``, ``findings``."""
         return {
-            "schema": SCHEMA,
+            "version": VERSION,
             "model": self.model,
             "device": self.device,
             "ok": self.ok,

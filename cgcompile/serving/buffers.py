@@ -29,6 +29,16 @@ from cgcompile.settings import (
 )
 
 TOKENS, REQS, BOUNDARIES = "tokens", "reqs", "reqs+1"
+NUM_TOKENS = "num_tokens"
+
+
+def _has(dtype: torch.dtype, number: object) -> bool:
+    """Whether a dtype has a number, exactly or, of floating point, rounded."""
+    try:
+        found = torch.empty((), dtype=dtype).fill_(number).item()  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, OverflowError):
+        return False
+    return dtype.is_floating_point or bool(found == number)
 
 
 @dataclass(frozen=True)
@@ -50,9 +60,12 @@ class InputBuffer:
         host_slots: for data from the host: how many pinned copies to own; with 2 the host may
             prepare a step while the one before is still uploaded. The largest number of all
             buffers is what each of them has.
+        dummy_value: what rows hold in :meth:`dummy`: a number that the dtype has, or
+            ``"num_tokens"``, the tokens of the batch, so that attention is warmed up and captured
+            with sequences that are not empty. Left out: the tail's.
 
     Raises:
-        InputBufferError: a shape or tail that cannot be.
+        InputBufferError: a shape, tail or dummy value that cannot be.
         ConfigError: another name, dtype or number of slots than above.
     """
 
@@ -63,6 +76,7 @@ class InputBuffer:
     argument: bool = True
     optional: bool = False
     host_slots: int = 1
+    dummy_value: float | str | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -84,13 +98,10 @@ class InputBuffer:
         named = [size for size in sizes if not isinstance(size, int)]
         if len(named) != 1 or named[0] not in (TOKENS, REQS, BOUNDARIES):
             raise InputBufferError.shape(self.name, self.shape)
-        if self.tail is not None:
-            try:
-                found = torch.empty((), dtype=self.dtype).fill_(self.tail).item()
-            except (RuntimeError, TypeError, OverflowError):
-                found = None
-            if found is None or (not self.dtype.is_floating_point and found != self.tail):
-                raise InputBufferError.tail(self.name, self.tail, str(self.dtype))
+        if self.tail is not None and not _has(self.dtype, self.tail):
+            raise InputBufferError.tail(self.name, self.tail, str(self.dtype))
+        if self.dummy_value not in (None, NUM_TOKENS) and not _has(self.dtype, self.dummy_value):
+            raise InputBufferError.dummy_value(self.name, self.dummy_value, str(self.dtype))
 
     @cached_property
     def dim(self) -> int:
@@ -104,7 +115,7 @@ class InputBuffer:
 
     @checked
     def dummy(self, num_tokens: int, num_reqs: int) -> torch.Tensor:
-        """Rows for a warm-up, on the CPU: the tail's value; offsets grow evenly to the tokens.
+        """Rows for a warm-up, on the CPU: ``dummy_value``, or the tail's; offsets grow evenly.
 
         Queries have ``num_tokens // num_reqs`` tokens, the last one takes what is left.
         """
@@ -113,8 +124,9 @@ class InputBuffer:
         rows = self.rows(num_tokens, num_reqs)
         sizes = tuple(size if isinstance(size, int) else rows for size in self.shape)
         found = torch.zeros(sizes, dtype=self.dtype)
-        if self.tail is not None:
-            return found.fill_(self.tail)
+        value = self.tail if self.dummy_value is None else self.dummy_value
+        if value is not None:
+            return found.fill_(num_tokens if isinstance(value, str) else value)
         if self.counts == BOUNDARIES:
             offsets = torch.arange(rows) * (num_tokens // num_reqs)
             offsets[-1] = num_tokens

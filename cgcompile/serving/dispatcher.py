@@ -61,7 +61,8 @@ class CudagraphDispatcher:
         query_lens: tokens per request of uniform decode (1 + k with k draft tokens); left out, the
             keys of ``decode_sizes``, or 1.
         decode_num_reqs: numbers of requests from which the sizes of uniform decode are made, per
-            query length; left out, those in ``sizes``. The most that fits is always added.
+            query length; left out, those that fit into each of ``sizes``. The most that fits is
+            always added. ``capture_sizes(max_num_reqs)`` gives fewer graphs for long queries.
         decode_sizes: in place of these two: per query length, sizes in tokens, multiples of it.
         varlen_decode_sizes: per bound, sizes in tokens of FULL graphs for batches whose longest
             query is within the bound.
@@ -220,6 +221,33 @@ class CudagraphDispatcher:
         """Whether :meth:`captured` has named a graph; False for one that is not planned."""
         slot = self._slots.get((mode, descriptor))
         return slot is not None and slot.captured
+
+    def planned_size(
+        self,
+        num_tokens: int,
+        uniform_decode: bool = False,
+        has_lora: bool = False,
+        num_active_loras: int = 0,
+        extra: tuple[Any, ...] = (),
+    ) -> int | None:
+        """The size to which a batch will be padded, captured or not; None if no graph is planned.
+
+        A graph that is ready, or that may still be captured, counts; a refused one does not. The
+        arguments are those of :meth:`dispatch`.
+
+        Raises:
+            BatchError: the numbers contradict each other.
+        """
+        variant = self._variants.serving(has_lora, num_active_loras, extra)
+        if num_tokens <= 0 or isinstance(variant, Why):
+            return None
+        whole = isinstance(variant, Variant)
+        tables = self._tables[variant if isinstance(variant, Variant) else variant.variant]
+        full = self._find_full(tables, num_tokens, None, None, uniform_decode) if whole else None
+        pieces = tables.piecewise.find(num_tokens) if tables.piecewise is not None else None
+        slots = [slot for slot in (full, pieces) if slot is not None and not slot.refused]
+        slots.sort(key=lambda slot: not slot.ready)  # stable: FULL first
+        return slots[0].num_tokens if slots else None
 
     def _planned(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Slot:
         known = isinstance(descriptor, BatchDescriptor)

@@ -135,6 +135,7 @@ class CudaGraphManager(Questions):
             metadata=metadata,
             outputs=outputs,
             most=largest(dispatcher.plan(), FULL),
+            graphs=self.needs_capture(),
             config=self._config,
             hooks=hooks,
             inference_mode=inference_mode,

@@ -125,6 +125,13 @@ class OutputBuffers:
         for buffer in self._buffers:
             buffer.view(torch.uint8).fill_(0xFF)
 
+    @property
+    def whole(self) -> Any:
+        """The buffers in the structure of the results; None before the first step."""
+        if self._spec is None:
+            return None
+        return compat.tree_unflatten(list(self._buffers), self._spec)
+
     def keep(self, result: Any, sizes: tuple[int, int]) -> Any:
         """Copy what a step of these sizes made to the front of the buffers.
 

@@ -211,8 +211,9 @@ class Ladders(NamedTuple):
         whole_numbers("max_num_tokens", (max_num_tokens,))
         limits = Limits(max_num_reqs, max_num_tokens)
         if decode_sizes is None:
-            wanted = whole_numbers("decode_num_reqs", sizes if counts is None else counts)
-            given = {q: _decode_ladder(q, wanted, limits) for q in lengths}
+            if counts is not None:
+                counts = whole_numbers("decode_num_reqs", counts)
+            given = {q: _decode_ladder(q, counts, sizes, limits) for q in lengths}
         return cls(
             limits.sizes("sizes", sizes),
             {
@@ -229,13 +230,20 @@ class Ladders(NamedTuple):
         )
 
 
-def _decode_ladder(query_len: int, counts: Iterable[int], limits: Limits) -> tuple[int, ...]:
-    """Token counts of uniform decode: request counts x query length, and the most that fits."""
+def _decode_ladder(
+    query_len: int, counts: Iterable[int] | None, sizes: Iterable[int], limits: Limits
+) -> tuple[int, ...]:
+    """Token counts of uniform decode: request counts x query length, and the most that fits.
+
+    Without counts, each of ``sizes`` gives the requests that fit into it, so that no batch is
+    padded to more than the next of ``sizes``.
+    """
     most = min(limits.max_num_reqs, limits.max_num_tokens // query_len)
     if not most:
         expected = f"at most max_num_tokens = {limits.max_num_tokens}"
         raise ConfigError.bad_value("query_lens", _WHERE, query_len, expected)
-    usable = {count for count in counts if count < most}
+    wanted = (size // query_len for size in sizes) if counts is None else counts
+    usable = {count for count in wanted if 0 < count < most}
     return tuple(count * query_len for count in sorted({*usable, most}))
 
 

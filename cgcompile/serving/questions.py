@@ -3,6 +3,7 @@
 from typing import Any
 
 from cgcompile.config import CompilationConfig
+from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.pool import GraphPool
@@ -13,12 +14,17 @@ from cgcompile.serving.batches import check_numbers
 from cgcompile.serving.captured import CapturedGraphs
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.memory import GraphMemory, MemoryMeter
+from cgcompile.serving.sizes import padding_table
 from cgcompile.serving.stepping import StepRunner
 from cgcompile.serving.steps import Batch
 from cgcompile.serving.tables import Dispatched
 from cgcompile.settings import require_kind
 
 NONE = CUDAGraphMode.NONE
+
+
+def _is_decode(descriptor: BatchDescriptor) -> bool:
+    return descriptor.uniform or descriptor.max_query_len is not None
 
 
 class Questions:
@@ -52,8 +58,35 @@ class Questions:
 
     @property
     def pool(self) -> GraphPool | None:
-        """The memory of FULL graphs, and of pieces of a model that is not compiled."""
+        """The memory of FULL graphs, and of pieces of a model that is not compiled.
+
+        None where nothing can be captured: in mode NONE, and without a device that has graphs.
+        """
         return self._steps.pool
+
+    @property
+    def cudagraph_sizes(self) -> dict[int, int]:
+        """Number of tokens -> planned size of the graph for any batch; empty if only decode has."""
+        plan = self.dispatcher.plan()
+        mode = self.dispatcher.mode.mixed_mode()
+        found = {each.num_tokens for m, each in plan if m is mode and not _is_decode(each)}
+        return padding_table(sorted(found))
+
+    @property
+    def uniform_decode_cudagraph_sizes(self) -> dict[int, int]:
+        """Number of tokens -> planned size of the graph for uniform decode; empty without any.
+
+        Of several query lengths it is the map of the longest, which is ``1 + draft tokens``.
+        """
+        uniform = [each for _, each in self.dispatcher.plan() if each.uniform]
+        longest = max((each.query_len or 0 for each in uniform), default=0)
+        sizes = sorted({each.num_tokens for each in uniform if each.query_len == longest})
+        return {n: size for n, size in padding_table(sizes).items() if n >= longest}
+
+    @property
+    def output_buffers(self) -> Any:
+        """The whole buffers that FULL graphs write, structured as results; None before any."""
+        return self._steps.outputs.whole
 
     def graph_memory(self) -> GraphMemory:
         """What the graphs take of the device now, in bytes, measured."""
@@ -72,18 +105,13 @@ class Questions:
         num_active_loras: int = 0,
         extra: tuple[Any, ...] = (),
     ) -> int | None:
-        """The padded size of the graph that serves so many tokens; None if none does.
+        """The padded size of the graph for so many tokens, captured or planned; None if none is.
 
         Adapters and axes are given as to the dispatcher.
         """
-        found = self.dispatcher.dispatch(
-            num_tokens,
-            uniform_decode=uniform_decode,
-            has_lora=has_lora,
-            num_active_loras=num_active_loras,
-            extra=extra,
+        return self.dispatcher.planned_size(
+            num_tokens, uniform_decode, has_lora, num_active_loras, extra
         )
-        return None if found.mode is NONE else found.descriptor.num_tokens
 
     def get_cudagraph_runtime_mode(
         self,

@@ -239,9 +239,9 @@ def get_cudagraph_sizes(
     capture_sizes: Iterable[int] | None,
     max_num_reqs: int,
     max_num_tokens: int,
-    mode: CUDAGraphMode | str,
+    cudagraph_mode: CUDAGraphMode | str,
     uniform_decode_query_len: int = 1,
-    uniform_decode: bool = False,
+    uniform_decode_cudagraph: bool = False,
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Number of tokens -> captured size, for all batches and for uniform decode batches.
 
@@ -254,33 +254,32 @@ def get_cudagraph_sizes(
         max_num_reqs: requests in the largest batch.
         max_num_tokens: tokens in the largest batch. No size is dropped for it: keep sizes within
             it by :func:`checked_sizes`.
-        mode: which graphs serve a step; its name will do.
+        cudagraph_mode: which graphs serve a step, or its name; looked at for NONE alone.
         uniform_decode_query_len: tokens of each request of a uniform decode batch.
-        uniform_decode: whether decode batches are to have graphs of their own; they do where
-            ``mode`` has FULL graphs for them and another routine for the rest.
+        uniform_decode_cudagraph: whether uniform decode batches have graphs of their own, whatever
+            the mode: pass ``mode.decode_mode() is FULL and mode.separate_routine()``.
 
     Returns:
         Two maps. The first has every number from 1 to the largest size. The second has of those
-        the ones with a size of at least one request and at most ``max_num_reqs`` requests; it is
-        empty where decode batches have no graphs of their own. Both are empty for mode NONE, and
-        without sizes.
+        the ones with a size of at least one request and at most ``max_num_reqs`` requests, if
+        ``uniform_decode_cudagraph``; else it is empty. Both are empty for mode NONE, and without
+        sizes.
 
     Raises:
         SizesError: a number is out of range, or a size is none.
         ConfigError: there is no such mode.
     """
-    wanted = mode_named(mode, "get_cudagraph_sizes")
-    most = checked_number("max_num_reqs", max_num_reqs)
-    checked_number("max_num_tokens", max_num_tokens)
+    mode = mode_named(cudagraph_mode, "get_cudagraph_sizes")
+    most = checked_number("max_num_reqs", max_num_reqs, least=0)
+    checked_number("max_num_tokens", max_num_tokens, least=0)
     query_len = checked_number("uniform_decode_query_len", uniform_decode_query_len)
-    if wanted is CUDAGraphMode.NONE or capture_sizes is None:
+    if mode is CUDAGraphMode.NONE or capture_sizes is None:
         return {}, {}
     given = tuple(capture_sizes) if isinstance(capture_sizes, Iterable) else capture_sizes
     if given == ():
         return {}, {}
     table = padding_table(checked_sizes(given))
-    own = wanted.separate_routine() and wanted.decode_mode() is CUDAGraphMode.FULL
-    if not (uniform_decode and own):
+    if not uniform_decode_cudagraph:
         return table, {}
     limit = most * query_len
     return table, {rows: size for rows, size in table.items() if query_len <= size <= limit}

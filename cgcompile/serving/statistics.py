@@ -4,15 +4,18 @@ Plain Python, bounded in memory, and cheap enough to record every step. Without 
 that runs slow does not show that its batches miss their graphs, or are mostly padding.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from cgcompile import compat
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.modes import CUDAGraphMode
-from cgcompile.reasons import Reason
+from cgcompile.reasons import EXPECTED, Reason
 from cgcompile.serving.tables import Dispatched
 from cgcompile.settings import checked
+
+log = logging.getLogger(__name__)
 
 Planned = tuple[CUDAGraphMode, BatchDescriptor]
 
@@ -153,6 +156,9 @@ class DispatchStatistics:
         loss = self._losses.get(key)
         if loss is None:
             loss = self._losses[key] = _Loss(tokens)
+            if reason not in EXPECTED:
+                text = "a step of %d tokens runs in mode %s: %s: %s"
+                log.info(text, tokens, mode.name, reason.value, detail)
         loss.count += 1
         loss.real += tokens
         loss.detail = detail

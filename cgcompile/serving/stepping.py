@@ -19,7 +19,7 @@ from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import ManagerError
 from cgcompile.forward_context import eager_region_is_open, set_forward_context
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.capture import inside_capture
+from cgcompile.graphs.capture import capture_postponed, inside_capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import CUDAGraphEntry, Whole, gradients_due
 from cgcompile.graphs.pool import GraphPool
@@ -51,6 +51,7 @@ class StepRunner:
         metadata: builds what the forward context holds; None: nothing.
         outputs: what rows of results count.
         most: (tokens, requests) of the largest FULL graph.
+        graphs: whether any graph is planned; else there is no pool.
         config: of the wrappers.
         hooks: what others do around graphs.
         inference_mode: run in inference mode; else in the caller's.
@@ -77,6 +78,7 @@ class StepRunner:
         metadata: BuildMetadata | None,
         outputs: str | Sequence[str],
         most: tuple[int, int],
+        graphs: bool,
         config: CompilationConfig,
         hooks: Sequence[GraphHooks],
         inference_mode: bool,
@@ -105,7 +107,7 @@ class StepRunner:
         self._sizes = (0, 0)  # of the step that runs, padded
         self.across: torch.Tensor | None = None
         self.ran_plain: Why | None = None
-        found = capture_device(device, config.capture_device)
+        found = capture_device(device, config.capture_device) if graphs else None
         self.pool = None if found is None else GraphPool(found)
         whole = Whole(model, self._whole)
         self.full = BreakableCUDAGraphWrapper(whole, config, FULL, pool=self.pool, name="step")
@@ -158,6 +160,8 @@ class StepRunner:
             self._spoil(mode)
         if entry is not None and "inputs_ready" not in metadata.additional:
             return self._tracked(self._rows.replayed(self._replay(entry), padded, real), descriptor)
+        if mode is FULL and entry is None and self._captures(descriptor):
+            self.hooks.before_full_capture()
         run = self._model if mode is NONE else self.full if mode is FULL else self._pieces
         across = metadata.num_tokens_across_dp
         with set_forward_context(
@@ -194,6 +198,12 @@ class StepRunner:
         what = f"the manager's step, {descriptor}"
         made = self._stale.hand_out(leaves, self.outputs.owns, None, what)
         return compat.tree_unflatten(made, spec)
+
+    def _captures(self, descriptor: BatchDescriptor) -> bool:
+        """Whether a FULL step is about to be captured."""
+        if self.pool is None or capture_postponed() or inside_capture():
+            return False
+        return self.full.entry_of(FULL, descriptor) is None
 
     def _remember(self, metadata: Metadata, descriptor: BatchDescriptor) -> None:
         """Just after a capture: where its metadata lies."""

@@ -93,6 +93,9 @@ class GraphHooks:
     def before_capture(self, pool: GraphPool | None) -> None:
         """Before each set of captures; ``pool`` is where memory comes from, None without graphs."""
 
+    def before_full_capture(self) -> None:
+        """Before each capture of a whole step, between its warm-up and it: wait for copies here."""
+
     def end_of_capture(self) -> None:
         """Inside the capture of a whole step, after the model: join other streams here."""
 
@@ -112,6 +115,10 @@ class AllHooks:
     def before_capture(self, pool: GraphPool | None) -> None:
         for hook in self._hooks:
             hook.before_capture(pool)
+
+    def before_full_capture(self) -> None:
+        for hook in self._hooks:
+            hook.before_full_capture()
 
     def end_of_capture(self) -> None:
         for hook in self._hooks:

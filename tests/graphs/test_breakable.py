@@ -52,6 +52,7 @@ from cgcompile.errors import (
     AddressChangedError,
     CaptureBusyError,
     CaptureError,
+    CGCompileError,
     DispatchError,
     GuardError,
     HostValueChangedError,
@@ -1923,3 +1924,40 @@ def test_side_stream_must_be_joined_at_a_break(new_capture, device, joined) -> N
         assert_replays(cap, out, [x], lambda x: soft(x + 1) + (x + 1) * 2)
     torch.cuda.synchronize()
     assert_capture_works(new_capture, device)
+
+
+# Which device
+
+
+def test_the_environment_chooses_the_host_where_there_is_no_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for front in (BreakableCUDAGraphCapture, GraphPool):
+        with pytest.raises(CaptureError, match="device 'cuda' has no graphs here"):
+            front()
+    monkeypatch.setenv("CGCOMPILE_CAPTURE_DEVICE", "host")
+    x = rand(4, 4, device="cpu")
+    shared = GraphPool()
+    assert shared.where == torch.device("cpu")
+    for capture in (BreakableCUDAGraphCapture(), BreakableCUDAGraphCapture(shared)):
+        with torch.no_grad(), capture:
+            out = capture.add_eager(lambda: x * 2) + 1
+        for _ in range(2):
+            x.normal_()
+            capture.replay()
+            torch.testing.assert_close(out, x * 2 + 1)
+
+
+def test_a_pool_is_made_of_the_name_of_a_device(device: str) -> None:
+    pool = GraphPool(device)
+    first, second = (CUDAGraphWrapper(op, pool=pool) for op in (torch.sin, torch.cos))
+    x = rand(8, device=device)
+    outer = BatchDescriptor(8)
+    for _ in range(3):
+        x.normal_()
+        with set_forward_context(cudagraph_runtime_mode=FULL, batch_descriptor=outer):
+            torch.testing.assert_close(first(x).clone(), x.sin())
+            torch.testing.assert_close(second(x).clone(), x.cos())
+    assert (first.counters.captures, second.counters.replays) == (1, 2)
+    for bad in ("meta", 3.5):
+        with pytest.raises(CGCompileError, match=r"device"):
+            GraphPool(bad)

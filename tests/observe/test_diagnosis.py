@@ -63,7 +63,7 @@ def test_json() -> None:
         found.to_json(),
         """\
 {
-  "schema": 1,
+  "version": 1,
   "model": "Faulty",
   "device": "cpu",
   "ok": false,
@@ -120,7 +120,7 @@ def test_empty() -> None:
     assert str(empty) == "Model on cuda:0: nothing found"
     assert empty.ok
     assert empty.to_dict() == {
-        "schema": 1,
+        "version": 1,
         "model": "Model",
         "device": "cuda:0",
         "ok": True,

@@ -6,12 +6,15 @@ from functools import partial
 import numpy as np
 import pytest
 from dispatch_support import Batch, Mode, decode, dispatcher, short
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import watched
 
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode
 from cgcompile.errors import BatchError, ConfigError
 from cgcompile.reasons import Reason
 from cgcompile.serving.batches import is_uniform_decode
+from cgcompile.serving.sizes import get_cudagraph_sizes
 from cgcompile.serving.variants import Axis, LoraCases
 
 FULL, PIECEWISE = Mode.FULL, Mode.PIECEWISE
@@ -69,6 +72,33 @@ def test_sizes_of_decode_come_from_requests_and_contain_the_most_that_fits() -> 
     assert sizes == {1: [8, 2], 3: [24, 6]}
     limited = dispatcher(Mode.FULL_DECODE_ONLY, [16], query_lens=(3,), max_num_tokens=16)
     assert [key.num_tokens for _, key in limited.plan()] == [15]
+
+
+def test_sizes_in_tokens_are_sizes_of_decode() -> None:
+    every = dispatcher(Mode.FULL_DECODE_ONLY, [3, 6, 9, 12], query_lens=(3,), max_num_reqs=4)
+    assert [key.num_tokens for _, key in every.plan()] == [12, 9, 6, 3]
+    assert short(every.dispatch(9, 3, 3, True)) == "FULL(9t,3r,u3)"
+    between = dispatcher(Mode.FULL_DECODE_ONLY, [4, 8], query_lens=(3,), max_num_reqs=2)
+    assert [key.num_tokens for _, key in between.plan()] == [6, 3]
+
+
+LADDER = st.lists(st.integers(1, 40), min_size=1, max_size=6, unique=True).map(sorted)
+
+
+@settings(deadline=None)
+@given(LADDER, st.integers(1, 5), st.integers(1, 8))
+def test_decode_is_padded_no_further_than_by_sizes_in_tokens(
+    sizes: list[int], query_len: int, max_num_reqs: int
+) -> None:
+    limits = {"max_num_reqs": max_num_reqs, "max_num_tokens": 64}
+    found = dispatcher(Mode.FULL_DECODE_ONLY, sizes, query_lens=(query_len,), **limits)
+    _, plain = get_cudagraph_sizes(sizes, max_num_reqs, 64, Mode.FULL, query_len, True)
+    for reqs in range(1, max_num_reqs + 1):
+        mode, key, _ = found.dispatch(reqs * query_len, reqs, query_len, True)
+        assert mode is FULL  # the most requests always have a graph
+        assert key.num_tokens >= reqs * query_len
+        assert key.num_tokens <= plain.get(reqs * query_len, max_num_reqs * query_len)
+    assert len(found.plan()) <= len(set(plain.values())) + 1
 
 
 # What other systems miss

@@ -1,5 +1,6 @@
 """The manager: every mode on a compiled and on a plain model, captures, hooks, refusals."""
 
+import logging
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,10 @@ import torch
 from manager_support import (
     FULL,
     INPUTS,
+    MAX_REQS,
     NONE,
     PIECEWISE,
+    SIZES,
     D,
     Decoder,
     dispatcher,
@@ -29,6 +32,7 @@ from cgcompile.errors import (
     InputBufferError,
     ManagerError,
 )
+from cgcompile.graphs.capture import inside_capture
 from cgcompile.reasons import Reason
 from cgcompile.serving.buffers import InputBuffer
 from cgcompile.serving.steps import Batch, GraphHooks, Metadata
@@ -162,7 +166,7 @@ def test_a_graph_for_mixed_batches_is_captured_with_a_long_query() -> None:
     assert seen[BatchDescriptor(4, 4)] == (4, 4, [0, 1, 2, 3, 4])
     assert seen[BatchDescriptor(16, 8)] == (8, 16, [0, 2, 4, 6, 8, 10, 12, 14, 16])
     seen.clear()
-    dispatch = dispatcher("FULL_DECODE_ONLY", query_lens=(3,))
+    dispatch = dispatcher("FULL_DECODE_ONLY", query_lens=(3,), decode_num_reqs=[4])
     manager(dispatch=dispatch, metadata=noted).capture()
     assert seen[BatchDescriptor(12, 4, True)] == (4, 3, [0, 3, 6, 9, 12])
 
@@ -283,6 +287,10 @@ def test_hooks_and_contexts() -> None:
             assert pool is made.pool
             calls.append("before_capture")
 
+        def before_full_capture(self) -> None:
+            assert not inside_capture()
+            calls.append("before_full_capture")
+
         def end_of_capture(self) -> None:
             calls.append("end_of_capture")
 
@@ -302,12 +310,108 @@ def test_hooks_and_contexts() -> None:
     made = manager("FULL", hooks=[Noting()], graph_capture=Around)
     made.capture_graph(FULL, BatchDescriptor(4, 4))
     # Two warm-ups would be as right: one plain pass, one capture, which is one execution.
-    assert calls == ["before_capture", "enter", "end_of_capture", "end_of_capture", "exit"]
+    assert calls == [
+        "before_capture",
+        "enter",
+        "end_of_capture",
+        "before_full_capture",
+        "end_of_capture",
+        "exit",
+    ]
     del calls[:]
     check(made, requests(3))
     assert calls == ["before_replay", "after_replay"]
     check(made, requests(20))
     assert len(calls) == 2
+    made.release()
+    del calls[:]
+    assert sum(len(each.captured) for each in made.capture().values()) == len(SIZES)
+    assert calls.count("before_full_capture") == len(SIZES)
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL", "FULL_AND_PIECEWISE", "NONE"])
+def test_sizes_are_told_before_and_after_capture(mode: str, lazily: bool) -> None:
+    made = manager(mode, lazily=lazily)
+    sizes = {n: min(size for size in SIZES if size >= n) for n in range(1, SIZES[-1] + 1)}
+    decode = {n: size for n, size in sizes.items() if n <= MAX_REQS}
+    assert made.cudagraph_sizes == ({} if mode == "NONE" else sizes)
+    own = mode == "FULL_AND_PIECEWISE"
+    assert made.uniform_decode_cudagraph_sizes == (decode if own else {})
+    for captured in (False, True):
+        if captured:
+            made.capture()
+        for n in (0, 1, 3, 9, 16, 17):
+            assert made.get_cudagraph_size(n) == made.cudagraph_sizes.get(n)
+        for n in (1, 5, 8):
+            expected = made.uniform_decode_cudagraph_sizes.get(n, made.cudagraph_sizes.get(n))
+            assert made.get_cudagraph_size(n, True) == expected
+    assert (made.pool is None) is (mode == "NONE")
+
+
+def test_sizes_of_decode_with_drafts() -> None:
+    dispatch = dispatcher("FULL_DECODE_ONLY", query_lens=(1, 3), decode_num_reqs=[2])
+    made = manager(dispatch=dispatch)
+    assert made.cudagraph_sizes == {}
+    expected = {n: 6 if n <= 6 else 24 for n in range(3, 25)}
+    assert made.uniform_decode_cudagraph_sizes == expected
+
+
+def test_a_refused_size_is_not_told() -> None:
+    made = manager("FULL")
+    made.dispatcher.refused(FULL, BatchDescriptor(16, 8), "an op reads the host")
+    made.dispatcher.refused(FULL, BatchDescriptor(2, 2), "an op reads the host")
+    assert (made.get_cudagraph_size(9), made.get_cudagraph_size(8)) == (None, 8)
+    made.dispatcher.captured(FULL, BatchDescriptor(4, 4))
+    assert made.get_cudagraph_size(2) == 4
+
+
+def test_what_full_graphs_write_can_be_looked_at(device: str) -> None:
+    made = manager("FULL", device=device, model=Decoder(aux=True))
+    assert made.output_buffers is None
+    made.capture()
+    hidden, [aux] = made.output_buffers
+    assert hidden.shape == aux.shape == (SIZES[-1], D)
+    last, [first] = made.run(requests(3, device=device))
+    torch.testing.assert_close(hidden[:3], last)
+    assert (last.data_ptr(), first.data_ptr()) == (hidden.data_ptr(), aux.data_ptr())
+    made.release()
+    assert made.output_buffers is None
+
+
+def test_dummies_have_sequences_that_are_not_empty() -> None:
+    lengths: dict[Any, list[int]] = {}
+
+    def noted(batch: Batch, descriptor: BatchDescriptor, buffers: Any) -> Metadata:
+        lengths[descriptor] = buffers["seq_lens"].tolist()
+        return metadata(batch, descriptor, buffers)
+
+    spec = InputBuffer("seq_lens", ("reqs",), torch.int32, argument=False, dummy_value="num_tokens")
+    made = manager("FULL", inputs=(*INPUTS, spec), metadata=noted)
+    made.capture()
+    assert lengths[BatchDescriptor(4, 4)] == [4] * 4
+    assert lengths[BatchDescriptor(16, 8)] == [16] * 8
+    batch = requests(3)
+    batch = replace(
+        batch, inputs={**batch.inputs, "seq_lens": torch.tensor([3], dtype=torch.int32)}
+    )
+    made.run(batch)
+    assert lengths[BatchDescriptor(4, 4)] == [3, 0, 0, 0]
+    assert InputBuffer("s", ("reqs",), torch.int32, 1, dummy_value=7).dummy(4, 2).tolist() == [7, 7]
+    for bad in ("tokens", 0.5, 2**40):
+        with pytest.raises(InputBufferError, match=f"dummy_value={bad!r}"):
+            InputBuffer("s", ("reqs",), torch.int32, dummy_value=bad)
+
+
+def test_each_reason_of_a_lesser_mode_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    made = manager("FULL")
+    made.capture()
+    with caplog.at_level(logging.INFO, logger="cgcompile.serving"):
+        for count in (20, 3, 21, 24):
+            made.run(requests(count))
+    lines = [each for each in caplog.messages if each.startswith("a step")]
+    why = "oversize: more than 16 tokens: no graph is as large"
+    assert lines == [f"a step of 20 tokens runs in mode NONE: {why}"]
 
 
 def test_excluded_modes() -> None:

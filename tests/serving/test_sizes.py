@@ -303,9 +303,17 @@ def test_mode_none_has_no_maps() -> None:
 
 @pytest.mark.parametrize("mode", [PIECEWISE, FULL, DECODE_ONLY, BOTH])
 def test_the_two_maps(mode: CUDAGraphMode) -> None:
-    own = mode in (DECODE_ONLY, BOTH)
     assert get_cudagraph_sizes([4, 1, 2], 8, 64, mode) == (FOUR, {})
-    assert get_cudagraph_sizes([4, 1, 2], 8, 64, mode, 1, True) == (FOUR, FOUR if own else {})
+    by_name = {"cudagraph_mode": mode, "uniform_decode_cudagraph": True}
+    assert get_cudagraph_sizes([4, 1, 2], 8, 64, **by_name) == (FOUR, FOUR)
+
+
+def test_limits_of_nothing() -> None:
+    assert get_cudagraph_sizes([4, 1, 2], 0, 0, FULL) == (FOUR, {})
+    assert get_cudagraph_sizes([4, 1, 2], 0, 0, FULL, 1, True) == (FOUR, {})
+    for limits in ((-1, 8), (8, -1)):
+        with pytest.raises(SizesError, match="at least 0"):
+            get_cudagraph_sizes([1], *limits, FULL)
 
 
 def test_decode_map_ends_at_the_requests() -> None:

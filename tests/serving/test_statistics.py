@@ -34,8 +34,7 @@ decode, 3..4 requests x 1  FULL       num_tokens=4, num_reqs=4, uniform=True   -
 decode, 5..8 requests x 1  FULL       num_tokens=8, num_reqs=8, uniform=True   37.5%    3
 decode, 1 request x 3      FULL       num_tokens=3, num_reqs=1, uniform=True   -        0
 decode, 2 requests x 3     FULL       num_tokens=6, num_reqs=2, uniform=True   -        0
-decode, 3..4 requests x 3  FULL       num_tokens=12, num_reqs=4, uniform=True  25.0%    1
-decode, 5 requests x 3     FULL       num_tokens=15, num_reqs=5, uniform=True  -        0
+decode, 3..5 requests x 3  FULL       num_tokens=15, num_reqs=5, uniform=True  40.0%    1
 1 token                    PIECEWISE  num_tokens=1                             -        0
 2 tokens                   PIECEWISE  num_tokens=2                             -        0
 3..4 tokens                PIECEWISE  num_tokens=4                             0.0%     1
@@ -45,7 +44,7 @@ decode, 5 requests x 3     FULL       num_tokens=15, num_reqs=5, uniform=True  -
 9 tokens                   PIECEWISE  -                                                 1     oversize: more than 8 requests of length 1: no graph is as large
 30..40 tokens              NONE       -                                                 2     oversize: more than 16 tokens: no graph is as large
 0 tokens                   NONE       -                                                 1     empty_batch: the batch has no tokens
-15 steps, 18.4% of their rows padding""",
+15 steps, 19.9% of their rows padding""",
     )
 
 
