@@ -49,10 +49,18 @@ class ResolveAliases:
 
 
 def _use_what_was_written(gm: fx.GraphModule) -> None:
-    """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``."""
+    """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``.
+
+    Fake values show the end of the trace: where ``x.set_(y)`` ran, ``x`` shares the memory of ``y``
+    from there on, and not before.
+    """
+    moved: set[int] = set()
+    for node in gm.graph.nodes:
+        if changes_layout(node):
+            moved |= storages(value(node)).union(*[storages(value(n)) for n in node.all_input_nodes])
     for node in gm.graph.nodes:
         for target in () if changes_layout(node) else written(gm, node):
-            if _same_tensor(node, target):
+            if _same_tensor(node, target) and moved.isdisjoint(storages(value(node))):
                 node.replace_all_uses_with(target)
                 break
 
