@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, BreakableCUDAGraphCapture, CUDAGraphMode
+from cgcompile import BatchDescriptor, BreakableCUDAGraphCapture, CUDAGraphMode, compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError
+from cgcompile.graphs.host import HostGraph
+from cgcompile.graphs.host_pool import HostPool
 
 
 def run(model: Callable, x: torch.Tensor) -> torch.Tensor:
@@ -250,8 +252,6 @@ def test_a_break_in_a_backward_pass_is_refused(device: str) -> None:
 
 def test_an_ended_recording_takes_no_more_ops() -> None:
     """The autograd engine restores the dispatch modes that were on when it started."""
-    from cgcompile.graphs.host import HostGraph
-    from cgcompile.graphs.host_pool import HostPool
 
     class Ends(torch.autograd.Function):
         @staticmethod
@@ -267,3 +267,6 @@ def test_an_ended_recording_takes_no_more_ops() -> None:
     graph.begin(HostPool())
     with pytest.raises(CaptureError, match="segment that has ended"):
         Ends.apply(weight * 2).sum().backward()
+    assert (weight + 1).tolist() == [2.0] * 8  # outside of the backward pass nothing is refused
+    compat.top_mode().switch_off()
+    assert compat.top_mode() is None
