@@ -33,7 +33,7 @@ class ResolveAliases:
     name = "resolve_aliases"
 
     def uuid(self) -> str:
-        return "resolve_aliases/1"
+        return "resolve_aliases/2"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         _use_what_was_written(gm)
@@ -49,10 +49,19 @@ class ResolveAliases:
 
 
 def _use_what_was_written(gm: fx.GraphModule) -> None:
-    """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``."""
+    """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``.
+
+    Fake values show the end of the trace: where ``x.set_(y)`` ran, ``x`` shares the memory of ``y``
+    from there on, and not before.
+    """
+    moved: set[int] = set()
+    for node in gm.graph.nodes:
+        if changes_layout(node):
+            moved |= storages(value(node))
+            moved.update(*[storages(value(source)) for source in node.all_input_nodes])
     for node in gm.graph.nodes:
         for target in () if changes_layout(node) else written(gm, node):
-            if _same_tensor(node, target):
+            if _same_tensor(node, target) and moved.isdisjoint(storages(value(node))):
                 node.replace_all_uses_with(target)
                 break
 

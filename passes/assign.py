@@ -75,7 +75,7 @@ class AssignPieces:
         self._boundaries = boundaries
 
     def uuid(self) -> str:
-        return f"assign_pieces/1/{self._boundaries.uuid()}"
+        return f"assign_pieces/2/{self._boundaries.uuid()}"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         whys = self._decide(gm)

@@ -251,6 +251,7 @@ def changes_layout(node: fx.Node) -> bool:
 
 _LAYOUT_CHANGES = {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}
 _LAYOUT_CHANGES |= {"as_strided_", "resize_", "resize_as_", "set_", "rename_"}
+_LAYOUT_CHANGES |= {"shallow_copy_data_"}  # what ``x.data = y`` is in a graph
 
 
 def _is_inplace(name: str) -> bool:

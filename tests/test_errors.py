@@ -188,6 +188,14 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CaptureError.twice": CaptureError.twice("CudaGraph"),
     "CaptureError.empty": CaptureError.empty(),
     "CaptureError.freed_input": CaptureError.freed_input("aten.mm.default", "(2, 3) torch.float32"),
+    "CaptureError.pageable": CaptureError.pageable("aten.lift_fresh.default", "(2,) torch.int64"),
+    "CaptureError.replaces_memory": CaptureError.replaces_memory("step", "'weight'", 2),
+    "CaptureError.replaces_argument": CaptureError.replaces_argument(
+        "aten.set_.source_Tensor", "(2,) torch.float32"
+    ),
+    "CaptureError.seeded": CaptureError.seeded(1, 2),
+    "CaptureError.ended_recording": CaptureError.ended_recording("aten.mul.Tensor"),
+    "CaptureError.break_in_backward": CaptureError.break_in_backward("attend"),
     "CaptureError.opaque_result": CaptureError.opaque_result("attend", "a Cache object"),
     "CaptureError.under_transform": CaptureError.under_transform("attend", "Vmap"),
     "CaptureError.math_attention": CaptureError.math_attention(),

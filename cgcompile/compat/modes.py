@@ -233,14 +233,14 @@ def autocast_state() -> dict[str, torch.dtype]:
 
 
 class own_cached_casts:
-    """Context manager: no weight that autocast cast outside is read inside, nor one of inside after.
+    """Context manager: weights that autocast casts outside are not read inside, nor vice versa.
 
     Autocast caches casts of parameters until its outermost context ends: a graph that reads such a
     cast would read freed memory at its replays, and code after a capture would read a cast that the
     graph has not computed yet. The cache is one for all threads, so it is off inside too.
 
     Args:
-        compiled: leave it on, since Dynamo's guards compare that: compiled code would compile again.
+        compiled: leave it on, since Dynamo's guards compare it: code would compile again inside.
     """
 
     __slots__ = ("_compiled", "_was_on")

@@ -74,8 +74,8 @@ class CaptureError(CGCompileError, RuntimeError):
     def replaces_argument(cls, op: str, shape: str) -> "CaptureError":
         return _about(
             op,
-            f"{op} replaces the memory of its argument {shape}: operation not permitted when stream "
-            "is capturing. Replays would not: they read the memory of the first step again.\n"
+            f"{op} replaces the memory of its argument {shape}: operation not permitted when "
+            "stream is capturing. Replays would not: they read the memory of the first step.\n"
             "  Write in place (copy_, mul_), or run the op outside of the graph: a splitting op or "
             "cgcompile.eager_region().",
         )

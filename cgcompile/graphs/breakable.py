@@ -76,6 +76,11 @@ def _refuse_other_thread(name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     if not isinstance(recorder, SegmentRecorder):
         return
     leaves = compat.tree_leaves((args, kwargs))
+    # The backward pass of CUDA runs in a thread of autograd, on the stream of the forward pass.
+    if compat.inside_backward() and recorder.pool.device.is_capturing():
+        error = CaptureError.break_in_backward(name)
+        recorder.fail(name, error)
+        raise error
     if any(isinstance(leaf, torch.Tensor) and recorder.pool.owns(leaf) for leaf in leaves):
         error = CaptureError.other_thread(name, recorder.name)
         recorder.fail(name, error)

@@ -189,7 +189,9 @@ class _Recorder(compat.DispatchMode):
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._ended:  # the autograd engine restores the modes that were on when it started
-            raise CaptureError.ended_recording(str(func))
+            if compat.inside_backward() or HostDevice.capturing():
+                raise CaptureError.ended_recording(str(func))
+            return func(*args, **kwargs)
         region = compat.compiled_region(func, args)
         if region is not None:
             return self._compiled_region(*region)

@@ -1,7 +1,7 @@
 """Refuse a capture that replaces the memory of a tensor it did not create: :class:`SameStorages`.
 
-``weight.data = ...``, ``weight.set_(...)`` and ``weight.t_()`` change the tensor object, once, while
-Python runs; a replay repeats none of it and reads the memory of the first step again.
+``weight.data = ...``, ``weight.set_(...)`` and ``weight.t_()`` change the tensor object, once, when
+Python runs. A replay does not repeat that, and reads the memory of the first step again.
 """
 
 from collections.abc import Callable, Sequence

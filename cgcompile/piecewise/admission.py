@@ -130,7 +130,8 @@ class Admission:
     def _why_still_warming(self, binding: Binding, warming: Why, own_context: bool) -> Why:
         """``warming``, or why it does not end: what must stay is another at every call."""
         if binding.moved_in_a_row >= _MOVED:
-            detail = self._moving("has other memory") + f" ({binding.moved_in_a_row} calls in a row)"
+            many = f"{binding.moved_in_a_row} calls in a row"
+            detail = f"{self._moving('has other memory')} ({many})"
             return Why(Reason.TOO_MANY_BINDINGS, detail)
         idle = self._bindings.idle
         if idle > max(_MOVING, self._config.max_bindings):

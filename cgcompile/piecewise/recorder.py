@@ -151,7 +151,8 @@ def _storages(
         value = program.split.inputs[places[id(tensor)]]
         return repr(value.source or value.name)
 
-    return SameStorages(what, [each for each in tensors(list(given)) if id(each) in places], name_of)
+    lasting = [tensor for tensor in tensors(list(given)) if id(tensor) in places]
+    return SameStorages(what, lasting, name_of)
 
 
 def _why(program: Program, error: Exception, what: str, where: str) -> Why:

@@ -5,6 +5,7 @@ Then: what the recorder must know of composite ops, which inference mode shows w
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +16,8 @@ import cgcompile
 from cgcompile import BatchDescriptor, BreakableCUDAGraphCapture, CUDAGraphMode
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError
+from cgcompile.graphs.host import HostGraph
+from cgcompile.graphs.host_pool import HostPool
 
 
 def run(model: Callable, x: torch.Tensor) -> torch.Tensor:
@@ -248,22 +251,30 @@ def test_a_break_in_a_backward_pass_is_refused(device: str) -> None:
     assert torch.equal(result, weight * 3)
 
 
+class Ends(torch.autograd.Function):
+    """Its backward pass ends a recording."""
+
+    graph: HostGraph
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x * 5
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        Ends.graph.end()
+        return grad
+
+
 def test_an_ended_recording_takes_no_more_ops() -> None:
     """The autograd engine restores the dispatch modes that were on when it started."""
-    from cgcompile.graphs.host import HostGraph
-    from cgcompile.graphs.host_pool import HostPool
 
-    class Ends(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-            return x * 5
+    def run() -> list[float]:
+        Ends.graph, weight = HostGraph(), torch.ones(8, requires_grad=True)
+        Ends.graph.begin(HostPool())
+        with pytest.raises(CaptureError, match="segment that has ended"):
+            Ends.apply(weight * 2).sum().backward()
+        return (weight + 1).tolist()  # outside of the backward pass nothing is refused
 
-        @staticmethod
-        def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
-            graph.end()
-            return grad
-
-    graph, weight = HostGraph(), torch.ones(8, requires_grad=True)
-    graph.begin(HostPool())
-    with pytest.raises(CaptureError, match="segment that has ended"):
-        Ends.apply(weight * 2).sum().backward()
+    with ThreadPoolExecutor(1) as thread:  # torch keeps the mode on, in the thread
+        assert thread.submit(run).result() == [2.0] * 8

@@ -62,7 +62,9 @@ def test_a_compiled_step_that_replaces_memory_is_right_and_counted(
     plain.load_state_dict(model.state_dict())
     name = "torch.compile" if guards == "keep" else "cgcompile.compile"
     if (name, how) == ("cgcompile.compile", "weight, by set_"):
-        pytest.skip("Dynamo breaks the graph at set_ of a parameter, which this entry point refuses")
+        pytest.skip(
+            "Dynamo breaks the graph at set_ of a parameter, which this entry point refuses"
+        )
     served = front_end(name, model, device)
     for _ in range(12):
         x = torch.randn(ROWS, WIDTH, device=device)
