@@ -263,7 +263,8 @@ class DispatchError(CGCompileError, RuntimeError):
     ) -> "DispatchError":
         given = ", ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         return cls(
-            f"the compiled step, {batch}: no input has {rows} rows; shapes of the inputs: {given}.\n"
+            f"the compiled step, {batch}: no input has {rows} rows; shapes of the inputs: "
+            f"{given}.\n"
             "  num_tokens is the rows of the batch as it is given to the model, padding included. "
             "Coverage and padding are counted in it."
         )
