@@ -268,6 +268,8 @@ class CompiledGraph:
         why = self._admission.why_not_now(binding, key, batch, inputs)
         if why is not None:
             return why, None
+        if context is not None:
+            self._admission.check_rows(descriptor, inputs)
         if not binding.captured:
             self._bindings.hold(binding, inputs, written)
         return self._capture(binding, key, batch, inputs)

@@ -157,7 +157,7 @@ class Capturability:
         captured piece reads a copy on the device, which must give the same result.
         """
         scalars = {
-            each: on_device(value(each), self.device)
+            each: on_device(value(each), self.device, self._gm.graph)
             for each in node.all_input_nodes
             if is_cpu_scalar(value(each), self.device)
         }

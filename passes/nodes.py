@@ -76,9 +76,15 @@ def is_cpu_scalar(found: Any, device: torch.device) -> bool:
     return found.dim() == 0 and found.device.type == "cpu"
 
 
-def on_device(scalar: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a fake 0-dim tensor of another device with the dtype of ``scalar``, also a fake."""
-    with compat.fake_context([scalar]):
+def on_device(scalar: torch.Tensor, device: torch.device, graph: fx.Graph) -> torch.Tensor:
+    """Return a fake 0-dim tensor of another device with the dtype of ``scalar``.
+
+    Args:
+        scalar: a value of the graph.
+        device: where the fake is.
+        graph: its values belong to the fake mode.
+    """
+    with compat.fake_context(value(node) for node in graph.nodes):
         return torch.empty((), dtype=scalar.dtype, device=device)
 
 

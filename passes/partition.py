@@ -68,6 +68,7 @@ class _Cutter:
         self._gm = gm
         self._bound = bound_symbols(gm)
         self._device = graph_device(gm)
+        self._cpu_scalars: set[str] = set()  # names, of what captured pieces read
         self._grad_outside = grad_mode_around(gm)
         self._members: dict[int, list[fx.Node]] = {}
         self._before: dict[int, _State] = {}
@@ -125,8 +126,6 @@ class _Cutter:
         for name, constant in constants.items():
             values[name] = Value(name, constant, source=name, static=True)
         output = self._gm.graph.output_node().args[0]
-        captured = {name for piece in pieces if piece.capture for name in piece.inputs}
-        scalars = [name for name in captured if is_cpu_scalar(values[name].meta, self._device)]
         return SplitGraph(
             pieces=pieces,
             inputs=inputs,
@@ -136,7 +135,7 @@ class _Cutter:
             result=self._result(output),
             symbols=Symbols(self._gm),
             device=self._device,
-            cpu_scalars=frozenset(scalars),
+            cpu_scalars=frozenset(self._cpu_scalars),
             graph_break=compat.graph_break(self._gm),
             differentiable=self._differentiable,
             sets_grad_mode=self._grad_outside is not None,
@@ -197,7 +196,7 @@ class _Cutter:
         outputs = [n for n in members if self._leaves(n, index)]
         graph, inputs = self._graph(members, outputs, self._before[index], self._after[index])
         if place.capture:
-            self._take_scalars_on_device(graph)
+            self._take_scalars_on_device(graph, inputs)
         key = (place.capture, place.compiled, structural_key(self._gm, graph))
         if key not in self._modules:
             self._modules[key] = (index, fx.GraphModule(self._gm, graph, class_name="Piece"))
@@ -259,11 +258,13 @@ class _Cutter:
         graph.output(tuple(copies[node] for node in outputs))
         return graph, tuple(self._names[node] for node in foreign)
 
-    def _take_scalars_on_device(self, graph: fx.Graph) -> None:
+    def _take_scalars_on_device(self, graph: fx.Graph, inputs: tuple[str, ...]) -> None:
         """Let a captured piece take its 0-dim CPU tensors as tensors of the device."""
-        for node in graph.find_nodes(op="placeholder"):
+        placeholders = graph.find_nodes(op="placeholder")
+        for node, name in zip(placeholders, inputs, strict=True):
             if is_cpu_scalar(value(node), self._device):
-                node.meta["example_value"] = on_device(value(node), self._device)
+                node.meta["example_value"] = on_device(value(node), self._device, self._gm.graph)
+                self._cpu_scalars.add(name)
 
     def _needs(
         self, members: list[fx.Node], outputs: list[fx.Node]

@@ -219,6 +219,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "DispatchError.cannot_copy": DispatchError.cannot_copy("Decoder"),
     "DispatchError.other_breaks": DispatchError.other_breaks("Decoder", ["attend"], []),
     "DispatchError.nothing_verified": DispatchError.nothing_verified("warming: call 1 of 1"),
+    "DispatchError.no_such_rows": DispatchError.no_such_rows("num_tokens=16", 16, [(8, 4), (8,)]),
     "DispatchError.strict": DispatchError.strict("the step", "host_sync", "item() reads a tensor"),
     "WeightsError.unknown": WeightsError.unknown("up.wieght", ("up.weight",)),
     "WeightsError.shape": WeightsError.shape("up.weight", "(4, 2)", "(2, 4)"),

@@ -27,15 +27,15 @@ DISPATCH = {"descriptors", "errors", "modes", "reasons", "settings"}
 # may choose graphs in a process of its own.
 STANDARD_LIBRARY_ONLY = {
     "config": {"errors", "modes", "settings"},
-    "descriptors": {"errors", "modes"},
+    "descriptors": {"errors", "modes", "settings"},
     "modes": set(),
     "settings": {"errors"},
     "errors": {"errors"},
     "reasons": set(),
-    "encoder/budgets": {"encoder/packing", "errors", "serving/fit", "serving/sizes"},
+    "encoder/budgets": {"encoder/packing", "errors", "serving/fit", "serving/sizes", "settings"},
     "encoder/grouping": set(),
     "encoder/packing": {"encoder/grouping", "errors"},
-    "serving/fit": {"errors", "serving"},
+    "serving/fit": {"errors", "serving", "settings"},
     "serving/optimum": {"errors"},
     "serving/sizes": {"errors", "modes", "settings"},
     "version": set(),

@@ -339,6 +339,18 @@ class DispatchError(CGCompileError, RuntimeError):
         )
 
     @classmethod
+    def no_such_rows(
+        cls, batch: str, rows: int, shapes: Sequence[tuple[int, ...]]
+    ) -> "DispatchError":
+        given = ", ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        return cls(
+            f"the compiled step, {batch}: no input has {rows} rows; shapes of the inputs: "
+            f"{given}.\n"
+            "  num_tokens is the rows of the batch as it is given to the model, padding included. "
+            "Coverage and padding are counted in it."
+        )
+
+    @classmethod
     def cannot_copy(cls, what: str) -> "DispatchError":
         return cls(
             f"{what}: on_input_change='copy', but a wrapper does not know which inputs its "

@@ -254,6 +254,12 @@ class GraphSequence:
             run(place, step)
         return slots
 
+    def fill(self, place: int) -> None:
+        """Fill the copies of 0-dim CPU tensors of a graph segment that is not replayed itself."""
+        segment, slots = self.segments[place], self.slots
+        for buffer, source in segment.scalars if isinstance(segment, GraphSegment) else ():
+            buffer.fill(slots[source.at] if isinstance(source, Slot) else source)
+
     def clear(self) -> None:
         """Forget the values of the step: nothing that a caller made may be kept."""
         self.slots[:] = self._empty

@@ -4,13 +4,18 @@ Everything that can be said of a call before anything runs, apart from what its 
 the inputs. The rule: a no is a :class:`~cgcompile.reasons.Why`.
 """
 
+import logging
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
+
+import torch
 
 from cgcompile.boundaries import AttentionCGSupport, allows_full
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError
-from cgcompile.forward_context import ForwardContext
+from cgcompile.forward_context import BatchDescriptor, ForwardContext
 from cgcompile.graphs.capture import capture_allowed, capture_postponed, captured_elsewhere
 from cgcompile.passes.pieces import Value
 from cgcompile.piecewise.auto import AutoDispatch
@@ -18,6 +23,8 @@ from cgcompile.piecewise.bindings import Binding, Bindings
 from cgcompile.piecewise.recording import Batch
 from cgcompile.piecewise.roles import Roles
 from cgcompile.reasons import Ledger, Reason, Why
+
+log = logging.getLogger(__name__)
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -95,6 +102,28 @@ class Admission:
         addresses = (inputs[place].data_ptr() for place in (*roles.read, *roles.written))
         numbers = (repr(inputs[place]) for place in roles.numbers)
         return (*key, *addresses, *numbers)
+
+    def check_rows(self, descriptor: BatchDescriptor, inputs: tuple[Any, ...]) -> None:
+        """Compare the rows of a descriptor with the sizes of the inputs; once for each capture.
+
+        Coverage and padding are counted in these rows. They are right if an input has a dimension
+        of them, or of the requests, or leading dimensions with this product ([2, 8] of 16 tokens).
+
+        Raises:
+            DispatchError: ``strict``, and no input has them. Otherwise that is a warning.
+        """
+        shapes = [
+            tuple(inputs[place].shape)
+            for place, value in enumerate(self._inputs)
+            if isinstance(value.meta, torch.Tensor) and not value.static and value.meta.dim()
+        ]
+        sizes = {size for shape in shapes for size in (*shape, *accumulate(shape, mul))}
+        if not sizes or not sizes.isdisjoint((descriptor.num_tokens, descriptor.num_reqs)):
+            return
+        error = DispatchError.no_such_rows(str(descriptor), descriptor.num_tokens, shapes)
+        if self._config.strict:
+            raise error
+        log.warning("%s", error)
 
     def why_not_now(
         self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]

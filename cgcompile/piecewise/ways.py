@@ -145,6 +145,7 @@ class _Mixed:
         piece = pieces[place]
         lent = self._lend(piece.inputs)
         if piece.capture and self._ways.get(piece.index) is not Way.REPLAYED:
+            self._recording.sequence.fill(place)  # a later segment may read the same copy
             self._instead(piece)
         else:
             step()

@@ -29,6 +29,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.compilers import compile_pieces
 from cgcompile.piecewise.splitting import split_as_set
+from cgcompile.piecewise.ways import Way, run_step
 from cgcompile.reasons import Reason
 
 
@@ -176,17 +177,27 @@ def check_steps(run: Any, model: Scaled, device: str, steps: int = 6) -> None:
         before = made.clone()
 
 
+class Unsplit(Scaled):
+    def forward(self, x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x) * self.scale + s) + self.shift
+
+
+def compiled_by(entry: str, model: nn.Module, backend: cgcompile.Backend) -> Any:
+    if entry == "torch.compile":
+        return torch.compile(model, backend=backend)
+    return cgcompile.compile(model, backend)
+
+
 @pytest.mark.parametrize("entry", COMPILED)
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("poison", [False, True])
-def test_scalars_are_copied_at_each_replay(entry: str, mode: str, poison: bool) -> None:
+@pytest.mark.parametrize("model_type", [Scaled, Unsplit])
+def test_scalars_are_copied_at_each_replay(
+    entry: str, mode: str, poison: bool, model_type: type[Scaled]
+) -> None:
     config = settings("cpu", cudagraph_mode=mode, poison=poison)
-    backend, model = CopiesScalars(config), Scaled("cpu")
-    compiled = (
-        torch.compile(model, backend=backend)
-        if entry == "torch.compile"
-        else cgcompile.compile(model, backend)
-    )
+    backend, model = CopiesScalars(config), model_type("cpu")
+    compiled = compiled_by(entry, model, backend)
     with torch.no_grad():
         check_steps(compiled, model, "cpu")
     (graph,) = backend.compiled_graphs
@@ -194,16 +205,32 @@ def test_scalars_are_copied_at_each_replay(entry: str, mode: str, poison: bool) 
     assert graph.counters.replays >= 4
 
 
-class Unsplit(Scaled):
-    def forward(self, x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x) * self.scale + s) + self.shift
+def test_pieces_that_run_plain_fill_the_copies_of_later_ones() -> None:
+    backend, model = CopiesScalars(settings("cpu")), Scaled("cpu")
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        check_steps(compiled, model, "cpu", steps=3)
+        (graph,) = backend.compiled_graphs
+        calls: list[Any] = []
+
+        def observe(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
+            replayed = {piece.index: Way.REPLAYED for piece in program.split.pieces}
+            calls.append(inputs)
+            return run_step(program, recording, inputs, real, {**replayed, 0: Way.COMPILED})
+
+        graph.observe(observe)
+        check_steps(compiled, model, "cpu", steps=3)
+    assert len(calls) == 3
 
 
+@pytest.mark.parametrize("entry", COMPILED)
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE])
 @pytest.mark.parametrize("model_type", [Scaled, Unsplit])
-def test_scalars_are_copied_under_a_context(mode: CUDAGraphMode, model_type: type[Scaled]) -> None:
+def test_scalars_are_copied_under_a_context(
+    entry: str, mode: CUDAGraphMode, model_type: type[Scaled]
+) -> None:
     backend, model = CopiesScalars(settings("cpu")), model_type("cpu")
-    compiled = torch.compile(model, backend=backend)
+    compiled = compiled_by(entry, model, backend)
     static = torch.empty(ROWS, WIDTH)
 
     def run(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
@@ -334,7 +361,7 @@ def test_a_compiled_model_sees_new_values(
 ) -> None:
     if device == "cpu" and compiler == "inductor":
         pytest.skip("the rule does not depend on the compiler; C++ takes long")
-    served, model = None, Scaled(device)
+    model = Scaled(device)
     served = front_end(entry, model, device, cudagraph_mode=mode, compiler=compiler)
     with torch.no_grad():
         check_steps(served.step, model, device)
