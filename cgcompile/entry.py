@@ -144,7 +144,8 @@ class CompiledGraph:
         Returns:
             What the graph returns. Without a forward context the caller owns it. Under one, what
             graphs made are views of their memory, valid until the next call of this compiled
-            graph with the same weights. A capturing call is one execution of the step. Nothing synchronises.
+            graph with the same weights. A capturing call is one execution of the step. Nothing
+            synchronises.
 
         Raises:
             GradientError: gradients are asked for, and the model recomputes activations.
@@ -314,7 +315,7 @@ class CompiledGraph:
         """Run and record a step; where a FULL graph is refused, as a PIECEWISE one."""
         self._bindings.reap()
         roles, weights = self._roles[batch.mode], binding.starts
-        owner = self._bindings.owner(binding)
+        owner = self._bindings.owner(binding, batch.own_context)
         recording = Recording(self._program, roles, batch, inputs, weights, owner)
         overlap = self._overlaps.why(inputs) or recording.overlap(inputs)
         overlap = overlap or recording.own_memory(inputs, partial(self._bindings.keeps, binding))

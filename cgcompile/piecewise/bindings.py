@@ -41,6 +41,7 @@ class Binding:
         gone: whether one of its objects has died, or its memory.
         starts: where the memory of each weight begins, by position, once graphs are captured.
         weights: equal for bindings of the same weights.
+        shares_results: whether graphs of other weights could write to the memory of its results.
         dropped: how many recordings of each key were dropped because a result that they read, of
             other weights, lies elsewhere.
     """
@@ -54,6 +55,7 @@ class Binding:
     ) -> None:
         self._program = program
         self.weights = weights
+        self.shares_results = False
         self.dropped: Counter[Hashable] = Counter()
         self._whole = whole
         self._forget = forget
@@ -243,30 +245,30 @@ class Bindings:
         binding.hold(inputs, self._static, self._watched, written)
         self._lost = 0
 
-    def owner(self, binding: Binding) -> Hashable:
-        """What owns the results of a step that is about to be captured for a binding.
+    def owner(self, binding: Binding, own_context: bool) -> Hashable:
+        """Return what owns the results of a step that is about to be captured for a binding.
 
         Note [Results of several weight sets]: layers of one class share a compiled graph, and the
         result of one is the input of the next. So a result under a forward context stays valid
-        until the next call *of its weight set*: where there are several sets, each recording holds
-        the memory of its results. Recordings of a time with one set do not: they keep all their
-        memory to themselves from now on, and captures take new memory.
+        until the next call *with its weights*: where there are several weight sets, each recording
+        holds the memory of its results. Recordings of a time with one weight set do not: from the
+        second one on they keep all their memory to themselves, and captures take new memory.
+
+        Args:
+            binding: of the step.
+            own_context: results are copied for the caller.
 
         Returns:
             The weights; None if the compiled graph has seen no others.
         """
         others = [each for each in self if each.weights != binding.weights]
-        sharing = [
-            (other, each)
-            for other in others
-            for each in other.recordings.values()
-            if isinstance(each, Recording) and each.shares_results
-        ]
-        if sharing:
-            self._program.pool.renew()
-            self._program.pool.arena.hand_over(None, sharing[0][0].weights)
-        for _, recording in sharing:
-            recording.shares_results = False
+        for other in others:
+            if other.shares_results:
+                self._program.pool.renew()
+                self._program.pool.arena.hand_over(None, other.weights)
+                other.shares_results = False
+        if not others and not own_context:
+            binding.shares_results = True
         return binding.weights if others else None
 
     def keeps(self, binding: Binding, start: int) -> bool:
@@ -274,7 +276,7 @@ class Bindings:
         pool = self._program.pool
         if pool.arena.owns(start):
             return pool.arena.owner_of(start) not in (None, binding.weights)
-        recordings = [r for each in self for r in each.recordings.values()]
+        recordings = (r for each in self for r in each.recordings.values())
         held = any(isinstance(each, Recording) and start in each.results for each in recordings)
         return held or not pool.captures_into(start)
 
