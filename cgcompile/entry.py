@@ -167,7 +167,10 @@ class CompiledGraph:
                 wait_for_inputs(context.inputs_ready, self.split.device)
             why, result = self._with_graphs(context, inputs + self._frozen.held)
             if why is not None:
-                result = self._plain(why, context, inputs + self._frozen.now)
+                given = inputs + self._frozen.now
+                result = self._plain(why, context, given)
+                if context is not None and self.pool is not None:
+                    self._bindings.ran_plain(given, result)
                 result = self._frozen.put_back(result)
         except BaseException:
             self._ledger.failed()
@@ -319,6 +322,9 @@ class CompiledGraph:
         recording = Recording(self._program, roles, batch, inputs, weights, owner)
         overlap = self._overlaps.why(inputs) or recording.overlap(inputs)
         overlap = overlap or recording.own_memory(inputs, partial(self._bindings.keeps, binding))
+        overlap = overlap or recording.passing(
+            inputs, partial(self._bindings.is_plain_result, binding)
+        )
         if overlap is not None:
             return overlap, None
         if self._config.debug:

@@ -9,7 +9,7 @@ an argument). A binding goes when one of its objects dies.
 
 import operator
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from cgcompile.piecewise.recording import Recording
 from cgcompile.reasons import Why
 
 _SEEN = 4096  # shapes whose warm-up is remembered, per binding
+_PLAIN = 256  # results of steps without graphs that are remembered
 _IDLE = 1024  # bindings without graphs that are remembered; they hold next to nothing
 
 # Garbage is collected by whoever captures many graphs; a piece is one of dozens of a step.
@@ -171,6 +172,7 @@ class Bindings:
         self._known: dict[Hashable, Binding] = {}
         self._watches: dict[Hashable, list[weakref.ref[Any]]] = {}
         self._dead: list[Binding | Recording] = []
+        self._plain: deque[tuple[int, bytes, compat.StorageLife]] = deque(maxlen=_PLAIN)
         self._lost = 0
         self._added: tuple[int, ...] = ()  # the objects of the binding that was added last
         self.replaced: tuple[int, ...] = ()
@@ -190,8 +192,7 @@ class Bindings:
             written: positions of written inputs that are bound by address, because no forward
                 context stands for them.
         """
-        every = compat.identities(inputs)
-        key: Hashable = b"".join([every[start:end] for start, end in self._runs])
+        key: Hashable = self._weights(inputs)
         if written:
             key = (key, *(inputs[position].data_ptr() for position in written))
         if key != self._last:  # comparing is much cheaper than hashing some kilobytes
@@ -204,6 +205,25 @@ class Bindings:
             self._forget(key)
             binding = None
         return key, binding
+
+    def _weights(self, inputs: tuple[Any, ...]) -> bytes:
+        every = compat.identities(inputs)
+        return b"".join([every[start:end] for start, end in self._runs])
+
+    def ran_plain(self, inputs: tuple[Any, ...], result: Any) -> None:
+        """Remember what a step under a forward context has returned that ran without graphs."""
+        given = {address(each) for each in inputs if isinstance(each, torch.Tensor)}
+        weights = self._weights(inputs)
+        for leaf in compat.tree_tensors(result):
+            if address(leaf) not in given:
+                self._plain.append((address(leaf), weights, compat.StorageLife(leaf)))
+
+    def is_plain_result(self, binding: Binding, start: int) -> bool:
+        """Whether memory that begins there is what a step with other weights returned plain."""
+        return any(
+            at == start and weights != binding.weights and not life.ended
+            for at, weights, life in self._plain
+        )
 
     def others(
         self, binding: Binding, inputs: tuple[Any, ...]
@@ -317,6 +337,7 @@ class Bindings:
         self._known.clear()
         self._watches.clear()
         self._dead.clear()
+        self._plain.clear()
 
     def _forget(self, key: Hashable) -> None:
         """Take a binding out. It may run inside of a collection: graphs are freed later."""

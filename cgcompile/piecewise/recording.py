@@ -201,6 +201,20 @@ class Recording:
                 return Why(Reason.UNSUPPORTED_INPUT, f"{detail}: clone it")
         return None
 
+    def passing(self, inputs: Sequence[Any], plain: Callable[[int], bool]) -> Why | None:
+        """Why these inputs cannot be captured: one is a result that lies elsewhere at every step.
+
+        Args:
+            inputs: of the call.
+            plain: whether memory that begins at an address is what other weights returned plain.
+        """
+        for position, _ in self.addresses:
+            if plain(address(inputs[position])):
+                path = self.path(position)
+                detail = f"{path} is a result of a step without a graph: its memory does not stay"
+                return Why(Reason.UNSUPPORTED_INPUT, detail)
+        return None
+
     def follows(self, inputs: Sequence[Any]) -> bool:
         """Whether an input that is a result of another weight set lies elsewhere, and no other."""
         if not self.chained or self.moved(inputs, self.chained) is None:
