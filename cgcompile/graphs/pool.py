@@ -25,8 +25,11 @@ class _HasGraphs(Protocol):
 
 
 class _HasResults(Protocol):
-    owner: Hashable
-    results: Mapping[int, torch.UntypedStorage]
+    @property
+    def owner(self) -> Hashable: ...
+
+    @property
+    def results(self) -> Mapping[int, torch.UntypedStorage]: ...
 
 
 class _HasBuffers(Protocol):

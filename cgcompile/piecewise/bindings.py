@@ -164,6 +164,7 @@ class Bindings:
         self._program = program
         self._whole, self._gone = whole, forget
         self._static = tuple(static)
+        self._are_static = frozenset(static)
         self._watched = tuple([each for each in static if not program.is_frozen(each)])
         self._statics = picker(self._watched)
         size = len(compat.identities((None,)))
@@ -212,9 +213,13 @@ class Bindings:
 
     def ran_plain(self, inputs: tuple[Any, ...], result: Any) -> None:
         """Remember what a step under a forward context has returned that ran without graphs."""
-        given = {address(each) for each in inputs if isinstance(each, torch.Tensor)}
+        if len(self._known) < 2:
+            return
+        dynamic = [each for place, each in enumerate(inputs) if place not in self._are_static]
+        leaves = filter(compat.is_plain_tensor, compat.tree_tensors(result))
+        given = {address(each) for each in compat.tree_tensors(dynamic)}
         weights = self._weights(inputs)
-        for leaf in compat.tree_tensors(result):
+        for leaf in leaves:
             if address(leaf) not in given:
                 self._plain.append((address(leaf), weights, compat.StorageLife(leaf)))
 
@@ -222,7 +227,7 @@ class Bindings:
         """Whether memory that begins there is what a step with other weights returned plain."""
         return any(
             at == start and weights != binding.weights and not life.ended
-            for at, weights, life in self._plain
+            for at, weights, life in [*self._plain]  # another thread may add to it
         )
 
     def others(
