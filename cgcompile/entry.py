@@ -154,7 +154,8 @@ class CompiledGraph:
         Returns:
             What the graph returns. Without a forward context the caller owns it. Under one, what
             graphs made are views of their memory, valid until the next call of this compiled
-            graph with the same weights. A capturing call is one execution of the step. Nothing synchronises.
+            graph with the same weights. A capturing call is one execution of the step. Nothing
+            synchronises.
 
         Raises:
             GradientError: gradients are asked for, and the model recomputes activations.
@@ -182,7 +183,10 @@ class CompiledGraph:
             else:
                 why, result = self._with_graphs(context, inputs + self._frozen.held)
             if why is not None:
-                result = self._plain(why, context, inputs + self._frozen.now)
+                given = inputs + self._frozen.now
+                result = self._plain(why, context, given)
+                if context is not None and self.pool is not None:
+                    self._bindings.ran_plain(given, result)
                 result = self._frozen.put_back(result)
         except BaseException:
             self._ledger.failed()
@@ -345,10 +349,13 @@ class CompiledGraph:
             self.before_capture = None
         self._bindings.reap()
         roles, weights = self._roles[batch.mode], binding.starts
-        owner = self._bindings.owner(binding)
+        owner = self._bindings.owner(binding, batch.own_context)
         recording = Recording(self._program, roles, batch, inputs, weights, owner)
         overlap = self._overlaps.why(inputs) or recording.overlap(inputs)
         overlap = overlap or recording.own_memory(inputs, partial(self._bindings.keeps, binding))
+        overlap = overlap or recording.passing(
+            inputs, partial(self._bindings.is_plain_result, binding)
+        )
         if overlap is not None:
             return overlap, None
         if self._config.debug:

@@ -44,7 +44,7 @@ def can_expire_storages() -> bool:
 
 def expire_storage(storage: torch.UntypedStorage, text: str) -> None:
     """Let go of the memory of a storage: from now on reading or writing it raises RuntimeError."""
-    torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, text)  # type: ignore[attr-defined]
+    torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, text)
 
 
 def storage_identity(tensor: torch.Tensor) -> int:

@@ -3,8 +3,8 @@
 Staging of inputs and bridges live here. Each recorded step takes blocks through a :class:`Frame`,
 and all frames share the blocks: the step of the largest batch makes them, smaller ones use a
 prefix. Within a step a block that is given back serves the next taker. The rule: what lies in a
-block is valid until the next step of the same pool; a block with an owner serves the results of that
-owner's steps alone, and is valid until the next one of them.
+block is valid until the next step of the same pool. A block with an owner serves the results of its
+owner's steps alone: what lies there is valid until the next one of these.
 """
 
 from collections.abc import Hashable

@@ -5,13 +5,13 @@ them returned is valid until another one runs. The rule: one owner, one pool.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from cgcompile import compat
-from cgcompile.graphs.arena import Arena
+from cgcompile.graphs.arena import Arena, address
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph, chosen_device
 from cgcompile.graphs.stale import StaleResults
 from cgcompile.graphs.usage import PoolBytes
@@ -21,6 +21,14 @@ class _HasGraphs(Protocol):
     def clear_graphs(self) -> None: ...
 
     def lent(self) -> Iterable[torch.Tensor]: ...
+
+
+class _HasResults(Protocol):
+    @property
+    def owner(self) -> Hashable: ...
+
+    @property
+    def results(self) -> Mapping[int, torch.UntypedStorage]: ...
 
 
 class _HasBuffers(Protocol):
@@ -70,6 +78,7 @@ class GraphPool:
         self._parked: list[DeviceGraph] = []
         self._retired: list[Any] = []  # memory of graphs from before a failure
         self._users: weakref.WeakSet[_HasGraphs] = weakref.WeakSet()
+        self._keepers: weakref.WeakSet[_HasResults] = weakref.WeakSet()
         self._owners: weakref.WeakSet[_HasBuffers] = weakref.WeakSet()
 
     @property
@@ -104,6 +113,10 @@ class GraphPool:
     def add_owner(self, owner: _HasBuffers) -> None:
         """Remember, weakly, who has buffers of its own that graphs of the pool read."""
         self._owners.add(owner)
+
+    def add_keeper(self, keeper: _HasResults) -> None:
+        """Remember, weakly, what holds the memory of results for their owner alone."""
+        self._keepers.add(keeper)
 
     def add_user(self, user: _HasGraphs) -> None:
         """Remember, weakly, who has graphs here."""
@@ -143,18 +156,28 @@ class GraphPool:
         origin = self.stale.origin
         return any(origin(compat.storage_identity(each)) in lent for each in tensors)
 
-    def poison(self, inputs: Iterable[Any] = ()) -> None:
+    def poison(self, inputs: Iterable[Any] = (), owner: Hashable = None) -> None:
         """Fill the memory of the pool and of the arena, so that reading what is stale shows.
 
         For tests and debugging. NaN for floating point; for integers a number that no index has.
-        Nothing is done if an input of the step that follows lies there.
+
+        Args:
+            inputs: of the step that follows; they keep their values.
+            owner: of the results of that step; those of other owners keep their values.
         """
         if self._memory is None:
             return
-        if any(isinstance(each, torch.Tensor) and self.owns(each) for each in inputs):
-            return
+        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+        kept = [each.untyped_storage() for each in tensors if self.holds(address(each))]
+        others = [each for each in self._keepers if each.owner != owner]
+        kept += [storage for each in others for storage in each.results.values()]
+        places = {(storage.data_ptr(), storage.nbytes()) for storage in kept}
+        memory = [compat.memory_at(*place, self.where) for place in places]
+        saved = [each.clone() for each in memory]
         self.device.poison(self._memory)
         self.arena.poison()
+        for place, before in zip(memory, saved, strict=True):
+            place.copy_(before)
 
     def retire(self, *broken: DeviceGraph) -> None:
         """After a failed capture: keep what may still be in use, capture into new memory.

@@ -9,7 +9,7 @@ an argument). A binding goes when one of its objects dies.
 
 import operator
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from cgcompile.piecewise.recording import Recording
 from cgcompile.reasons import Why
 
 _SEEN = 4096  # shapes whose warm-up is remembered, per binding
+_PLAIN = 256  # results of steps without graphs that are remembered
 _IDLE = 1024  # bindings without graphs that are remembered; they hold next to nothing
 
 # Garbage is collected by whoever captures many graphs; a piece is one of dozens of a step.
@@ -43,6 +44,7 @@ class Binding:
         moved_in_a_row: how many calls in a row found a weight elsewhere than the call before.
         starts: where the memory of each weight begins, by position, once graphs are captured.
         weights: equal for bindings of the same weights.
+        shares_results: whether graphs of other weights could write to the memory of its results.
         dropped: how many recordings of each key were dropped because a result that they read, of
             other weights, lies elsewhere.
     """
@@ -56,6 +58,7 @@ class Binding:
     ) -> None:
         self._program = program
         self.weights = weights
+        self.shares_results = False
         self.dropped: Counter[Hashable] = Counter()
         self._whole = whole
         self._forget = forget
@@ -186,6 +189,7 @@ class Bindings:
         self._program = program
         self._whole, self._gone = whole, forget
         self._static = tuple(static)
+        self._are_static = frozenset(static)
         self._watched = tuple([each for each in static if not program.is_frozen(each)])
         self._statics = picker(self._watched)
         size = len(compat.identities((None,)))
@@ -194,6 +198,7 @@ class Bindings:
         self._known: dict[Hashable, Binding] = {}
         self._watches: dict[Hashable, list[weakref.ref[Any]]] = {}
         self._dead: list[Binding | Recording] = []
+        self._plain: deque[tuple[int, bytes, compat.StorageLife]] = deque(maxlen=_PLAIN)
         self._lost = 0
         self._unused: Hashable = None  # of a binding whose graphs were dropped and never replayed
         self._added: tuple[int, ...] = ()  # the objects of the binding that was added last
@@ -214,8 +219,7 @@ class Bindings:
             written: positions of written inputs that are bound by address, because no forward
                 context stands for them.
         """
-        every = compat.identities(inputs)
-        key: Hashable = b"".join([every[start:end] for start, end in self._runs])
+        key: Hashable = self._weights(inputs)
         if written:
             key = (key, *(inputs[position].data_ptr() for position in written))
         if key != self._last:  # comparing is much cheaper than hashing some kilobytes
@@ -236,6 +240,29 @@ class Bindings:
             self._forget(key)
             binding = None
         return key, binding
+
+    def _weights(self, inputs: tuple[Any, ...]) -> bytes:
+        every = compat.identities(inputs)
+        return b"".join([every[start:end] for start, end in self._runs])
+
+    def ran_plain(self, inputs: tuple[Any, ...], result: Any) -> None:
+        """Remember what a step under a forward context has returned that ran without graphs."""
+        if len(self._known) < 2:
+            return
+        dynamic = [each for place, each in enumerate(inputs) if place not in self._are_static]
+        leaves = filter(compat.is_plain_tensor, compat.tree_tensors(result))
+        given = {address(each) for each in compat.tree_tensors(dynamic)}
+        weights = self._weights(inputs)
+        for leaf in leaves:
+            if address(leaf) not in given:
+                self._plain.append((address(leaf), weights, compat.StorageLife(leaf)))
+
+    def is_plain_result(self, binding: Binding, start: int) -> bool:
+        """Whether memory that begins there is what a step with other weights returned plain."""
+        return any(
+            at == start and weights != binding.weights and not life.ended
+            for at, weights, life in [*self._plain]  # another thread may add to it
+        )
 
     def others(
         self, binding: Binding, inputs: tuple[Any, ...]
@@ -279,30 +306,30 @@ class Bindings:
         binding.hold(inputs, self._static, self._watched, written)
         self._lost = 0
 
-    def owner(self, binding: Binding) -> Hashable:
-        """What owns the results of a step that is about to be captured for a binding.
+    def owner(self, binding: Binding, own_context: bool) -> Hashable:
+        """Return what owns the results of a step that is about to be captured for a binding.
 
         Note [Results of several weight sets]: layers of one class share a compiled graph, and the
         result of one is the input of the next. So a result under a forward context stays valid
-        until the next call *of its weight set*: where there are several sets, each recording holds
-        the memory of its results. Recordings of a time with one set do not: they keep all their
-        memory to themselves from now on, and captures take new memory.
+        until the next call *with its weights*: where there are several weight sets, each recording
+        holds the memory of its results. Recordings of a time with one weight set do not: from the
+        second one on they keep all their memory to themselves, and captures take new memory.
+
+        Args:
+            binding: of the step.
+            own_context: results are copied for the caller.
 
         Returns:
             The weights; None if the compiled graph has seen no others.
         """
         others = [each for each in self if each.weights != binding.weights]
-        sharing = [
-            (other, each)
-            for other in others
-            for each in other.recordings.values()
-            if isinstance(each, Recording) and each.shares_results
-        ]
-        if sharing:
-            self._program.pool.renew()
-            self._program.pool.arena.hand_over(None, sharing[0][0].weights)
-        for _, recording in sharing:
-            recording.shares_results = False
+        for other in others:
+            if other.shares_results:
+                self._program.pool.renew()
+                self._program.pool.arena.hand_over(None, other.weights)
+                other.shares_results = False
+        if not others and not own_context:
+            binding.shares_results = True
         return binding.weights if others else None
 
     def keeps(self, binding: Binding, start: int) -> bool:
@@ -310,7 +337,7 @@ class Bindings:
         pool = self._program.pool
         if pool.arena.owns(start):
             return pool.arena.owner_of(start) not in (None, binding.weights)
-        recordings = [r for each in self for r in each.recordings.values()]
+        recordings = (r for each in self for r in each.recordings.values())
         held = any(isinstance(each, Recording) and start in each.results for each in recordings)
         return held or not pool.captures_into(start)
 
@@ -351,6 +378,7 @@ class Bindings:
         self._known.clear()
         self._watches.clear()
         self._dead.clear()
+        self._plain.clear()
 
     def _forget(self, key: Hashable) -> None:
         """Take a binding out. It may run inside of a collection: graphs are freed later."""

@@ -86,7 +86,6 @@ class Recording:
         numbers: (position, number) of those whose value graphs hold.
         kept: the entries that it replays, each with its wrapper.
         results: memory of its results that is held for them alone, by where it begins.
-        shares_results: whether graphs of other weight sets may write to the memory of its results.
         replays: how often it was replayed.
         padding: rows of all replays that were padding, as far as callers said.
     """
@@ -105,7 +104,6 @@ class Recording:
         self.reserved = program.pool.reserved
         self.owner = owner
         self.frame = program.pool.arena.frame(None if batch.own_context else owner)
-        self.shares_results = owner is None and not batch.own_context
         self.results: dict[int, torch.UntypedStorage] = {}
         self._holds_results = owner is not None and not batch.own_context
         self.sequence: GraphSequence
@@ -201,6 +199,20 @@ class Recording:
                 path = self._where(position)[2]
                 detail = f"{path} is a result of this graph, which the next step overwrites"
                 return Why(Reason.UNSUPPORTED_INPUT, f"{detail}: clone it")
+        return None
+
+    def passing(self, inputs: Sequence[Any], plain: Callable[[int], bool]) -> Why | None:
+        """Why these inputs cannot be captured: one is a result that lies elsewhere at every step.
+
+        Args:
+            inputs: of the call.
+            plain: whether memory that begins at an address is what other weights returned plain.
+        """
+        for position, _ in self.addresses:
+            if plain(address(inputs[position])):
+                path = self.path(position)
+                detail = f"{path} is a result of a step without a graph: its memory does not stay"
+                return Why(Reason.UNSUPPORTED_INPUT, detail)
         return None
 
     def follows(self, inputs: Sequence[Any]) -> bool:
@@ -312,7 +324,7 @@ class Recording:
     def _fill(self, inputs: Sequence[Any]) -> None:
         """What lies in memory of ours before a replay: inputs, and what shows as wrong."""
         if self._program.config.poison:
-            self._pool.poison(inputs)
+            self._pool.poison(inputs, self.owner)
         for position, buffer in self._copied:
             buffer.fill(inputs[position])
         if self._debug:
@@ -359,6 +371,7 @@ class Recording:
         if self._holds_results:
             storages = [each.untyped_storage() for each in tensors(made)]
             self.results = {s.data_ptr(): s for s in storages if self._pool.holds(s.data_ptr())}
+            self._pool.add_keeper(self)
         given = Given(self.given, self.starts, inputs, lasting)
         owns = self._pool.holds if self.batch.own_context else None
         tracked = None

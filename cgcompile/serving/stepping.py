@@ -159,7 +159,8 @@ class StepRunner:
         if self._spoils and mode is not NONE:
             self._spoil(mode)
         if entry is not None and "inputs_ready" not in metadata.additional:
-            return self._tracked(self._rows.replayed(self._replay(entry), padded, real), descriptor)
+            result = self._rows.replayed(self._replay(entry), padded, real)
+            return self._tracked(result, descriptor) if self._config.debug else result
         if mode is FULL and entry is None and self._captures(descriptor):
             self.hooks.before_full_capture()
         run = self._model if mode is NONE else self.full if mode is FULL else self._pieces
@@ -181,7 +182,8 @@ class StepRunner:
             self.ran_plain = why
         if mode is FULL and self._checks_metadata and descriptor not in self._baked:
             self._remember(metadata, descriptor)
-        return self._tracked(self._rows.real(result, padded, real), descriptor)
+        result = self._rows.real(result, padded, real)
+        return self._tracked(result, descriptor) if self._config.debug else result
 
     def _spoil(self, mode: CUDAGraphMode) -> None:
         """Show what is read of earlier results from now on: as NaN, or as an error."""
@@ -191,9 +193,7 @@ class StepRunner:
             self.outputs.poison()
 
     def _tracked(self, result: Any, descriptor: BatchDescriptor) -> Any:
-        """A result in the output buffers that raises once it is stale, with ``debug``."""
-        if not self._config.debug:
-            return result
+        """A result in the output buffers that raises once it is stale."""
         leaves, spec = compat.tree_leaves(result), compat.tree_spec(result)
         what = f"the manager's step, {descriptor}"
         made = self._stale.hand_out(leaves, self.outputs.owns, None, what)
@@ -252,7 +252,8 @@ class StepRunner:
                 self._spoil(FULL)
             result = self.hooks.around(lambda: self._replay(entry))
         sizes = (descriptor.num_tokens, descriptor.num_reqs or descriptor.num_tokens)
-        return self._tracked(self._rows.replayed(result, sizes, sizes), descriptor)
+        result = self._rows.replayed(result, sizes, sizes)
+        return self._tracked(result, descriptor) if self._config.debug else result
 
     def _whole(self, **given: Any) -> Any:
         """What a FULL graph records: the model, the joins of others, the copy of the results."""

@@ -9,7 +9,7 @@ from hazard_support import WIDTH, settings
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
+from cgcompile import BatchDescriptor, CUDAGraphMode, compat, set_forward_context
 
 ROWS = 4
 
@@ -70,6 +70,7 @@ class Chain:
         for number, (result, want) in enumerate(zip(results, expected, strict=True)):
             text = f"layer {number}: "
             torch.testing.assert_close(result, want, msg=lambda more, text=text: text + more)
+        self.results = results
 
     def replays(self, rows: int = ROWS) -> int:
         """How many layers of one more step are replayed."""
@@ -128,6 +129,52 @@ def test_layers_that_come_after_the_first_was_captured_leave_its_results_alone(
                     chain.step(rows)
             assert chain.replays(6) == count
             assert chain.replays(ROWS) == count
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL])
+def test_layers_that_are_warm_before_the_first_wait_for_it(
+    mode: CUDAGraphMode, device: str
+) -> None:
+    """What the first returns while it warms up lies elsewhere at every step."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        chain = Chain([Layer() for _ in range(3)], device, mode)
+        layers, compiled_layers = chain.layers, chain.compiled
+        chain.layers, chain.compiled = layers[1:], compiled_layers[1:]
+        chain.step()
+        chain.layers, chain.compiled = layers, compiled_layers
+        chain.inputs.clear()
+        for _ in range(4):
+            chain.step()
+        assert chain.replays() == 3
+    assert chain.backend.counters.failures == 0
+
+
+@pytest.mark.parametrize("setting", ["poison", "debug"])
+@pytest.mark.parametrize("layer", [Layer, EndsEager])
+@pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL])
+def test_the_last_result_outlives_the_calls_of_other_layers(
+    mode: CUDAGraphMode, layer: type[nn.Module], setting: str, device: str
+) -> None:
+    """It is valid until the next call of its own layer; what poison fills and debug expires too."""
+    if setting == "debug" and not compat.can_expire_storages():
+        pytest.skip("this build of torch cannot make a storage raise")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        chain = Chain([layer() for _ in range(3)], device, mode, **{setting: True})
+        for _ in range(4):
+            chain.step()
+        assert chain.replays() == 3
+        last, want = chain.results[-1], chain.results[-1].clone()
+        chain.compiled = chain.compiled[:2]
+        chain.layers = chain.layers[:2]
+        assert chain.replays() == 2
+        torch.testing.assert_close(last, want)
+        first = chain.results[1]
+        assert chain.replays() == 2
+        if setting == "debug":
+            with pytest.raises(RuntimeError, match="is stale"):
+                first.clone()
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL])

@@ -120,9 +120,7 @@ def test_a_piece_of_any_kind_is_right_over_changing_inputs(
     library()
     torch.manual_seed(3)
     boundary = SplittingOp("kinds::attend", support=AttentionCGSupport.ALWAYS)
-    config = settings(
-        device, compiler=compiler, cudagraph_mode=mode, splitting_ops=(boundary,)
-    )
+    config = settings(device, compiler=compiler, cudagraph_mode=mode, splitting_ops=(boundary,))
     model = Step(kind)
     served = compiled("torch.compile", model, config, dynamic=dynamic)
     with torch.inference_mode():

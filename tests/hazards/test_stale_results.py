@@ -4,13 +4,23 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_support import COMPILED, FRONT_ENDS, ROWS, WIDTH, FrontEnd, compiled, front_end, settings
+from hazard_support import (
+    COMPILED,
+    FRONT_ENDS,
+    ROWS,
+    WIDTH,
+    FrontEnd,
+    compiled,
+    front_end,
+    settings,
+)
 from torch import nn
 
 from cgcompile import (
     BatchDescriptor,
     CompilationConfig,
     CUDAGraphMode,
+    CUDAGraphOptions,
     CUDAGraphWrapper,
     compat,
     set_forward_context,
@@ -69,6 +79,7 @@ def new(device: str, rows: int = ROWS) -> torch.Tensor:
 def check_all_steps(served: FrontEnd, model: nn.Module, device: str, owning: bool) -> None:
     """Each result is right until the next step, and raises after it where it is a view."""
     raised, before = 0, None
+    wanted: list[torch.Tensor] = []
     with torch.inference_mode():
         for number in range(6):
             replays = served.counters().replays
@@ -152,7 +163,7 @@ def test_the_result_of_another_size_expires_too(device: str) -> None:
         for rows in (8, 4, 8):
             result = served.step(new(device, rows))
         served.step(new(device, 4))
-        with pytest.raises(RuntimeError, match="CUDAGraphWrapper|Model, num_tokens=8"):
+        with pytest.raises(RuntimeError, match="result 0 of Model, num_tokens=8"):
             result.clone()
 
 
@@ -196,6 +207,28 @@ def test_a_result_of_a_replay_is_not_captured_into_another_graph(device: str) ->
         torch.testing.assert_close(two(h), second(first(static)))
     assert two.counters.captures == 0
     assert two.counters.plain[Reason.UNSUPPORTED_INPUT] == 1
+
+
+def test_a_result_that_outlives_other_sizes_expires_with_its_own(device: str) -> None:
+    model = Model().to(device).requires_grad_(False)
+    options = CUDAGraphOptions(weak_ref_output=False)
+    wrapper = CUDAGraphWrapper(model, settings(device, debug=True), cudagraph_options=options)
+    inputs = {rows: new(device, rows) for rows in (4, 8)}
+
+    def step(rows: int) -> torch.Tensor:
+        with set_forward_context(
+            cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(rows)
+        ):
+            return wrapper(inputs[rows].normal_())
+
+    with torch.inference_mode():
+        for rows in (8, 4, 8):
+            result = step(rows)
+        step(4)
+        torch.testing.assert_close(result, model(inputs[8]))
+        step(8)
+        with pytest.raises(RuntimeError, match=r"num_tokens=8 .* is stale"):
+            result.clone()
 
 
 def test_debug_is_off_by_default() -> None:
