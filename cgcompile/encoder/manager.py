@@ -60,7 +60,8 @@ class EncoderCudaGraphManager:
         max_frames_per_batch: most frames (sequences of attention) of a replay; left out:
             ``max_batch_size * max_frames_per_video``. 0: graphs for images, with one frame for each
             item as of a model without videos; videos of more frames in all run eager.
-        settings: what the model infers its range from.
+        settings: what the model infers its range from, which is asked for unless ``token_budgets``
+            and ``max_batch_size`` are both given.
         config: ``capture_device``, ``num_warmups``, ``poison``, and ``strict``: an item that no
             graph serves is an error, unless a graph would be the slower way for it.
         pool: memory of the graphs, shared with another manager; left out: a pool of its own. Do not

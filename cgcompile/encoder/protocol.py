@@ -171,8 +171,8 @@ class SupportsEncoderCudaGraph(Protocol):
     def get_encoder_cudagraph_budget_range(self, settings: Any) -> tuple[int, int]:
         """(least, most) output tokens of a call that is worth a graph; from ``settings``.
 
-        ``settings`` is whatever the manager was given under that name. Needed only where token
-        budgets are not given.
+        ``settings`` is whatever the manager was given under that name. Called unless token budgets
+        and ``max_batch_size`` are both given; needed only where token budgets are not.
         """
         raise EncoderModelError.no_range(type(self).__name__)
 

@@ -72,7 +72,7 @@ class Diagnosis(Shown):
         }
 
     def __str__(self) -> str:
-        start = f"{self.model} on {self.device}:"
+        start = f"{self.model}:" if self.device == "-" else f"{self.model} on {self.device}:"
         if not self.findings:
             return f"{start} nothing found"
         found = [each.severity for each in self.findings]

@@ -55,7 +55,8 @@ class CudagraphDispatcher:
 
     Args:
         mode: the mode that is wanted, or its name; it is resolved down to what attention allows.
-        sizes: capture sizes in tokens, of PIECEWISE graphs and of FULL graphs for any batch.
+        sizes: capture sizes in tokens, of PIECEWISE graphs and of FULL graphs for any batch; those
+            of uniform decode follow from them unless they are given.
         max_num_reqs: the most requests in a batch.
         max_num_tokens: the most tokens in a padded batch; left out, the largest size of all.
         query_lens: tokens per request of uniform decode (1 + k with k draft tokens); left out, the

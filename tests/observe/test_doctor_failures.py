@@ -136,7 +136,7 @@ def test_a_wrapper_that_did_well_has_nothing_to_say() -> None:
         nn.ReLU(), CompilationConfig(capture_device="host"), CUDAGraphMode.FULL, name="relu"
     )
     capture(model, torch.ones(2))
-    assert str(cgcompile.doctor(model)) == "relu on -: nothing found"
+    assert str(cgcompile.doctor(model)) == "relu: nothing found"
 
 
 def test_errors_that_are_not_ours() -> None:

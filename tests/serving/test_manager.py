@@ -329,6 +329,24 @@ def test_hooks_and_contexts() -> None:
     assert calls.count("before_full_capture") == len(SIZES)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lazy_capture_of_a_whole_step_is_announced_too(kind: str, device: str) -> None:
+    calls: list[int] = []
+
+    class Noting(GraphHooks):
+        def before_full_capture(self) -> None:
+            calls.append(made.counters.captures)
+
+    made = manager("FULL_AND_PIECEWISE", kind, device, hooks=[Noting()], lazily=True)
+    for step in range(4):
+        check(made, requests(1, 1, device=device, decode=True))
+        assert calls == [0] * (step >= 1)  # the first step warms up, the second captures
+    assert made.counters.replays == 2
+    for _ in range(3):
+        check(made, requests(3, device=device))  # by piece: not announced
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("lazily", [False, True])
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL", "FULL_AND_PIECEWISE", "NONE"])
 def test_sizes_are_told_before_and_after_capture(mode: str, lazily: bool) -> None:
