@@ -28,6 +28,7 @@ from cgcompile.compat.capture import (
     alias,
     cuda_is_capturing,
     cuda_stream_is_capturing,
+    free_blocks,
     identities,
     is_plain_tensor,
     laid_over,

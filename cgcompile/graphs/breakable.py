@@ -149,7 +149,8 @@ class BreakableCUDAGraphCapture:
             CaptureBusyError: another capture runs, in this thread or another one.
         """
         if self._sequence is not None or self._recorder is not None:
-            raise CaptureError.twice("BreakableCUDAGraphCapture")
+            advice = "Make a new BreakableCUDAGraphCapture for each recording."
+            raise CaptureError.twice("BreakableCUDAGraphCapture", advice)
         recorder = _Raw(self._pool, self._name, self._boundaries, execute=False, debug=self._debug)
         recorder.capture = self
         recorder.start()

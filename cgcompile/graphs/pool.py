@@ -146,6 +146,18 @@ class GraphPool:
         self.device.poison(self._memory)
         self.arena.poison()
 
+    def poison_free(self) -> None:
+        """Fill what no tensor holds and no replay returned: before a replay it holds nothing.
+
+        For pools whose users run in one step, so that what others have returned may be read yet.
+        Graphs of the pool use the rest for intermediate values. The arena is left as it is.
+        """
+        if self._memory is None:
+            return
+        lent = [each.untyped_storage() for user in list(self._users) for each in user.lent()]
+        kept = [(each.data_ptr(), each.nbytes()) for each in lent]
+        self.device.poison_free(self._memory, kept)
+
     def retire(self, *broken: DeviceGraph) -> None:
         """After a failed capture: keep what may still be in use, capture into new memory.
 

@@ -24,6 +24,7 @@ from cgcompile.graphs.capture import (
     capture,
     capture_allowed,
     capture_postponed,
+    captured_elsewhere,
     inside_capture,
     releasing,
     wait_for_capture,
@@ -111,7 +112,7 @@ class CUDAGraphWrapper(Transparent):
         self._refused: dict[tuple[CUDAGraphMode, BatchDescriptor], list[str]] = {}
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
         self._lock = compat.new_lock()
-        self._poison = self.config.poison and pool is None  # what is shared may be in use
+        self._poison, self._shares_pool = self.config.poison, pool is not None
         self._pool, self._guarded = pool, guarded
         if pool is not None:
             pool.add_user(self)
@@ -157,8 +158,10 @@ class CUDAGraphWrapper(Transparent):
         descriptor = context.batch_descriptor
         if descriptor is None:
             raise DispatchError.no_descriptor(self.name, mode.name)
-        if not self._entries.get((mode, descriptor)) and self._may_capture:
-            wait_for_capture()  # of another thread; that may call this wrapper, so without its lock
+        captures = not self._entries.get((mode, descriptor)) and self._may_capture
+        # Without the lock: what another thread captures may call this wrapper.
+        if captures and captured_elsewhere() and not wait_for_capture() and captured_elsewhere():
+            return self._plain(Reason.CAPTURE_BUSY, "another thread is capturing", args, kwargs)
         with self._lock:
             entries = self._entries.get((mode, descriptor))
             if not entries:
@@ -351,7 +354,9 @@ class CUDAGraphWrapper(Transparent):
     def _replay(self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._pool is not None
         self._pool.follow_stream()
-        if self._poison:
+        if self._poison and self._shares_pool:
+            self._pool.poison_free()
+        elif self._poison:
             self._pool.poison(compat.tree_tensors((args, kwargs)))
         entry.sequence.replay()
         self.counters.replays += 1

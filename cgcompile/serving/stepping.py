@@ -94,6 +94,7 @@ class StepRunner:
         self.hooks = AllHooks(hooks)
         self._inference_mode = inference_mode
         self._raises_if_changed = config.on_input_change == "raise"
+        self._poison = config.poison
         self._checks_metadata = check_metadata
         self._baked: dict[BatchDescriptor, MetadataGuard] = {}
         self._sizes = (0, 0)  # of the step that runs, padded
@@ -194,6 +195,8 @@ class StepRunner:
         assert entry.guard is not None
         entry.guard.check_autocast("step", entry.batch_descriptor)
         self.pool.follow_stream()
+        if self._poison:
+            self.pool.poison_free()
         entry.sequence.replay()
         self.full.counters.calls += 1
         self.full.counters.replays += 1

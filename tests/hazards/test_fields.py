@@ -73,9 +73,7 @@ class Called:
 
     def __init__(self, name: str, device: str, options: Any, run: Any = step, **more: Any) -> None:
         self.run, self.options = run, options
-        self.wrapper = getattr(cgcompile, name)(
-            run, settings(device, **more), CUDAGraphMode.FULL
-        )
+        self.wrapper = getattr(cgcompile, name)(run, settings(device, **more), CUDAGraphMode.FULL)
         self.x = torch.empty(ROWS, WIDTH, device=device)
 
     def __call__(self) -> torch.Tensor:
@@ -294,8 +292,11 @@ def test_a_field_that_a_step_rebinds(name: str, device: str, kind: type[nn.Modul
 
 
 def fields(model: nn.Module) -> dict[str, Any]:
-    own = {name: getattr(model, name) for name in ("count", "kept", "kept_by_name")
-           if hasattr(model, name)}
+    own = {
+        name: getattr(model, name)
+        for name in ("count", "kept", "kept_by_name")
+        if hasattr(model, name)
+    }
     if hasattr(model, "cache"):
         own["cache"] = model.cache.total
     return {**dict(model.named_buffers()), **own}
