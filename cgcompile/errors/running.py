@@ -114,7 +114,7 @@ class CaptureError(CGCompileError, RuntimeError):
         error = cls(
             f"capture of {what}: the step rebinds {field} (before: {before}; after: {after}); a "
             "replay runs no Python and would not.\n"
-            "  Write tensors in place (copy_, mul_, ...) and count in a tensor, or rebind the field "
+            "  Write tensors in place (copy_, mul_, ...), count in a tensor, or rebind the field "
             "outside of the step or in a function under eager_break_during_capture.\n"
             "  If no step reads it, set compares_fields = True on the class that has the field."
         )

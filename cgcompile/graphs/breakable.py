@@ -235,8 +235,8 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
     that up first: code must not be compiled inside of a capture). In mode PIECEWISE splitting ops
     and decorated functions break; in mode FULL all of it is one graph, and a splitting op that
     does not support the batch is an error. A capturing call is one execution of the step; eager
-    breaks run on the caller's stream. What the runnable takes but tensors and plain values is
-    frozen at capture, as its Python does not run again.
+    breaks run on the caller's stream. What the runnable takes is compared as by
+    :class:`CUDAGraphWrapper`; fields that eager breaks rebind are no matter.
 
     Args:
         runnable: what to capture.

@@ -471,10 +471,16 @@ class Rebinding:
             if not start or not holds(start):
                 continue
             if start not in storages:
-                storages[start] = tensor.untyped_storage().clone()
+                storages[start] = _copy(tensor.untyped_storage())
             layout = tensor.storage_offset(), tensor.size(), tensor.stride()
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.set_(storages[start], *layout)
+
+
+def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return whole.clone().untyped_storage()
 
 
 def _all_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,12 @@ class CUDAGraphWrapper(Transparent):
     runs ``runnable``. Attributes that the wrapper has not are those of ``runnable``; a copy or a
     pickle of a wrapper has no graphs.
 
+    Tensors and plain values among the arguments are compared before each replay, and so are the
+    fields of objects among them; an object that cannot be opened (of a C extension, a function)
+    must be the same one. A step that rebinds a field of the module, of an argument or of what is
+    around a function runs plain, with a reason; objects whose class sets ``compares_fields = True``
+    are left out of both.
+
     Args:
         runnable: what to capture; tensors in and out, nested in lists, tuples and dicts at will.
         config: ``strict`` and ``capture_device`` are read; environment and defaults if left out.
@@ -228,7 +234,7 @@ class CUDAGraphWrapper(Transparent):
             fields = FieldsGuard.of(args, kwargs, self._pool.device.tensor_type)
             if fields is not None and not fields.complete:
                 return self._plain(Reason.UNSUPPORTED_INPUT, _TOO_MANY_FIELDS, args, kwargs)
-        refusals = self._refused.get((mode, descriptor), ())
+        refusals = self._refused.get((mode, descriptor), [])
         if len(refusals) >= _MOST_REFUSALS:
             return self._plain(Reason.CAPTURE_FAILED, refusals[-1], args, kwargs)
         needs_grad = holds_parameters_with_grad(self.runnable) or descriptor in self._grads

@@ -319,7 +319,7 @@ def test_strict_leaves_the_module_as_it_was(name: str, device: str) -> None:
     model.count = 7
     served = front_end(name, model, device, strict=True)
     for _ in range(3):
-        with pytest.raises(DispatchError, match="rebinds self.count"):
+        with pytest.raises(DispatchError, match=r"rebinds self\.count"):
             served.step(torch.rand(ROWS, WIDTH, device=device))
         assert model.count == 7
 
