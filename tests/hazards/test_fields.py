@@ -236,11 +236,11 @@ class Lists(Rebinds):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = [torch.ones(())]
-        self.kept_by_name = {"last": torch.ones(())}
+        self.kept: list[Any] = [1.0]
+        self.kept_by_name: dict[str, Any] = {"last": 1.0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept[0] = self.kept[0].to(x.device) + 1
+        self.kept[0] = x.new_ones(()) + self.kept[0]
         self.kept_by_name["last"] = self.kept[0] * 2
         return x * self.kept[0] + self.kept_by_name["last"]
 
