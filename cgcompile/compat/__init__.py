@@ -82,7 +82,6 @@ from cgcompile.compat.dynamo import (
     storage_key,
 )
 from cgcompile.compat.foreign import listen_to_no_graph
-from cgcompile.compat.locks import new_lock, owns_lock
 from cgcompile.compat.marks import (
     marked,
     size_oblivious,

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from cgcompile import compat
 from cgcompile.config import CompilationConfig
 from cgcompile.encoder.budgets import checked_number
 from cgcompile.encoder.calibration import Calibration
@@ -32,6 +31,7 @@ from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.locks import new_lock
 from cgcompile.reasons import Counters
 from cgcompile.settings import require, require_callable, require_kind
 
@@ -139,7 +139,7 @@ class EncoderCudaGraphManager:
         self._graph_capture = graph_capture
         self._inference_mode = inference_mode
         made = self._graphs.pool
-        self._lock = compat.new_lock() if made is None else made.lock
+        self._lock = new_lock() if made is None else made.lock
 
     # -------------------------------------------------------------- what a user may ask
 

@@ -396,7 +396,7 @@ class HostValueChangedError(GuardError):
         cls, what: str, batch: str, now: str, before: str
     ) -> "HostValueChangedError":
         return cls(
-            f"{what}, {batch}: called with {now}; captured with {before}.\n"
+            f"{what}, {batch}: called with {now}; it was {before} when captured.\n"
             "  Pass each argument the way it was passed at capture, by position or by name, in "
             "containers of the same structure."
         )

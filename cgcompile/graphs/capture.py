@@ -14,11 +14,11 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any
 
-from cgcompile import compat
 from cgcompile.errors import CaptureBusyError, CaptureError
 from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.graphs.device import DeviceGraph, any_capture
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.locks import new_lock
 
 _allowed: ContextVar[bool] = ContextVar("cgcompile_capture_allowed", default=True)
 _postponed: ContextVar[bool] = ContextVar("cgcompile_capture_postponed", default=False)
@@ -73,7 +73,7 @@ class _Turn:
     """
 
     def __init__(self) -> None:
-        self._lock = compat.new_lock(watch=False)
+        self._lock = new_lock(watch=False)
         self._now: tuple[int, str, object, int] | None = None  # thread, what, holder, process
 
     def taken(self, what: str, holder: object = None, wait: float = _PATIENCE) -> "_Taken":
@@ -180,7 +180,7 @@ class _Collection:
     """Who wants automatic garbage collection off now, over all threads."""
 
     def __init__(self) -> None:
-        self._lock = compat.new_lock(watch=False)
+        self._lock = new_lock(watch=False)
         self._depth = 0
         self._was_on = False
 

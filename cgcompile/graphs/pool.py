@@ -14,6 +14,7 @@ from cgcompile import compat
 from cgcompile.graphs.arena import Arena
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph
 from cgcompile.graphs.usage import PoolBytes
+from cgcompile.locks import new_lock
 
 
 class _HasGraphs(Protocol):
@@ -54,7 +55,7 @@ class GraphPool:
         self.generation = 0
         self.stream = device.new_stream()
         self.arena = Arena()
-        self.lock = compat.new_lock()
+        self.lock = new_lock()
         self._memory: Any = None
         self.stream_key: int | None = None
         self._last_stream: Any = None

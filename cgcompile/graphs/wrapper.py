@@ -48,6 +48,7 @@ from cgcompile.graphs.pool import LENT, GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
+from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, Counters, Reason, Why
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class CUDAGraphWrapper(Transparent):
         self._entries: dict[tuple[CUDAGraphMode, BatchDescriptor], list[CUDAGraphEntry]] = {}
         self._refused: dict[tuple[CUDAGraphMode, BatchDescriptor], list[str]] = {}
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
-        self._lock = compat.new_lock()
+        self._lock = new_lock()
         self._poison, self._shares_pool = self.config.poison, pool is not None
         self._pool, self._guarded = pool, guarded
         if pool is not None:

@@ -212,7 +212,7 @@ FORKS = """
     import torch
     from hazard_support import front_end
     from torch import nn
-    from cgcompile.compat.locks import _locks
+    from cgcompile.locks import _locks
 
     class Model(nn.Module):
         def forward(self, x):
