@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cgcompile import compat
+from cgcompile.locks import new_lock
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Ledger:
         self, told_plain: Callable[[Why], None], told_degraded: Callable[[Why], None]
     ) -> None:
         self._told_plain, self._told_degraded = told_plain, told_degraded
-        self._lock = compat.new_lock()
+        self._lock = new_lock()
         self._counters = Counters()
 
     @property

@@ -186,6 +186,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CaptureError.no_device": CaptureError.no_device("cuda"),
     "CaptureError.no_ranges": CaptureError.no_ranges("NVTX functions not installed."),
     "CaptureError.twice": CaptureError.twice("CudaGraph"),
+    "CaptureError.rebinds": CaptureError.rebinds("step", "self.buf", "a tensor (2,)", "None"),
     "CaptureError.empty": CaptureError.empty(),
     "CaptureError.freed_input": CaptureError.freed_input("aten.mm.default", "(2, 3) torch.float32"),
     "CaptureError.pageable": CaptureError.pageable("aten.lift_fresh.default", "(2,) torch.int64"),
@@ -226,11 +227,17 @@ EXAMPLES: dict[str, CGCompileError] = {
     "AddressChangedError.moved": AddressChangedError.moved(
         "piece_2", "num_tokens=64", "input 0 'out_1'", 0x7F3A80, 0x7F3A00
     ),
+    "AddressChangedError.moved_in_wrapper": AddressChangedError.moved_in_wrapper(
+        "step", "num_tokens=64", "input 0", 0x7F3A80, 0x7F3A00
+    ),
     "AddressChangedError.grown": AddressChangedError.grown(0x7F3A80, 0x7F3A00),
     "AddressChangedError.metadata": AddressChangedError.metadata(
         "num_tokens=8, num_reqs=8", "attn_metadata.seq_lens", 0x7F3A80, 0x7F3A00
     ),
     "AddressChangedError.weight": AddressChangedError.weight("step", "num_tokens=64", "up.weight"),
+    "HostValueChangedError.other_arguments": HostValueChangedError.other_arguments(
+        "step", "num_tokens=64", "0 arguments by position", "1 arguments by position"
+    ),
     "HostValueChangedError.changed": HostValueChangedError.changed(
         "piece_2", "num_tokens=64", "input 1", 3, 2
     ),
@@ -295,6 +302,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "AgreementError.other_dispatcher": AgreementError.other_dispatcher(),
     "ManagerError.no_graph": ManagerError.no_graph(5, [1, 2, 4, 8]),
     "ManagerError.capture_mode": ManagerError.capture_mode("NONE"),
+    "ManagerError.other_thread": ManagerError.other_thread("run"),
     "ManagerError.twice": ManagerError.twice("FULL", "num_tokens=4, num_reqs=4"),
     "ManagerError.no_metadata": ManagerError.no_metadata("num_tokens=4, num_reqs=4"),
     "ManagerError.too_few_bytes": ManagerError.too_few_bytes(2**20, 3 * 2**20),

@@ -11,7 +11,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up; a name stands for a module or for all of a sub-package.
 FLOORS = (
-    ("config", "descriptors", "modes", "settings", "reasons", "errors", "compat", "version"),
+    (
+        "config",
+        "descriptors",
+        "modes",
+        "settings",
+        "reasons",
+        "errors",
+        "compat",
+        "locks",
+        "version",
+    ),
     ("boundaries", "forward_context"),
     ("passes", "graphs"),
     ("piecewise",),
@@ -31,7 +41,8 @@ STANDARD_LIBRARY_ONLY = {
     "modes": set(),
     "settings": {"errors"},
     "errors": {"errors"},
-    "reasons": set(),
+    "locks": set(),
+    "reasons": {"locks"},
     "encoder/budgets": {"encoder/packing", "errors", "serving/fit", "serving/sizes", "settings"},
     "encoder/grouping": set(),
     "encoder/packing": {"encoder/grouping", "errors"},
@@ -49,7 +60,7 @@ STANDARD_LIBRARY_ONLY = {
         "serving/variants",
     },
     "serving/planning": {*DISPATCH, "serving/variants"},
-    "serving/statistics": {*DISPATCH, "serving/tables"},
+    "serving/statistics": {*DISPATCH, "locks", "serving/tables"},
     "serving/tables": {*DISPATCH, "serving/planning", "serving/variants"},
     "serving/variants": DISPATCH,
 }

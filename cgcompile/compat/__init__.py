@@ -32,6 +32,7 @@ from cgcompile.compat.capture import (
     cuda_stream_is_capturing,
     drop_blas_workspaces,
     expire_storage,
+    free_blocks,
     identities,
     is_plain_tensor,
     laid_over,
@@ -85,7 +86,6 @@ from cgcompile.compat.dynamo import (
     storage_key,
 )
 from cgcompile.compat.foreign import listen_to_no_graph
-from cgcompile.compat.locks import new_lock, owns_lock
 from cgcompile.compat.marks import (
     marked,
     size_oblivious,

@@ -20,9 +20,9 @@ from torch import fx
 from cgcompile.compat.compilers import compile_standalone, known_patches
 from cgcompile.compat.direct import Direct
 from cgcompile.compat.guard_text import guards_hold, require_guards
-from cgcompile.compat.locks import new_lock
 from cgcompile.compat.modes import autocast_state
 from cgcompile.compat.operators import op_overloads
+from cgcompile.locks import new_lock
 
 log = logging.getLogger(__name__)
 

@@ -295,6 +295,18 @@ def pool_segments(pool: tuple[int, int]) -> list[tuple[int, int]]:
     return [(each["address"], each["total_size"]) for each in _segments(pool)]
 
 
+def free_blocks(pool: tuple[int, int]) -> list[tuple[int, int]]:
+    """(address, bytes) of the memory of a private pool that no tensor holds."""
+    found = []
+    for segment in _segments(pool):
+        start = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] == "inactive":
+                found.append((start, block["size"]))
+            start += block["size"]
+    return found
+
+
 def pool_bytes(pool: tuple[int, int]) -> tuple[int, int, int]:
     """Bytes that a private pool holds: all, those in use, and all in segments for small blocks."""
     found = _segments(pool)

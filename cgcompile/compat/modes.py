@@ -10,8 +10,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cgcompile.compat.locks import new_lock
 from cgcompile.compat.trees import tree_tensors
+from cgcompile.locks import new_lock
 
 # Whether some thread is inside of ``torch.autograd.forward_ad.dual_level()``, for generated code:
 # the expression, and the module that it names. Reading it costs 0.04 us.

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from cgcompile import compat
 from cgcompile.config import CompilationConfig
 from cgcompile.encoder.budgets import checked_number
 from cgcompile.encoder.calibration import Calibration
@@ -33,6 +32,7 @@ from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.locks import new_lock
 from cgcompile.reasons import Counters
 from cgcompile.settings import checked, require, require_callable, require_kind
 
@@ -148,7 +148,7 @@ class EncoderCudaGraphManager:
         self._inference_mode = inference_mode
         self._logged = 0
         made = self._graphs.pool
-        self._lock = compat.new_lock() if made is None else made.lock
+        self._lock = new_lock() if made is None else made.lock
         log.info(
             "encoder graphs of %s: token budgets %s, at most %d items and %d frames a replay",
             type(model).__name__,

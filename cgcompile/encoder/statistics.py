@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cgcompile import compat
+from cgcompile.locks import new_lock
 from cgcompile.reasons import Reason
 
 
@@ -58,7 +58,7 @@ class EncoderStatistics:
     """
 
     def __init__(self) -> None:
-        self._lock = compat.new_lock()
+        self._lock = new_lock()
         self._costs: dict[tuple[str, int], float] = {}
         self.clear()
 

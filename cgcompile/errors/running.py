@@ -145,8 +145,8 @@ class CaptureError(CGCompileError, RuntimeError):
         )
 
     @classmethod
-    def twice(cls, what: str) -> "CaptureError":
-        return cls(f"{what}: this graph holds a recording already.\n  Call reset() first.")
+    def twice(cls, what: str, advice: str = "Call reset() first.") -> "CaptureError":
+        return cls(f"{what}: this graph holds a recording already.\n  {advice}")
 
     @classmethod
     def empty(cls) -> "CaptureError":
@@ -179,11 +179,11 @@ class CaptureError(CGCompileError, RuntimeError):
     @classmethod
     def rebinds(cls, what: str, field: str, before: str, after: str) -> "CaptureError":
         error = cls(
-            f"capture of {what}: the step rebinds {field} (before: {before}; after: {after}), and "
-            "a replay runs no Python: it would leave the field as it is.\n"
-            "  Write tensors in place (copy_, mul_, ...) and count in a tensor, or rebind the field "
-            "in an eager break (cgcompile.eager_break_during_capture) or outside of the step. If no "
-            "step reads what its object counts, set compares_fields = True on the object's class."
+            f"capture of {what}: the step rebinds {field} (before: {before}; after: {after}); a "
+            "replay runs no Python and would not.\n"
+            "  Write tensors in place (copy_, mul_, ...), count in a tensor, or rebind the field "
+            "outside of the step or in a function under eager_break_during_capture.\n"
+            "  If no step reads it, set compares_fields = True on the class that has the field."
         )
         error.field = field
         return error
@@ -419,6 +419,17 @@ class AddressChangedError(GuardError):
         )
 
     @classmethod
+    def moved_in_wrapper(
+        cls, what: str, batch: str, path: str, now: int, before: int
+    ) -> "AddressChangedError":
+        return cls(
+            f"{what}, {batch}: {path} is at {now:#x}, was at {before:#x} when captured.\n"
+            "  A CUDA graph reads the address it saw at capture, and a wrapper copies no inputs. "
+            "Write into the same buffer each step, or set on_input_change to 'recapture' or "
+            "'eager'."
+        )
+
+    @classmethod
     def grown(cls, now: int, before: int) -> "AddressChangedError":
         return cls(
             f"a result lies at {now:#x} now, was at {before:#x} when captured.\n"
@@ -468,6 +479,16 @@ class HostValueChangedError(GuardError):
             "captured.\n"
             "  A CUDA graph repeats the value that its kernels were launched with. Move the tensor "
             "to the device of the model; a graph reads it there at each replay."
+        )
+
+    @classmethod
+    def other_arguments(
+        cls, what: str, batch: str, now: str, before: str
+    ) -> "HostValueChangedError":
+        return cls(
+            f"{what}, {batch}: called with {now}; it was {before} when captured.\n"
+            "  Pass each argument the way it was passed at capture, by position or by name, in "
+            "containers of the same structure."
         )
 
 

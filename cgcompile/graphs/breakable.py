@@ -154,7 +154,8 @@ class BreakableCUDAGraphCapture:
             CaptureBusyError: another capture runs, in this thread or another one.
         """
         if self._sequence is not None or self._recorder is not None:
-            raise CaptureError.twice("BreakableCUDAGraphCapture")
+            advice = "Make a new BreakableCUDAGraphCapture for each recording."
+            raise CaptureError.twice("BreakableCUDAGraphCapture", advice)
         recorder = _Raw(self._pool, self._name, self._boundaries, execute=False, debug=self._debug)
         recorder.capture = self
         recorder.start()
@@ -239,8 +240,8 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
     that up first: code must not be compiled inside of a capture). In mode PIECEWISE splitting ops
     and decorated functions break; in mode FULL all of it is one graph, and a splitting op that
     does not support the batch is an error. A capturing call is one execution of the step; eager
-    breaks run on the caller's stream. What the runnable takes but tensors and plain values is
-    frozen at capture, as its Python does not run again.
+    breaks run on the caller's stream. What the runnable takes is compared as by
+    :class:`CUDAGraphWrapper`; fields that eager breaks rebind are no matter.
 
     Args:
         runnable: what to capture.

@@ -14,12 +14,12 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any
 
-from cgcompile import compat
 from cgcompile.errors import CaptureBusyError, CaptureError
 from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.graphs.device import DeviceGraph, any_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.storages import SameStorages
+from cgcompile.locks import new_lock
 from cgcompile.settings import require_kind
 
 _allowed: ContextVar[bool] = ContextVar("cgcompile_capture_allowed", default=True)
@@ -76,7 +76,7 @@ class _Turn:
     """
 
     def __init__(self) -> None:
-        self._lock = compat.new_lock(watch=False)
+        self._lock = new_lock(watch=False)
         self._now: tuple[int, str, object, int] | None = None  # thread, what, holder, process
 
     def taken(self, what: str, holder: object = None, wait: float = _PATIENCE) -> "_Taken":
@@ -188,7 +188,7 @@ class _Collection:
     """Who wants automatic garbage collection off now, over all threads."""
 
     def __init__(self) -> None:
-        self._lock = compat.new_lock(watch=False)
+        self._lock = new_lock(watch=False)
         self._depth = 0
         self._was_on = False
 

@@ -161,6 +161,18 @@ class CudaPool:
         for start, size in self._segments:
             compat.memory_at(start, size, self._device).fill_(0xFF)
 
+    def poison_free(self, kept: list[tuple[int, int]]) -> None:
+        """As :meth:`poison`, but for what tensors hold, and (address, bytes) of ``kept``."""
+        for start, size in compat.free_blocks(self.id):
+            end = start + size
+            for first, nbytes in sorted(kept):
+                if start < first < end:
+                    compat.memory_at(start, first - start, self._device).fill_(0xFF)
+                if first < end and start < first + nbytes:
+                    start = min(first + nbytes, end)
+            if start < end:
+                compat.memory_at(start, end - start, self._device).fill_(0xFF)
+
     def _look_again(self) -> bool:
         """Ask the allocator for the memory of the pool; False if no pool has got any since."""
         taken = compat.reserved_bytes(self._device, ever=True)
@@ -289,6 +301,9 @@ class CudaDevice:
 
     def poison(self, pool: CudaPool) -> None:
         pool.poison()
+
+    def poison_free(self, pool: CudaPool, kept: list[tuple[int, int]]) -> None:
+        pool.poison_free(kept)
 
     def owns(self, pool: CudaPool, address: int) -> bool:
         return pool.holds(address)

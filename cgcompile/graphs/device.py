@@ -97,6 +97,9 @@ class CaptureDevice(Protocol):
     def around(self) -> AbstractContextManager[Any]:
         """A context for code of users that is captured."""
 
+    def poison_free(self, pool: Any, kept: list[tuple[int, int]]) -> None:
+        """As :meth:`poison`, but for what tensors hold, and (address, bytes) of ``kept``."""
+
     def poison(self, pool: Any) -> None:
         """Overwrite all memory of a pool, on the current stream, with what shows as wrong."""
 

@@ -349,7 +349,9 @@ def _alike(
     contents = [(_contents(one.target), _contents(other.target)) for one, other in pairs]
     return bool(contents) and all(
         one[0] == other[0]
-        and all(_alike(a, b, strict, base, depth - 1) for a, b in zip(one[1], other[1], strict=True))
+        and all(
+            _alike(a, b, strict, base, depth - 1) for a, b in zip(one[1], other[1], strict=True)
+        )
         for one, other in contents
     )
 
@@ -396,7 +398,7 @@ class FieldsGuard:
         if isinstance(before, torch.Tensor) and same_layout(after, before):
             before, after, moved = before.data_ptr(), after.data_ptr(), True
         if moved:
-            raise AddressChangedError.moved(what, str(batch), path, after, before)
+            raise AddressChangedError.moved_in_wrapper(what, str(batch), path, after, before)
         now, was = (value_text(each) for each in (after, before))
         raise HostValueChangedError.changed(what, str(batch), path, now, was)
 
@@ -469,10 +471,16 @@ class Rebinding:
             if not start or not holds(start):
                 continue
             if start not in storages:
-                storages[start] = tensor.untyped_storage().clone()
+                storages[start] = _copy(tensor.untyped_storage())
             layout = tensor.storage_offset(), tensor.size(), tensor.stride()
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.set_(storages[start], *layout)
+
+
+def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return whole.clone().untyped_storage()
 
 
 def _all_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

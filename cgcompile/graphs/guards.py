@@ -6,7 +6,7 @@ error that names the argument; nothing is replayed then.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -248,13 +248,19 @@ class ArgumentGuard:
                 what, str(batch), path, layout_text(leaf), str(known[1])
             )
         if leaf.data_ptr() != address:
-            raise AddressChangedError.moved(what, str(batch), path, leaf.data_ptr(), address)
+            where = leaf.data_ptr()
+            raise AddressChangedError.moved_in_wrapper(what, str(batch), path, where, address)
 
     def _structure(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], what: str, batch: object
     ) -> None:
-        now = f"{len(args)} by position, by name {sorted(kwargs)}"
-        before = f"{self._count} by position, by name {sorted(self._names)}"
+        now, before = _passed(len(args), kwargs), _passed(self._count, self._names)
         if now == before:
-            now, before = "another nesting of containers", "not"
-        raise HostValueChangedError.changed(what, str(batch), "the arguments", now, before)
+            now, before = "arguments of another nesting", "the one before"
+        raise HostValueChangedError.other_arguments(what, str(batch), now, before)
+
+
+def _passed(count: int, names: Iterable[str]) -> str:
+    """How arguments were passed, in words."""
+    by_name = ", ".join(map(repr, sorted(names)))
+    return f"{count} arguments by position and {by_name or 'none'} by name"

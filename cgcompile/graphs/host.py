@@ -380,6 +380,9 @@ class HostDevice:
     def poison(self, pool: HostPool) -> None:
         pool.poison()
 
+    def poison_free(self, pool: HostPool, kept: list[tuple[int, int]]) -> None:
+        pool.poison(kept)
+
     def owns(self, pool: HostPool, address: int) -> bool:
         return pool.holds(address)
 

@@ -133,10 +133,16 @@ class HostPool:
                 ctypes.memmove(block.address, data, block.nbytes)
         self._data.clear()
 
-    def poison(self) -> None:
-        """Nothing that the blocks hold is good any more."""
+    def poison(self, kept: list[tuple[int, int]] | None = None) -> None:
+        """Nothing that the blocks hold is good any more.
+
+        Args:
+            kept: left as they are, and so is what tensors hold: (address, bytes); None: nothing is.
+        """
+        starts = {start for start, _ in kept or ()}
         for block in self._blocks:
-            block.poison()
+            if kept is None or (block.free and block.address not in starts):
+                block.poison()
 
     def allocate(self, nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
         """Memory for a tensor; the smallest free block that is large enough, else a new one.

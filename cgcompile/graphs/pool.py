@@ -15,6 +15,7 @@ from cgcompile.graphs.arena import Arena, address
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph, chosen_device
 from cgcompile.graphs.stale import StaleResults
 from cgcompile.graphs.usage import PoolBytes
+from cgcompile.locks import new_lock
 
 
 class _HasGraphs(Protocol):
@@ -71,7 +72,7 @@ class GraphPool:
         self.stream = self.device.capture_stream()
         self.arena = Arena()
         self.stale = StaleResults()
-        self.lock = compat.new_lock()
+        self.lock = new_lock()
         self._memory: Any = None
         self.stream_key: int | None = None
         self._last_stream: Any = None
@@ -178,6 +179,18 @@ class GraphPool:
         self.arena.poison()
         for place, before in zip(memory, saved, strict=True):
             place.copy_(before)
+
+    def poison_free(self) -> None:
+        """Fill what no tensor holds and no replay returned: before a replay it holds nothing.
+
+        For pools whose users run in one step, so that what others have returned may be read yet.
+        Graphs of the pool use the rest for intermediate values. The arena is left as it is.
+        """
+        if self._memory is None:
+            return
+        lent = [each.untyped_storage() for user in list(self._users) for each in user.lent()]
+        kept = [(each.data_ptr(), each.nbytes()) for each in lent]
+        self.device.poison_free(self._memory, kept)
 
     def retire(self, *broken: DeviceGraph) -> None:
         """After a failed capture: keep what may still be in use, capture into new memory.

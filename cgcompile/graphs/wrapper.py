@@ -30,6 +30,7 @@ from cgcompile.graphs.capture import (
     capture,
     capture_allowed,
     capture_postponed,
+    captured_elsewhere,
     inside_capture,
     releasing,
     wait_for_capture,
@@ -57,6 +58,7 @@ from cgcompile.graphs.storages import SameStorages, weight_name, weights_of
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
+from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, Counters, Reason, Why
 from cgcompile.settings import checked
 
@@ -73,6 +75,12 @@ class CUDAGraphWrapper(Transparent):
     Without a forward context, with another runtime mode in it, or inside of any capture, a call
     runs ``runnable``. Attributes that the wrapper has not are those of ``runnable``; a copy or a
     pickle of a wrapper has no graphs.
+
+    Tensors and plain values among the arguments are compared before each replay, and so are the
+    fields of objects among them; an object that cannot be opened (of a C extension, a function)
+    must be the same one. A step that rebinds a field of the module, of an argument or of what is
+    around a function runs plain, with a reason; objects whose class sets ``compares_fields = True``
+    are left out of both.
 
     Args:
         runnable: what to capture; tensors in and out, nested in lists, tuples and dicts at will.
@@ -122,8 +130,8 @@ class CUDAGraphWrapper(Transparent):
         self._entries: dict[tuple[CUDAGraphMode, BatchDescriptor], list[CUDAGraphEntry]] = {}
         self._refused: dict[tuple[CUDAGraphMode, BatchDescriptor], list[str]] = {}
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
-        self._lock = compat.new_lock()
-        self._poison = self.config.poison and pool is None  # what is shared may be in use
+        self._lock = new_lock()
+        self._poison, self._shares_pool = self.config.poison, pool is not None
         self._pool, self._guarded = pool, guarded
         self._debug = self.config.debug and guarded
         check_debug(self._debug)
@@ -173,8 +181,10 @@ class CUDAGraphWrapper(Transparent):
         descriptor = context.batch_descriptor
         if descriptor is None:
             raise DispatchError.no_descriptor(self.name, mode.name)
-        if not self._entries.get((mode, descriptor)) and self._may_capture:
-            wait_for_capture()  # of another thread; that may call this wrapper, so without its lock
+        captures = not self._entries.get((mode, descriptor)) and self._may_capture
+        # Without the lock: what another thread captures may call this wrapper.
+        if captures and captured_elsewhere() and not wait_for_capture() and captured_elsewhere():
+            return self._plain(Reason.CAPTURE_BUSY, "another thread is capturing", args, kwargs)
         with self._lock:
             entries = self._entries.get((mode, descriptor))
             if not entries:
@@ -247,7 +257,7 @@ class CUDAGraphWrapper(Transparent):
             fields = FieldsGuard.of(args, kwargs, self._pool.device.tensor_type)
             if fields is not None and not fields.complete:
                 return self._plain(Reason.UNSUPPORTED_INPUT, _TOO_MANY_FIELDS, args, kwargs)
-        refusals = self._refused.get((mode, descriptor), ())
+        refusals = self._refused.get((mode, descriptor), [])
         if len(refusals) >= _MOST_REFUSALS:
             return self._plain(Reason.CAPTURE_FAILED, refusals[-1], args, kwargs)
         needs_grad = holds_parameters_with_grad(self.runnable) or descriptor in self._grads
@@ -396,7 +406,9 @@ class CUDAGraphWrapper(Transparent):
     def _replay(self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._pool is not None
         self._pool.follow_stream()
-        if self._poison:
+        if self._poison and self._shares_pool:
+            self._pool.poison_free()
+        elif self._poison:
             self._pool.poison(compat.tree_tensors((args, kwargs)))
         if self._debug:
             self._expire(entry.batch_descriptor, args, kwargs)

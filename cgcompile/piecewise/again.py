@@ -25,6 +25,7 @@ from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.ranges import OBSERVERS, run_observed
+from cgcompile.locks import new_lock, owns_lock
 from cgcompile.piecewise.recording import Recording
 
 ANOTHER = object()  # what a step returns for a call that is not that step
@@ -49,7 +50,7 @@ class Turn:
     __slots__ = ("again", "agains", "epoch", "lock", "owner", "replays", "short", "shorts")
 
     def __init__(self) -> None:
-        self.lock = compat.new_lock()
+        self.lock = new_lock()
         self.owner = 0
         self.epoch = object()
         self.again: Again | None = None
@@ -60,7 +61,7 @@ class Turn:
 
     def refuse_inside(self) -> None:
         """Raise where this thread runs a step already."""
-        if self.owner == threading.get_ident() and compat.owns_lock(self.lock):
+        if self.owner == threading.get_ident() and owns_lock(self.lock):
             raise CaptureError.reentered()
 
     def other(self) -> Generated | None:

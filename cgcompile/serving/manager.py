@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from cgcompile import compat
 from cgcompile.backend import Backend, handle_of
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import BatchError, ManagerError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.sets import capture_set
+from cgcompile.locks import new_lock
 from cgcompile.serving.agreement import Agreement, together
 from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
@@ -141,7 +141,7 @@ class CudaGraphManager(Questions):
             inference_mode=inference_mode,
             check_metadata=check_metadata,
         )
-        self._lock = compat.new_lock()
+        self._lock = new_lock()
         self.meter = MemoryMeter(self._steps.pool, self.backend, self._steps.outputs)
         dispatcher.only_captured = not lazily  # last: nothing has failed
 

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from cgcompile import compat
 from cgcompile.descriptors import BatchDescriptor
+from cgcompile.locks import new_lock
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.reasons import EXPECTED, Reason
 from cgcompile.serving.tables import Dispatched
@@ -101,7 +101,7 @@ class DispatchStatistics:
     def __init__(self, plan: Iterable[Planned] = (), *, max_sizes: int = 10_000) -> None:
         self._plan = tuple(plan)
         self._room = self._max_sizes = max_sizes
-        self._lock = compat.new_lock()
+        self._lock = new_lock()
         # Per mode, so that no enumeration is hashed at each step: its hash is slow.
         self._full: dict[BatchDescriptor, _Graph] = {}
         self._piecewise: dict[BatchDescriptor, _Graph] = {}

@@ -230,6 +230,8 @@ class StepRunner:
         assert entry.guard is not None
         entry.guard.check_autocast("step", entry.batch_descriptor)
         self.pool.follow_stream()
+        if self._poison:
+            self.pool.poison_free()
         entry.sequence.replay()
         self.full.counters.calls += 1
         self.full.counters.replays += 1

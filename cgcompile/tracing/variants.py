@@ -17,6 +17,7 @@ from torch import fx
 from cgcompile import compat
 from cgcompile.errors import RecompileError, TraceError
 from cgcompile.graphs.capture import without_garbage_collection
+from cgcompile.locks import new_lock
 from cgcompile.piecewise.again import ANOTHER, Turn
 from cgcompile.tracing.arguments import fits_function, tensors_elsewhere, tensors_in
 from cgcompile.tracing.dims import (
@@ -78,7 +79,7 @@ class Traces:
         self._rules = rules
         self._kept = kept
         self._count = 0  # of all traces so far
-        self._lock = compat.new_lock()
+        self._lock = new_lock()
         self.is_closed = False
         self._unfrozen = False  # whether the model replaces tensors of its own
 

@@ -1,0 +1,272 @@
+"""Several threads, and a fork while another one runs a step."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hazard_support import COMPILED, FRONT_ENDS, ROWS, WIDTH, WRAPPERS, front_end, settings
+from torch import nn
+
+import cgcompile
+from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
+from cgcompile.errors import CaptureBusyError, ManagerError
+from cgcompile.graphs.capture import captured_elsewhere
+from cgcompile.reasons import Reason
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
+
+class Model(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * 2 + 1
+
+
+def run_in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Run a function in another thread; its result, or what it raised, comes into the list."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            with torch.inference_mode():
+                results.append(function())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, results
+
+
+class Captures:
+    """Another thread that is inside of a capture until it is told to go on."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def __enter__(self) -> "Captures":
+        self.thread, self.results = run_in_thread(self.capture)
+        assert self.inside.wait(30)
+        assert captured_elsewhere()
+        return self
+
+    def capture(self) -> Any:
+        x = torch.ones(2, 2, device=self.device)
+        with cgcompile.BreakableCUDAGraphCapture(device=self.device):
+            y = x * 2
+            self.inside.set()
+            self.go_on.wait(30)
+            return y + 1
+
+    def __exit__(self, *error: object) -> None:
+        self.go_on.set()
+        self.thread.join(30)
+        assert isinstance(self.results[0], torch.Tensor)
+
+
+def skip_uncompiled(name: str, device: str) -> None:
+    if (name, device) == ("torch.compile", "cpu"):
+        pytest.skip("while the host recorder captures, what torch.compile made runs uncompiled")
+
+
+@pytest.mark.parametrize("name", COMPILED + WRAPPERS)
+def test_a_capture_waits_for_that_of_another_thread(name: str, device: str) -> None:
+    skip_uncompiled(name, device)
+    served = front_end(name, Model(), device)
+    inputs = [torch.rand(ROWS, WIDTH, device=device) for _ in range(4)]
+    with torch.inference_mode(), Captures(device) as other:  # CUDA draws no numbers in it
+        timer = threading.Timer(0.5, other.go_on.set)
+        timer.start()
+        for x in inputs:
+            torch.testing.assert_close(served.step(x), Model()(x))
+        timer.join()
+    counters = served.counters()
+    assert counters.captures == 1
+    assert counters.plain[Reason.CAPTURE_BUSY] == 0
+    assert counters.replays >= 2
+
+
+@pytest.mark.parametrize("name", COMPILED + WRAPPERS)
+def test_a_capture_that_does_not_end_is_not_waited_for_for_ever(name: str, device: str) -> None:
+    skip_uncompiled(name, device)
+    served = front_end(name, Model(), device)
+    calls = 2 if name in COMPILED else 1  # the first call of a compiled model warms up
+    inputs = [torch.rand(ROWS, WIDTH, device=device) for _ in range(calls)]
+    with torch.inference_mode(), Captures(device):
+        for x in inputs:
+            start = time.monotonic()
+            torch.testing.assert_close(served.step(x), Model()(x))
+            assert time.monotonic() - start < 20
+    counters = served.counters()
+    assert (counters.captures, counters.plain[Reason.CAPTURE_BUSY]) == (0, 1)
+    with torch.inference_mode():
+        for _ in range(3):
+            x = torch.rand(ROWS, WIDTH, device=device)
+            torch.testing.assert_close(served.step(x), Model()(x))
+    assert served.counters().captures == 1
+
+
+def test_an_eager_break_that_waits_for_another_thread_that_captures(device: str) -> None:
+    inner = front_end("CUDAGraphWrapper", Model(), device)
+    results: list[Any] = []
+
+    @cgcompile.eager_break_during_capture
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        thread, found = run_in_thread(lambda: inner.step(torch.ones(ROWS, WIDTH, device=device)))
+        thread.join(30)
+        results.extend(found)
+        return x * 2
+
+    config = settings(device)
+    wrapper = cgcompile.BreakableCUDAGraphWrapper(lambda x: attend(x + 1) - 1, config)
+    x = torch.empty(ROWS, WIDTH, device=device)
+    for _ in range(3):
+        with (
+            torch.inference_mode(),
+            set_forward_context(
+                cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE,
+                batch_descriptor=BatchDescriptor(ROWS),
+            ),
+        ):
+            torch.testing.assert_close(wrapper(x.uniform_()), (x + 1) * 2 - 1)
+    assert wrapper.counters.replays == 2
+    for result in results:
+        torch.testing.assert_close(result, Model()(torch.ones(ROWS, WIDTH, device=device)))
+    assert inner.counters().plain[Reason.CAPTURE_BUSY] == 1
+    assert inner.counters().captures == 1
+
+
+def test_a_raw_capture_waits_and_raises_in_the_end(device: str) -> None:
+    capture = cgcompile.BreakableCUDAGraphCapture(device=device)
+    with (
+        Captures(device),
+        pytest.raises(CaptureBusyError, match="runs in another thread"),
+        capture,
+    ):
+        pass
+    with capture:
+        torch.ones(2, device=device)
+    assert capture.num_graphs == 1
+
+
+# ---------------------------------------------------------------- one manager, two threads
+
+
+class Slow(nn.Module):
+    """Stays inside of a step until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inside.set()
+        assert self.go_on.wait(30)
+        return x + 1
+
+
+def test_a_manager_refuses_a_second_thread(device: str) -> None:
+    """Rows that no graph serves run plain, so Python is inside of the step."""
+    model = Slow()
+    served = front_end("CudaGraphManager", model, device)
+    x, large = (torch.rand(rows, WIDTH, device=device) for rows in (ROWS, 0))
+    with torch.inference_mode():
+        torch.testing.assert_close(served.step(x), x + 1)
+        model.inside.clear()
+        model.go_on.clear()
+        thread, results = run_in_thread(lambda: served.step(large))
+        if not model.inside.wait(5):
+            pytest.fail("the step of the other thread did not begin")
+        for call in (
+            lambda: served.step(x),
+            lambda: served.target.run_fullgraph(ROWS),
+            served.target.release,
+        ):
+            with pytest.raises(ManagerError, match="another thread is inside of a call"):
+                call()
+        model.go_on.set()
+        thread.join(30)
+        assert results[0].shape == large.shape
+        thread, results = run_in_thread(lambda: served.step(x).clone())  # one after the other
+        thread.join(30)
+        torch.testing.assert_close(results[0], x + 1)
+        torch.testing.assert_close(served.step(x), x + 1)
+    assert served.counters().replays >= 3
+
+
+# ---------------------------------------------------------------- fork
+
+
+FORKS = """
+    import os, sys, threading, time
+    sys.path.insert(0, {tests!r})
+    import torch
+    from hazard_support import front_end
+    from torch import nn
+    from cgcompile.locks import _locks
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return x * 2 + 1
+
+    with torch.inference_mode():
+        served = front_end({name!r}, Model(), "cpu")
+        x = torch.rand(4, 8)
+        for _ in range(4):
+            served.step(x)
+        stop = threading.Event()
+        locks = list(_locks)
+        assert locks, "no lock is held"
+
+        def hold():
+            for lock in locks:
+                lock.acquire()
+            held.set()
+            stop.wait(30)
+
+        held = threading.Event()
+        threading.Thread(target=hold, daemon=True).start()
+        held.wait(30)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                y = torch.rand(4, 8)
+                code = 0 if torch.equal(served.step(y), y * 2 + 1) else 2
+            finally:
+                os._exit(code)
+        for _ in range(200):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                break
+            time.sleep(0.1)
+        else:
+            os.kill(pid, 9)
+            status = "the child hangs"
+        print("child", status)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_a_fork_while_another_thread_holds_the_locks_of_a_step(name: str) -> None:
+    tests = str(Path(__file__).parents[1])
+    program = textwrap.dedent(FORKS).format(tests=tests, name=name)
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(tests).parent,
+        env={**os.environ, "PYTHONPATH": str(Path(tests).parent)},
+    )
+    assert "child 0" in found.stdout, found.stdout + found.stderr[-2000:]
