@@ -106,7 +106,7 @@ def _check_counts(
 
 def _check_extra(extra: Any) -> None:
     if not isinstance(extra, tuple):
-        raise DescriptorError.field("extra", extra, "a tuple")
+        raise DescriptorError.field("extra", _kinds(extra), "a tuple")
     try:
         hash(extra)
     except TypeError:
@@ -123,3 +123,10 @@ def allows_full(support: AttentionCGSupport, descriptor: BatchDescriptor | None)
         return True
     single = descriptor.query_len == 1
     return support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE and single
+
+
+def _kinds(extra: Any) -> Any:
+    """Return what a message shows of unhashable values: their types, never what they hold."""
+    if isinstance(extra, tuple):
+        return tuple(map(_kinds, extra))
+    return extra if isinstance(extra, (int, float, str, type(None))) else type(extra)

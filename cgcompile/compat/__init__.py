@@ -115,6 +115,7 @@ from cgcompile.compat.operators import (
     aten_name,
     custom_op_overload,
     higher_order_ops,
+    is_arithmetic,
     is_higher_order_op,
     is_op,
     is_python_operator,

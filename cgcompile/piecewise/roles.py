@@ -95,7 +95,9 @@ def unsupported_input(split: SplitGraph) -> str | None:
         for tensor in tensors(value.meta):
             if not compat.is_plain_tensor(tensor):
                 return f"{value.source or value.name} is no plain dense tensor"
-        other = not isinstance(value.meta, (torch.Tensor, int)) and not tensors(value.meta)
+            if tensor.device.type == "meta" and split.device.type != "meta":
+                return f"{value.source or value.name} is on the meta device; do without it"
+        other = not isinstance(value.meta, (torch.Tensor, int))
         if other and value in split.inputs and not is_symbolic_number(value.meta):
             return f"{value.source or value.name} is a {type(value.meta).__name__}"
     return None
