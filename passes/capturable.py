@@ -209,7 +209,7 @@ _CPU = torch.device("cpu")
 
 
 def graph_device(gm: fx.GraphModule) -> torch.device:
-    """The device that most values of the graph are on; CPU and meta only if nothing else is there."""
+    """The device that most values of a graph are on; CPU, then meta, if nothing else is there."""
     counts: dict[torch.device, int] = {}
     for node in gm.graph.nodes:
         for tensor in tensors(value(node)):

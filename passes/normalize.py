@@ -135,7 +135,7 @@ class _Binder:
             self._replace(node, self._number(found))
 
     def _cancelled(self, node: fx.Node, found: Any) -> None:
-        """Replace a number such as ``n * 0 + 4`` whose value does not depend on the data of ``n``."""
+        """Replace a number such as ``n * 0 + 4`` that does not depend on the value of ``n``."""
         given = symbols_of([value(argument) for argument in node.all_input_nodes])
         if given <= self._bound.keys() or not symbols_of(found) <= self._bound.keys():
             return

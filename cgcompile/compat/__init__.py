@@ -71,6 +71,7 @@ from cgcompile.compat.dynamo import (
     keep_graph_break,
     keep_input,
     known_size,
+    last_compilation,
     make_floats_constant,
     original_of,
     present_size,
