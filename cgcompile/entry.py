@@ -171,9 +171,8 @@ class CompiledGraph:
                 context = current_forward_context()
             if context is not None and context.inputs_ready is not None:
                 wait_for_inputs(context.inputs_ready, self.split.device)
-            if in_region:
-                why, result = IN_REGION, None
-            else:
+            why: Why | None = IN_REGION
+            if not in_region:
                 why, result = self._with_graphs(context, inputs + self._frozen.held)
             if why is not None:
                 result = self._plain(why, context, inputs + self._frozen.now)
