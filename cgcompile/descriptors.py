@@ -106,11 +106,11 @@ def _check_counts(
 
 def _check_extra(extra: Any) -> None:
     if not isinstance(extra, tuple):
-        raise DescriptorError.field("extra", _kinds(extra), "a tuple")
+        raise DescriptorError.field("extra", extra, "a tuple")
     try:
         hash(extra)
     except TypeError:
-        raise DescriptorError.field("extra", extra, "a tuple of hashable values") from None
+        raise DescriptorError.field("extra", _kinds(extra), "a tuple of hashable values") from None
 
 
 def allows_full(support: AttentionCGSupport, descriptor: BatchDescriptor | None) -> bool:
