@@ -30,7 +30,7 @@ from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
 from cgcompile.piecewise.splitting import check_sizes, split_as_set
 from cgcompile.piecewise.traces import trace_code, trace_split
 from cgcompile.piecewise.verify import verifier
-from cgcompile.reasons import Counters
+from cgcompile.reasons import Counters, Reason, Why
 from cgcompile.settings import checked
 from cgcompile.tracing.saved import KeptTraces
 
@@ -277,8 +277,16 @@ class Backend:
             raise ConfigError.trace_once_needs_guards_dropped()
         if self.config.splitting == "breakable":
             raise ConfigError.breakable_needs_no_trace()
+        limit = compat.last_compilation()
+        if limit is not None and self.config.strict:
+            raise DispatchError.strict("the model", Reason.RECOMPILE_LIMIT.value, limit)
         with without_garbage_collection():
-            return self.compile_graph(gm, example_inputs)
+            compiled = self.compile_graph(gm, example_inputs)
+        if limit is not None:
+            log.warning("%s. Let what varies be a tensor, or raise the limit", limit)
+            if isinstance(compiled, CompiledGraph):
+                compiled.degraded(Why(Reason.RECOMPILE_LIMIT, limit))
+        return compiled
 
     def compile_graph(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: int = 0

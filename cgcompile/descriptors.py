@@ -124,7 +124,7 @@ def _check_extra(extra: Any) -> None:
     try:
         hash(extra)
     except TypeError:
-        raise DescriptorError.field("extra", extra, "a tuple of hashable values") from None
+        raise DescriptorError.field("extra", _kinds(extra), "a tuple of hashable values") from None
 
 
 def allows_full(support: AttentionCGSupport, descriptor: BatchDescriptor | None) -> bool:
@@ -137,3 +137,10 @@ def allows_full(support: AttentionCGSupport, descriptor: BatchDescriptor | None)
         return True
     single = descriptor.query_len == 1
     return support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE and single
+
+
+def _kinds(extra: Any) -> Any:
+    """Return what a message shows of unhashable values: their types, never what they hold."""
+    if isinstance(extra, tuple):
+        return tuple(map(_kinds, extra))
+    return extra if isinstance(extra, (int, float, str, type(None))) else type(extra)

@@ -178,9 +178,8 @@ class CompiledGraph:
                 context = current_forward_context()
             if context is not None and context.inputs_ready is not None:
                 wait_for_inputs(context.inputs_ready, self.split.device)
-            if in_region:
-                why, result = IN_REGION, None
-            else:
+            why: Why | None = IN_REGION
+            if not in_region:
                 why, result = self._with_graphs(context, inputs + self._frozen.held)
             if why is not None:
                 given = inputs + self._frozen.now
@@ -203,6 +202,10 @@ class CompiledGraph:
         self._frozen.bind(tensors, held)
         if self.split.differentiable:
             self._constants += tensors
+
+    def degraded(self, why: Why) -> None:
+        """Count that calls like those of this graph get a lesser mode than was asked for."""
+        self._ledger.degraded(why)
 
     @property
     def counters(self) -> Counters:

@@ -90,7 +90,7 @@ class ForwardContext:
     def synthetic(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor | None) -> "ForwardContext":
         """The context of a step for which the caller has set none.
 
-        Opaque ops see it; a compiled model or a wrapper that they call has none of its own.
+        Only cgcompile sees it: an op that asks for the caller's context gets none, as in eager.
         """
         context = cls(cudagraph_runtime_mode=mode, batch_descriptor=descriptor)
         context.is_synthetic = True
@@ -340,14 +340,15 @@ class set_forward_context(override_forward_context):
 
 
 def is_forward_context_available() -> bool:
-    """Whether this thread or task has a forward context.
+    """Whether a caller has set a forward context in this thread or task.
 
     Raises:
         ForwardContextError: called in code that torch.compile traces.
     """
     if is_dynamo_compiling():
         raise ForwardContextError.traced("is_forward_context_available()")
-    return current_forward_context() is not None
+    context = current_forward_context()
+    return context is not None and not context.is_synthetic
 
 
 def get_forward_context() -> ForwardContext:
@@ -359,6 +360,6 @@ def get_forward_context() -> ForwardContext:
     if is_dynamo_compiling():
         raise ForwardContextError.traced("get_forward_context()")
     context = current_forward_context()
-    if context is None:
+    if context is None or context.is_synthetic:
         raise ForwardContextError.missing()
     return context

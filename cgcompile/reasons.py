@@ -49,6 +49,7 @@ class Reason(enum.Enum):
     TOO_MANY_SHAPES = "too_many_shapes"  # max_captured_shapes are captured already
     TOO_MANY_BINDINGS = "too_many_bindings"  # over max_bindings sets of weights, or none stays
     INPUT_CHANGED = "input_changed"  # a guard refused a replay, and on_input_change is "eager"
+    RECOMPILE_LIMIT = "recompile_limit"  # Dynamo compiles a function no more; calls do not reach us
     GROWING_STATE = "growing_state"  # a result comes back as an input, larger: a new shape a step
 
     # Of a batch: decided by the dispatcher, before the step runs.

@@ -247,10 +247,12 @@ _CPU = torch.device("cpu")
 
 
 def graph_device(gm: fx.GraphModule) -> torch.device:
-    """The device that most values of the graph are on, the CPU only if nothing else is there."""
+    """The device that most values of a graph are on; meta, then CPU, if nothing else is there."""
     counts: dict[torch.device, int] = {}
     for node in gm.graph.nodes:
         for tensor in tensors(value(node)):
             counts[tensor.device] = counts.get(tensor.device, 0) + 1
     others = {device: n for device, n in counts.items() if device.type != "cpu"}
+    if any(device.type != "meta" for device in others):
+        others = {device: n for device, n in others.items() if device.type != "meta"}
     return max(others, key=lambda device: others[device]) if others else _CPU

@@ -125,12 +125,29 @@ class _Binder:
         """Replace a size that the node reads off a tensor."""
         found = value(node)
         reads_tensor = any(tensors(value(argument)) for argument in node.all_input_nodes)
+        if not reads_tensor:
+            self._cancelled(node, found)
         if not reads_tensor or not symbols_of(found) <= self._bound.keys():
             return
         if _is_tuple_of_sizes(found):
             self._replace_size(node, tuple(self._number(size) for size in found))
         elif isinstance(found, (int, torch.SymInt)) and not isinstance(found, bool):
             self._replace(node, self._number(found))
+
+    def _cancelled(self, node: fx.Node, found: Any) -> None:
+        """Replace a number such as ``n * 0 + 4`` that does not depend on the value of ``n``."""
+        given = symbols_of([value(argument) for argument in node.all_input_nodes])
+        if given <= self._bound.keys() or not symbols_of(found) <= self._bound.keys():
+            return
+        if isinstance(found, torch.SymInt):
+            found = self._number(found)
+        elif isinstance(found, torch.SymFloat) and found.node.expr.is_number:
+            found = float(found.node.expr)
+        if isinstance(found, (int, float, fx.Node)):
+            for user in list(node.users):
+                self._swap(user, node, found)
+            if compat.is_arithmetic(node.target):
+                self._graph.erase_node(node)
 
     def _number(self, size: int | torch.SymInt) -> fx.Node | int:
         """A node, or a plain number, that has the value of ``size`` at every call."""

@@ -100,6 +100,12 @@ def _is_aten(name: str) -> bool:
     return not name.startswith("__") and hasattr(torch.ops.aten, name)
 
 
+def is_arithmetic(target: Any) -> bool:
+    """Whether a function of a graph computes a number from numbers and does nothing else."""
+    name = getattr(target, "__name__", "")
+    return is_python_operator(target) or (name.startswith("sym_") and hasattr(torch, name))
+
+
 def is_python_operator(target: Any) -> bool:
     """Whether a function is one such as ``operator.add``, which also works on plain numbers."""
     return getattr(target, "__module__", None) == "_operator"

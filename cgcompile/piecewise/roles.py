@@ -100,7 +100,7 @@ def unsupported_input(split: SplitGraph) -> str | None:
         for tensor in tensors(value.meta):
             if not compat.is_plain_tensor(tensor):
                 return f"{value.source or value.name} is no plain dense tensor"
-        other = not isinstance(value.meta, (torch.Tensor, int)) and not tensors(value.meta)
+        other = not isinstance(value.meta, (torch.Tensor, int))
         if other and value in split.inputs and not is_symbolic_number(value.meta):
             return f"{value.source or value.name} is a {type(value.meta).__name__}"
     return None
@@ -121,6 +121,10 @@ def full_support(split: SplitGraph) -> AttentionCGSupport:
             if any(each.device.type == "cpu" for each in found):
                 return AttentionCGSupport.NEVER
     return min((piece.support for piece in split.pieces), default=AttentionCGSupport.ALWAYS)
+
+
+def _is_meta(value: Value) -> bool:
+    return isinstance(value.meta, torch.Tensor) and value.meta.device.type == "meta"
 
 
 def _why_eager(split: SplitGraph) -> Why:
@@ -144,6 +148,10 @@ def why_never(split: SplitGraph, wanted: CUDAGraphMode, has_device: bool) -> Why
         return Why(Reason.NO_KERNEL, "this graph launches no kernel")
     if not captured and full_support(split) is AttentionCGSupport.NEVER:
         return _why_eager(split)
+    meta = next((each for each in split.inputs if _is_meta(each)), None)
+    if meta is not None:
+        detail = f"{meta.source or meta.name} is on the meta device; do without it"
+        return Why(Reason.UNSUPPORTED_INPUT, detail)
     if not has_device:
         detail = (
             f"tensors are on {str(split.device)!r}; graphs need a CUDA device, or "

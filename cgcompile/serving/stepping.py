@@ -99,6 +99,7 @@ class StepRunner:
         self._inference_mode = inference_mode
         self._raises_if_changed = config.on_input_change == "raise"
         self._config = config
+        self._poison = config.poison
         self._spoils = config.debug or config.poison
         self._stale = StaleResults()
         check_debug(config.debug)

@@ -20,7 +20,6 @@ def in_region(x: torch.Tensor) -> torch.Tensor:
 EAGER: dict[str, tuple[Callable[..., Any], Reason]] = {
     "nonzero": (lambda x: x.nonzero() + 1, Reason.HOST_SYNC),
     "unique": (lambda x: x.unique(), Reason.HOST_SYNC),
-    "item": (lambda x: torch.full((2,), x.sum().item()), Reason.HOST_SYNC),
 }
 ASKED_FOR: dict[str, tuple[Callable[..., Any], Reason]] = {
     "region": (in_region, Reason.EAGER_REGION),
