@@ -91,7 +91,7 @@ class Run:
         self.exact = options.compiler == "eager"
         self.static: dict[tuple[int, str], torch.Tensor] = {}
         self.kept: list[tuple[Any, Any]] = []
-        self.replays = 0
+        self.replays = self.steps = 0
         self._build(wrapped)
 
     def _build(self, wrapped: bool) -> None:
@@ -127,6 +127,7 @@ class Run:
         Raises:
             AssertionError: they differ.
         """
+        self.steps += 1
         self._between_steps()
         rows = self.drawn.chance.choice(ROWS)
         x, cache = self._input("x", rows), self._input("cache", rows)
@@ -222,14 +223,13 @@ def fuzz(seed: int, options: Options) -> Counter[str]:
     """
     run = Run(seed, options)
     torch.manual_seed(seed)
-    number = 0
     try:
-        for number in range(options.steps):
+        for _ in range(options.steps):
             run.step()
     except Exception as error:
         unknown = "" if set(options.features) <= set(FEATURES) else " (unknown feature)"
         again = f"python -m fuzz --reproduce {seed} --compiler {options.compiler}"
-        raise AssertionError(f"{again}{unknown}\nstep {number} of {run}\n{error}") from error
+        raise AssertionError(f"{again}{unknown}\nstep {run.steps} of {run}\n{error}") from error
     captures = run.target.counters.captures
     with_graphs = run.drawn.mode != "NONE" or run._wrapped
     return Counter(
