@@ -59,6 +59,7 @@ class Backend:
         check_disabled(self.config.disabled_passes, theirs)
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._graphs: list[weakref.ref[CompiledGraph]] = []
+        self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()  # of Dynamo's traces
         self._capture_closed, self._compiled = False, 0  # how often torch.compile called
         self._forget: weakref.WeakSet[Any] = weakref.WeakSet()  # traces of compile()
         self._pieces = PieceCache(self.config)
@@ -253,6 +254,10 @@ class Backend:
     def reset(self) -> None:
         """Forget what was compiled; ``torch._dynamo.reset()`` calls it."""
         self._graphs.clear()
+        for shape_env in tuple(self._shape_envs):
+            compat.drop_fakes(shape_env)
+        self._shape_envs.clear()
+        compat.drop_size_caches()
 
     def __call__(
         self,
@@ -280,6 +285,9 @@ class Backend:
         limit = compat.last_compilation()
         if limit is not None and self.config.strict:
             raise DispatchError.strict("the model", Reason.RECOMPILE_LIMIT.value, limit)
+        shape_env = compat.current_shape_env()
+        if shape_env is not None:
+            self._shape_envs.add(shape_env)
         with without_garbage_collection():
             compiled = self.compile_graph(gm, example_inputs)
         if limit is not None:

@@ -85,6 +85,17 @@ class Trace:
         with compiling(found.fake_mode, found.tensor_to_context):
             yield
 
+    def close(self) -> None:
+        """Let what the trace made be freed: nothing is read from it any more.
+
+        Dynamo leaves the graph in the globals of the function. The fake tensors, their sizes and
+        the ``ShapeEnv`` refer to each other through C++, where the garbage collector does not look.
+        """
+        if self._shape_env is not None:
+            drop_fakes(self._shape_env)
+        if self.python.graph is not None:
+            self.original.__globals__.pop(self.python.graph, None)
+
     def function(self, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
         """See :meth:`TracedPython.function`."""
         return self.python.function(self.original, compiled)
@@ -192,6 +203,39 @@ class Trace:
                 self.original.__code__, hooks=chosen
             )
         return Guards(found)
+
+
+def current_shape_env() -> Any:
+    """Return the ``ShapeEnv`` of the trace whose graph a backend compiles now, or None."""
+    context = torch._guards.TracingContext.try_get()
+    return getattr(getattr(context, "fake_mode", None), "shape_env", None)
+
+
+def drop_fakes(shape_env: Any) -> None:
+    """Let the fake tensors of a trace that has ended be freed; see :meth:`Trace.close`."""
+    shape_env.tracked_fakes = None
+
+
+def drop_size_caches() -> None:
+    """Empty torch's caches of what it worked out of sizes, whose keys hold each ``ShapeEnv``.
+
+    An entry is of use to the trace that made it alone.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    for cached in vars(ShapeEnv).values():
+        clear = getattr(cached, "cache_clear", None)
+        if clear is not None:
+            clear()
+
+
+@contextmanager
+def size_caches_dropped() -> Iterator[None]:
+    """Call :func:`drop_size_caches` at the end."""
+    try:
+        yield
+    finally:
+        drop_size_caches()
 
 
 def _name(sourced: Any) -> str:

@@ -1,7 +1,7 @@
 """Trace a call for a look: :class:`Look`. Nothing is run, compiled or kept."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -73,8 +73,10 @@ class Look(Traces):
         use: Callable[[fx.GraphModule, list[Any]], T_],
     ) -> T_ | None:
         called = self._function if self._bound is not None else self._called
-        with self._tracing(dims):
-            trace = compat.trace_call(called, args, kwargs, freeze=False)
+        with (
+            self._tracing(dims),
+            closing(compat.trace_call(called, args, kwargs, freeze=False)) as trace,
+        ):
             check_dims(self.name, dims, trace.sizes)
             if trace.graph is None:
                 return None

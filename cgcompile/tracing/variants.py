@@ -8,7 +8,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -192,6 +192,7 @@ class Traces:
         with self._lock:
             self._set_made(())
             self._unfrozen = False
+            compat.drop_size_caches()
 
     # -------------------------------------------------------------- a new trace
 
@@ -258,6 +259,7 @@ class Traces:
             without_garbage_collection(),  # 0.4 to 0.9 s of a trace of 3.6 s
             compat.size_oblivious(oblivious),
             compat.marked(marks, unbacked),
+            compat.size_caches_dropped(),
         ):
             yield
 
@@ -292,19 +294,19 @@ class Traces:
 
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
         start, why = time.perf_counter(), ""
-        trace = self._trace(args, kwargs)
-        check_dims(self.name, dims, trace.sizes)
-        keep, keeps = None, self._keeps
-        if keeps is not None:
-            facts = facts_of_call(self._function, args, kwargs, dims, self._rules.shapes)
-            try:
-                data = saved(trace, self._names(args, kwargs), dims)
-                keep = lambda: keeps.keep(facts, data)  # noqa: E731
-            except CannotSave as error:
-                why = str(error)
-        variant = self._variant(trace, args, kwargs, dims, start, why)
-        variant.keep = keep
-        return variant
+        with closing(self._trace(args, kwargs)) as trace:
+            check_dims(self.name, dims, trace.sizes)
+            keep, keeps = None, self._keeps
+            if keeps is not None:
+                facts = facts_of_call(self._function, args, kwargs, dims, self._rules.shapes)
+                try:
+                    data = saved(trace, self._names(args, kwargs), dims)
+                    keep = lambda: keeps.keep(facts, data)  # noqa: E731
+                except CannotSave as error:
+                    why = str(error)
+            variant = self._variant(trace, args, kwargs, dims, start, why)
+            variant.keep = keep
+            return variant
 
     @property
     def _freezes(self) -> bool:

@@ -1,0 +1,1 @@
+"""Random programs on random schedules, compared with eager. ``python -m fuzz --help``."""

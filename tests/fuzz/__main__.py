@@ -1,0 +1,62 @@
+"""``python -m fuzz``, from the folder ``tests``: many programs, in several processes."""
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections import Counter
+
+from fuzz.programs import FEATURES, USUAL
+from fuzz.running import Options, outcome
+
+LEAST_REPLAYED = 0.4  # of the steps of programs that may have graphs
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m fuzz", description=__doc__)
+    parser.add_argument("--steps", type=int, default=10_000, help="in all")
+    parser.add_argument("--each", type=int, default=300, help="steps of a program")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--compiler", choices=("eager", "aot", "inductor"), default="eager")
+    parser.add_argument("--features", nargs="+", choices=tuple(FEATURES), default=USUAL)
+    parser.add_argument("--all-features", action="store_true", help="known holes as well")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
+    parser.add_argument("--reproduce", type=int, help="run the program of this seed alone")
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = arguments()
+    features = tuple(FEATURES) if given.all_features else tuple(given.features)
+    options = Options(given.device, given.compiler, features, given.each)
+    seeds = range(given.seed, given.seed + -(-given.steps // given.each))
+    if given.reproduce is not None:
+        seeds = range(given.reproduce, given.reproduce + 1)
+    start, totals, failed = time.monotonic(), Counter[str](), 0
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(given.workers, maxtasksperchild=50) as pool:
+        pending = [pool.apply_async(outcome, (seed, options)) for seed in seeds]
+        for waited in pending:
+            left = given.seconds - (time.monotonic() - start)
+            if left <= 0:
+                break
+            try:
+                _, counts, text = waited.get(None if left == float("inf") else left)
+            except multiprocessing.TimeoutError:
+                break
+            totals += counts
+            if text:
+                failed += 1
+                print(text, "\n", flush=True)
+        pool.terminate()
+    share = totals["replays"] / max(1, totals["graph_steps"])
+    print(
+        f"{dict(totals)}, {failed} failed, {share:.0%} replayed, {time.monotonic() - start:.0f} s"
+    )
+    return int(failed > 0 or totals["programs"] == 0 or share < LEAST_REPLAYED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

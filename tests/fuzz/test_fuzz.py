@@ -1,0 +1,23 @@
+"""The bounded part of the fuzzer that the suite runs; ``python -m fuzz`` runs more."""
+
+from collections import Counter
+
+import pytest
+
+from fuzz.running import Options, fuzz
+from fuzz.soak import soak
+
+
+@pytest.mark.parametrize(("compiler", "seeds"), [("eager", 24), ("aot", 6)])
+def test_random_programs_on_random_schedules_equal_eager(
+    compiler: str, seeds: int, device: str
+) -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(seeds):
+        totals += fuzz(seed, Options(device, compiler, steps=60))
+    assert totals["captures"] >= seeds, totals
+    assert totals["replays"] >= 0.4 * totals["graph_steps"] >= 10 * seeds, totals
+
+
+def test_a_hundredth_of_the_soak_leaves_nothing_behind(device: str) -> None:
+    assert soak(device, 0.01) == []
