@@ -120,9 +120,11 @@ class EncoderCaptureAxis:
     values: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        require_fields(self)
-        values = tuple(sorted(set(self.values)))
-        if not values or not all(_whole(each) for each in values):
+        require_fields(self, but=("values",))
+        require_items("values", f"EncoderCaptureAxis {self.name!r}", self.values)
+        wrong = not all(_whole(value) for value in self.values)
+        values = () if wrong else tuple(sorted(set(self.values)))
+        if not values:
             where = f"EncoderCaptureAxis {self.name!r}"
             raise ConfigError.bad_value("values", where, self.values, "at least one whole number")
         object.__setattr__(self, "values", values)

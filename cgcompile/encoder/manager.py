@@ -33,7 +33,7 @@ from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
-from cgcompile.settings import checked, require, require_callable, require_kind
+from cgcompile.settings import checked, checked_but, require, require_callable, require_kind
 
 
 class EncoderCudaGraphManager:
@@ -224,7 +224,7 @@ class EncoderCudaGraphManager:
 
     # -------------------------------------------------------------- capture
 
-    @checked
+    @checked_but("max_graph_bytes")
     def capture(self, max_graph_bytes: int | None = None) -> BulkCapture:
         """Warm up and capture all graphs that are missing, the largest first.
 

@@ -40,7 +40,10 @@ def is_uniform_decode(query_lens: Collection[int], is_prefilling: Collection[boo
 
 
 def check_numbers(
-    counts: Mapping[str, Any], optional: Mapping[str, Any], flags: Mapping[str, Any]
+    counts: Mapping[str, Any],
+    optional: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    extra: Any = (),
 ) -> None:
     """Raise unless what describes a batch is of the right kind; integers of NumPy are.
 
@@ -51,6 +54,8 @@ def check_numbers(
         if not is_whole(value) and not (value is None and name in optional):
             expected = "a whole number" + (" or None" if name in optional else "")
             raise BatchError.field(name, value, expected)
+    if not isinstance(extra, tuple):
+        raise BatchError.field("extra", extra, "a tuple")
     for name, value in flags.items():
         if not is_flag(value):
             raise BatchError.field(name, value, "bool")

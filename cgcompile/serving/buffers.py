@@ -19,6 +19,7 @@ from cgcompile.settings import (
     LARGEST_ROWS,
     LARGEST_TABLE,
     checked,
+    checked_but,
     parse_count,
     parsed,
     require,
@@ -234,7 +235,7 @@ class StaticInputs:
         ConfigError: something else than buffers, or no device.
     """
 
-    @checked
+    @checked_but("specs")
     def __init__(
         self,
         specs: Iterable[InputBuffer],

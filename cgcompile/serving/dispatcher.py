@@ -30,7 +30,7 @@ from cgcompile.serving.planning import (
 from cgcompile.serving.sizes import mode_named
 from cgcompile.serving.tables import Dispatched, Slot, Tables, build_tables
 from cgcompile.serving.variants import Axis, LoraCases, PiecesOnly, Variant, Variants
-from cgcompile.settings import checked, require_items, require_kind
+from cgcompile.settings import checked_but, require_items, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class CudagraphDispatcher:
         ConfigError: no graph is possible in ``mode``, or a number is out of range.
     """
 
-    @checked
+    @checked_but("sizes", "decode_sizes", "varlen_decode_sizes", "axes")
     def __init__(
         self,
         mode: CUDAGraphMode | str,
@@ -182,7 +182,7 @@ class CudagraphDispatcher:
         """
         return tuple(self._slots)
 
-    @checked
+    @checked_but("descriptor")
     def captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         """Note that a planned graph exists.
 
@@ -193,7 +193,7 @@ class CudagraphDispatcher:
         slot.captured, slot.refused = True, ""
         slot.settle(self._only_captured)
 
-    @checked
+    @checked_but("descriptor")
     def refused(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, why: str) -> None:
         """Note that a planned graph cannot be captured: it is not dispatched, captured or not.
 
@@ -215,7 +215,7 @@ class CudagraphDispatcher:
             slot.captured, slot.refused = False, ""
             slot.settle(self._only_captured)
 
-    @checked
+    @checked_but("descriptor")
     def is_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
         """Whether :meth:`captured` has named a graph; False for one that is not planned."""
         slot = self._slots.get((mode, descriptor))
@@ -270,13 +270,10 @@ class CudagraphDispatcher:
             and type(num_active_loras) is int
             and type(extra) is tuple
         ):
-            check_numbers(
-                {"num_tokens": num_tokens, "num_active_loras": num_active_loras},
-                {"num_reqs": num_reqs, "max_query_len": max_query_len},
-                {"uniform_decode": uniform_decode, "has_lora": has_lora},
-            )
-            require_items("extra", "dispatch", extra)
-            extra = tuple(extra)
+            optional = {"num_reqs": num_reqs, "max_query_len": max_query_len}
+            flags = {"uniform_decode": uniform_decode, "has_lora": has_lora}
+            counts = {"num_tokens": num_tokens, "num_active_loras": num_active_loras}
+            check_numbers(counts, optional, flags, extra)
         if num_tokens <= 0 or (num_reqs is not None and num_reqs <= 0):
             check_empty(num_tokens, num_reqs)
             return _plain(num_tokens, _EMPTY)

@@ -23,7 +23,7 @@ from cgcompile.serving.sizes import (
     padding_share,
     whole,
 )
-from cgcompile.settings import checked
+from cgcompile.settings import checked_last
 
 _Measure = Callable[[int], float]
 
@@ -50,7 +50,7 @@ class FittedSizes:
     nbytes: int | None
 
 
-@checked
+@checked_last
 def fit_sizes(
     histogram: Mapping[int, int],
     count: int | None = None,
