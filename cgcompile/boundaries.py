@@ -217,6 +217,7 @@ class Boundaries:
     def __init__(self, entries: Iterable[Any] = (), *, builtin: bool = True) -> None:
         mine, given = _Table(), _Table()
         several = isinstance(entries, Iterable) and not isinstance(entries, str)
+        several = several and not isinstance(entries, torch.Tensor)
         for entry in entries if several else items_of(entries):
             mine.add(
                 _resolved_entry(entry if isinstance(entry, SplittingOp) else SplittingOp(entry))

@@ -35,6 +35,8 @@ def enum_parser(kind: type[E_]) -> Parser:
             return value
         if isinstance(value, str) and value.upper() in kind.__members__:
             return kind[value.upper()]
+        if value == "VLLM_COMPILE" and "PIECEWISE" in kind.__members__:
+            raise ValueError("PIECEWISE, which is what vLLM calls VLLM_COMPILE")
         raise ValueError("one of " + ", ".join(kind.__members__))
 
     return parse

@@ -130,7 +130,8 @@ def warm_all(
 def _check(step: Any, batches: Any, target: Any, size: Any) -> None:
     where = "capture_all"
     require_callable("step", where, step)
-    require(isinstance(batches, Iterable), "batches", where, batches, "an iterable of batches")
+    several = isinstance(batches, Iterable) and not hasattr(batches, "data_ptr")
+    require(several, "batches", where, batches, "an iterable of batches")
     counts = isinstance(getattr(target, "counters", None), Counters)
     expected = "a Backend, a compiled model or a wrapper, which counts what it captures"
     require(counts, "target", where, target, expected)

@@ -243,6 +243,7 @@ class StaticInputs:
         max_num_reqs: int,
         device: torch.device | str,
     ) -> None:
+        require_items("inputs", "StaticInputs", specs)
         self.specs = tuple(specs)
         require_items("inputs", "StaticInputs", self.specs, InputBuffer)
         names = [spec.name for spec in self.specs]
