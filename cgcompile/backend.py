@@ -53,7 +53,11 @@ class Backend:
         ConfigError: unknown, malformed or impossible settings.
     """
 
-    def __init__(self, config: CompilationConfig | None = None, **settings: Any) -> None:
+    def __init__(
+        self, config: CompilationConfig | None = None, *traced: Any, **settings: Any
+    ) -> None:
+        if traced or isinstance(config, fx.GraphModule):  # torch.compile(backend=Backend)
+            raise ConfigError.backend_class()
         self.config = CompilationConfig.resolve(config, arguments=settings)
         theirs = (*self.config.graph_passes, *self.config.piece_passes)
         check_disabled(self.config.disabled_passes, theirs)

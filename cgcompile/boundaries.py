@@ -22,7 +22,7 @@ from cgcompile import compat
 from cgcompile.descriptors import allows_full as allows_full
 from cgcompile.errors import BoundaryError
 from cgcompile.modes import AttentionCGSupport
-from cgcompile.settings import checked, items_of, require_kind
+from cgcompile.settings import checked, checked_but, items_of, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -224,10 +224,11 @@ class Boundaries:
             or one op declared twice with different settings.
     """
 
-    @checked
+    @checked_but("entries")
     def __init__(self, entries: Iterable[Any] = (), *, builtin: bool = True) -> None:
         mine, given = _Table(), _Table()
         several = isinstance(entries, Iterable) and not isinstance(entries, str)
+        several = several and not isinstance(entries, torch.Tensor)
         for entry in entries if several else items_of(entries):
             mine.add(
                 _resolved_entry(entry if isinstance(entry, SplittingOp) else SplittingOp(entry))

@@ -20,7 +20,7 @@ from dataclasses import field, fields
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
-from cgcompile.errors import ConfigError
+from cgcompile.errors import CGCompileError, ConfigError
 
 ENV_PREFIX = "CGCOMPILE_"
 
@@ -35,6 +35,8 @@ def enum_parser(kind: type[E_]) -> Parser:
             return value
         if isinstance(value, str) and value.upper() in kind.__members__:
             return kind[value.upper()]
+        if value == "VLLM_COMPILE" and "PIECEWISE" in kind.__members__:
+            raise ValueError("PIECEWISE, which is what vLLM calls VLLM_COMPILE")
         raise ValueError("one of " + ", ".join(kind.__members__))
 
     return parse
@@ -140,6 +142,20 @@ def checked(function: F_) -> F_:
 
     Not for what a step calls: it costs some microseconds.
     """
+    return _checking(function, frozenset(), False)
+
+
+def checked_but(*names: str) -> Callable[[F_], F_]:
+    """As :func:`checked`, but for parameters that the function checks in its own words."""
+    return lambda function: _checking(function, frozenset(names), False)
+
+
+def checked_last(function: F_) -> F_:
+    """As :func:`checked`, for a function without effects whose own errors come first."""
+    return _checking(function, frozenset(), True)
+
+
+def _checking(function: F_, but: frozenset[str], last: bool) -> F_:
     signature = inspect.signature(function)
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     hints = {
@@ -147,6 +163,7 @@ def checked(function: F_) -> F_:
         for name, parameter in signature.parameters.items()
         if parameter.kind not in several and parameter.annotation is not parameter.empty
     }
+    hints = {name: hint for name, hint in hints.items() if name not in but}
     where = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
@@ -155,8 +172,19 @@ def checked(function: F_) -> F_:
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return function(*args, **kwargs)  # Python's own error names the argument
-        require_arguments(where, {name: bound[name] for name in bound if name in hints}, hints)
-        return function(*args, **kwargs)
+        values = {name: bound[name] for name in bound if name in hints}
+        if not last:
+            require_arguments(where, values, hints)
+            return function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except CGCompileError:
+            raise
+        except Exception:
+            require_arguments(where, values, hints)
+            raise
+        require_arguments(where, values, hints)
+        return result
 
     return cast(F_, call)
 

@@ -273,3 +273,47 @@ def test_a_wrapper_works_after_others_were_refused() -> None:
             x.copy_(torch.randn(2, 4))
             torch.testing.assert_close(made(x), MODEL(x))
     assert (made.counters.captures, made.counters.replays) == (1, 1)
+
+
+def test_backends_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What people write in place of a Backend object or of options by name."""
+    with pytest.raises(Exception, match=r"backend=cgcompile.Backend is a class; expected one of"):
+        torch.compile(lambda x: x * 2, backend=cgcompile.Backend)(torch.ones(3))
+    with pytest.raises(ConfigError, match=r"options is a CompilationConfig; expected a mapping"):
+        CompilationConfig.resolve(options=CONFIG)
+
+
+def test_names_of_vllm_get_a_pointer() -> None:
+    with pytest.raises(ConfigError, match="expected PIECEWISE, which is what vLLM calls"):
+        CompilationConfig(mode="VLLM_COMPILE")
+    with pytest.raises(ConfigError, match="level=3 is mode='PIECEWISE'"):
+        cgcompile.Backend(level=3)
+
+
+@pytest.mark.parametrize("number", [2**40, 2**70])
+def test_tables_are_bounded(number: int) -> None:
+    """A table with a row for each size would not end, or take all memory."""
+    for call in (
+        lambda: get_cudagraph_sizes([4, number], 4, 8, FULL),
+        lambda: dispatcher(sizes=[number]),
+        lambda: HostStaging(torch.zeros(3), num_slots=number),
+        lambda: cgcompile.encoder.shares_by_load([1, 2], number),
+        lambda: cgcompile.serving.capture_sizes(number),
+    ):
+        with pytest.raises(CGCompileError, match="expected"):
+            call()
+
+
+def test_flags_are_booleans() -> None:
+    for call in (
+        lambda: cgcompile.DynamicDim("x"),
+        lambda: cgcompile.allow_capture("no"),
+        lambda: cgcompile.CUDAGraphOptions(gc_disable="no"),
+        lambda: dispatcher().dispatch(2, 2, uniform_decode=float("nan")),
+        lambda: dispatcher().dispatch(2, float("nan")),
+        lambda: manager(lazily="no"),
+        lambda: buffer(optional="no"),
+        lambda: BatchDescriptor(2, uniform=1, num_reqs=2),
+    ):
+        with pytest.raises(CGCompileError, match="expected"):
+            call()

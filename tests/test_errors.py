@@ -47,6 +47,8 @@ KNOWN = ("compiler", "splitting_ops")
 EXAMPLES: dict[str, CGCompileError] = {
     "ConfigError.unknown_setting": ConfigError.unknown_setting("compilr", "options", KNOWN),
     "ConfigError.bad_value": ConfigError.bad_value("compiler", "options", "gcc", "a compiler"),
+    "ConfigError.backend_class": ConfigError.backend_class(),
+    "ConfigError.no_mapping": ConfigError.no_mapping("options", 3, True),
     "ConfigError.impossible": ConfigError.impossible("X", "of Y", "Use Z."),
     "ConfigError.unknown_torch_mode": ConfigError.unknown_torch_mode("reduce", ("default",)),
     "ConfigError.settings_are_fixed": ConfigError.settings_are_fixed(),
@@ -70,6 +72,7 @@ EXAMPLES: dict[str, CGCompileError] = {
         "cudagraph_mode", "cudagraph_runtime_mode"
     ),
     "ForwardContextError.batch_descriptor": ForwardContextError.batch_descriptor(8),
+    "ForwardContextError.no_context": ForwardContextError.no_context(3),
     "ForwardContextError.unpadded": ForwardContextError.unpadded(-1, 8),
     "ForwardContextError.not_entered": ForwardContextError.not_entered(),
     "BoundaryError.unknown": BoundaryError.unknown("ns::atend", ["ns::attend"]),
@@ -148,6 +151,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "EncoderBufferError.no_end": EncoderBufferError.no_end("cu_seqlens", 0),
     "EncoderBufferError.padding": EncoderBufferError.padding("x", "[3]", "[4]", "RuntimeError: no"),
     "EncoderBufferError.moved": EncoderBufferError.moved("x", "[3]", "[4]"),
+    "EncoderShardError.no_group": EncoderShardError.no_group(),
     "EncoderShardError.structure": EncoderShardError.structure(1),
     "EncoderShardError.failed": EncoderShardError.failed(0, {0: None, 1: "ValueError: no"}),
     "EncoderPackError.need": EncoderPackError.need(3, (-1,), 1),
@@ -387,6 +391,10 @@ RecompileError.dropped_guard: Decoder.forward: a guard that was dropped does not
 ConfigError.unknown_setting: options: there is no setting 'compilr'. Did you mean 'compiler'?
   Settings: compiler, splitting_ops.
 ConfigError.bad_value: options: compiler = 'gcc'; expected a compiler.
+ConfigError.backend_class: backend=cgcompile.Backend is a class; expected one of its objects.
+  Use backend=cgcompile.Backend() or backend='cgcompile'.
+ConfigError.no_mapping: options is an int; expected a mapping.
+  For a CompilationConfig: backend=cgcompile.Backend(config).
 ConfigError.impossible: X is impossible: of Y.
   Use Z.
 ConfigError.unknown_torch_mode: torch.compile(mode='reduce'): this mode is not known.
@@ -466,6 +474,8 @@ ForwardContextError.near_miss: set_forward_context(cudagraph_mode=...): there is
   Use cudagraph_runtime_mode. Give data of your own a name that is not near to a parameter's.
 ForwardContextError.batch_descriptor: set_forward_context(batch_descriptor=8): expected a cgcompile.BatchDescriptor, or None.
   For a batch of n tokens: batch_descriptor=cgcompile.BatchDescriptor(n).
+ForwardContextError.no_context: override_forward_context(3): expected a cgcompile.ForwardContext, or None.
+  set_forward_context(...) makes one from its arguments.
 ForwardContextError.unpadded: set_forward_context(num_unpadded_tokens=-1): expected a whole number from 0 to 8, the tokens of the batch descriptor.
   It says how many rows of the batch are real; the rest is padding.
 ForwardContextError.not_entered: set_forward_context: the context is left more often than it was entered.
@@ -635,6 +645,8 @@ EncoderBufferError.moved: buffer 'x' [4]: its padding logic left [3] in its plac
         self.check(
             "EncoderShardError",
             """\
+EncoderShardError.no_group: Sharder: torch.distributed has no process group, so there are no ranks.
+  Call torch.distributed.init_process_group() first, or leave the sharder out.
 EncoderShardError.structure: rank 1: results have another structure than those of the first call.
   Ranks without items must know what the others send: return the same kind of result for each item, or override Sharder.gather().
 EncoderShardError.failed: rank 0: the share of another rank failed.

@@ -45,7 +45,7 @@ STANDARD_LIBRARY_ONLY = {
     "reasons": {"locks"},
     "encoder/budgets": {"encoder/packing", "errors", "serving/fit", "serving/sizes", "settings"},
     "encoder/grouping": set(),
-    "encoder/packing": {"encoder/grouping", "errors"},
+    "encoder/packing": {"encoder/grouping", "errors", "settings"},
     "serving/fit": {"errors", "serving", "settings"},
     "serving/optimum": {"errors"},
     "serving/sizes": {"errors", "modes", "settings"},

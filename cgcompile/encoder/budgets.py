@@ -20,7 +20,7 @@ from cgcompile.encoder.packing import Costs
 from cgcompile.errors import EncoderBudgetError
 from cgcompile.serving.fit import fit_sizes
 from cgcompile.serving.sizes import checked_histogram, round_sizes
-from cgcompile.settings import checked, require_arguments, whole
+from cgcompile.settings import checked_last, require_arguments, whole
 
 
 class Budgets(NamedTuple):
@@ -35,7 +35,7 @@ class Budgets(NamedTuple):
     max_items: int
 
 
-@checked
+@checked_last
 def generated_budgets(least: int, most: int, ratio: float = 2.0) -> tuple[int, ...]:
     """``least``, and each time ``ratio`` times as much, up to ``most``, which is always in it.
 
@@ -76,7 +76,7 @@ def smallest_budget(budgets: Sequence[int], tokens: int) -> int | None:
     return budgets[place] if place < len(budgets) else None
 
 
-@checked
+@checked_last
 def resolve_budgets(
     budgets: Iterable[int] | None = None,
     max_items: int | None = None,
@@ -119,7 +119,7 @@ def resolve_budgets(
     return Budgets(given, items)
 
 
-@checked
+@checked_last
 def resolve_frames(max_items: int, max_frames_per_video: int, given: int | None = None) -> int:
     """How many frames one replay holds, all its items together; 0 if graphs are not for videos.
 
@@ -138,7 +138,7 @@ def resolve_frames(max_items: int, max_frames_per_video: int, given: int | None 
     return most if frames else 0
 
 
-@checked
+@checked_last
 def fitted_budgets(
     observed: Mapping[int, int] | Iterable[int],
     count: int | None = None,

@@ -137,7 +137,8 @@ class EncoderCaptureAxis:
     values: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        require_fields(self)
+        require_fields(self, but=("values",))
+        require_items("values", f"EncoderCaptureAxis {self.name!r}", self.values)
         numbers = [whole(each) for each in self.values]
         values = tuple(sorted({number for number in numbers if number is not None}))
         if not values or None in numbers or values[0] < 0:

@@ -34,7 +34,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.locks import new_lock
 from cgcompile.reasons import Counters
-from cgcompile.settings import checked, require, require_callable, require_kind
+from cgcompile.settings import checked, checked_but, require, require_callable, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ class EncoderCudaGraphManager:
 
     # -------------------------------------------------------------- capture
 
-    @checked
+    @checked_but("max_graph_bytes")
     def capture(self, max_graph_bytes: int | None = None) -> BulkCapture:
         """Warm up and capture all graphs that are missing, the largest first.
 

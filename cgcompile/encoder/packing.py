@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from cgcompile.encoder.grouping import Problem, solve
 from cgcompile.errors import EncoderPackError
-from cgcompile.settings import require_arguments, require_fields
+from cgcompile.settings import require_arguments, require_fields, require_kind
 
 # A group more costs this, far below one token, so that of equals the one of fewer groups is taken.
 # A power of two: sums of whole costs stay exact.
@@ -85,7 +85,8 @@ class Costs:
     eagers: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_fields(self)
+        require_kind("replays", "Costs", self.replays, Mapping)
+        require_kind("eagers", "Costs", self.eagers, Mapping)
         # copies: the tables made from them are kept
         object.__setattr__(self, "replays", dict(self.replays))
         object.__setattr__(self, "eagers", dict(self.eagers))
@@ -95,8 +96,9 @@ class Costs:
         for key, cost in self.replays.items():
             _check_cost(f"replays[{key!r}]", cost)
         for path, pair in self.eagers.items():
-            for cost in pair:
+            for cost in pair if isinstance(pair, tuple) else (pair,):
                 _check_cost(f"eagers[{path!r}]", cost)
+        require_fields(self)
 
     def replay(self, path: int, budget: int) -> float:
         """The cost of one replay of the graph of ``path`` with ``budget`` output tokens."""
@@ -149,6 +151,8 @@ def pack(needs: Sequence[Need], capacity: Capacity, costs: Costs) -> list[Group]
     try:
         table = _table(capacity, costs)
         _check_needs(needs, len(capacity.budgets))
+    except EncoderPackError:
+        raise
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         values = {"needs": needs, "capacity": capacity, "costs": costs}
         hints = {"needs": Sequence[Need], "capacity": Capacity, "costs": Costs}

@@ -10,21 +10,30 @@ class ConfigError(CGCompileError, ValueError):
 
     @classmethod
     def unknown_setting(cls, name: str, where: str, known: Sequence[str]) -> "ConfigError":
-        return cls(
-            f"{where}: there is no setting {name!r}.{close(name, known)}\n"
-            f"  Settings: {listed(known)}."
-        )
+        hint = close(name, known)
+        if name == "level":  # vLLM's name of old
+            hint = " vLLM's level is 'mode' here: level=3 is mode='PIECEWISE'."
+        return cls(f"{where}: there is no setting {name!r}.{hint}\n  Settings: {listed(known)}.")
 
     @classmethod
     def bad_value(cls, name: str, where: str, value: object, expected: str) -> "ConfigError":
         return cls(f"{where}: {name} = {value!r}; expected {expected}.")
 
     @classmethod
+    def backend_class(cls) -> "ConfigError":
+        return cls(
+            "backend=cgcompile.Backend is a class; expected one of its objects.\n"
+            "  Use backend=cgcompile.Backend() or backend='cgcompile'."
+        )
+
+    @classmethod
     def no_mapping(cls, name: str, value: object, is_config: bool) -> "ConfigError":
         advice = "Give settings by name: options={'strict': True}."
         if is_config:
             advice = "For a CompilationConfig: backend=cgcompile.Backend(config)."
-        return cls(f"{name} is a {type(value).__name__}; expected a mapping.\n  {advice}")
+        return cls(
+            f"{name} is {with_article(type(value).__name__)}; expected a mapping.\n  {advice}"
+        )
 
     @classmethod
     def impossible(cls, what: str, because: str, instead: str) -> "ConfigError":

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.capture import bulk_capture, postponed_capture
 from cgcompile.reasons import EXPECTED, Counters
-from cgcompile.settings import checked, is_finite, require, require_callable
+from cgcompile.settings import checked_but, is_finite, require, require_callable
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class BulkCapture:
         return "\n".join(rows + [f"  {batch}: {why}" for batch, why in self.missing])
 
 
-@checked
+@checked_but("batches")
 def capture_all(
     step: Callable[[B_], Any],
     batches: Iterable[B_],
@@ -130,7 +130,8 @@ def warm_all(
 def _check(step: Any, batches: Any, target: Any, size: Any) -> None:
     where = "capture_all"
     require_callable("step", where, step)
-    require(isinstance(batches, Iterable), "batches", where, batches, "an iterable of batches")
+    several = isinstance(batches, Iterable) and not hasattr(batches, "data_ptr")
+    require(several, "batches", where, batches, "an iterable of batches")
     counts = isinstance(getattr(target, "counters", None), Counters)
     expected = "a Backend, a compiled model or a wrapper, which counts what it captures"
     require(counts, "target", where, target, expected)

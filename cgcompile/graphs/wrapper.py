@@ -60,7 +60,7 @@ from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, Counters, Reason, Why
-from cgcompile.settings import checked
+from cgcompile.settings import checked_but
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class CUDAGraphWrapper(Transparent):
         ConfigError: an argument is of another kind than above.
     """
 
-    @checked
+    @checked_but("runnable")
     def __init__(
         self,
         runnable: Callable[..., Any],

@@ -1,6 +1,6 @@
 """What a caller says of one batch, checked. Plain Python; contradictions raise ``BatchError``."""
 
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Collection, Sequence, Sized
 from typing import Any
 
 from cgcompile.errors import BatchError
@@ -39,21 +39,39 @@ def is_uniform_decode(query_lens: Collection[int], is_prefilling: Collection[boo
         raise
 
 
+# Types of (num_tokens, num_reqs, max_query_len, num_active_loras), and of two flags, that need no
+# look at the values: one is asked for at each step.
+PLAIN_COUNTS = {
+    (int, reqs, query_len, int) for reqs in (int, type(None)) for query_len in (int, type(None))
+}
+PLAIN_FLAGS = (bool, bool)
+
+
 def check_numbers(
-    counts: Mapping[str, Any], optional: Mapping[str, Any], flags: Mapping[str, Any]
+    num_tokens: Any,
+    num_reqs: Any,
+    max_query_len: Any,
+    num_active_loras: Any = 0,
+    uniform_decode: Any = False,
+    has_lora: Any = False,
+    extra: Any = (),
 ) -> None:
     """Raise unless what describes a batch is of the right kind; integers of NumPy are.
 
     Raises:
         BatchError: names the first argument that is not.
     """
-    for name, value in (*counts.items(), *optional.items()):
-        if not is_whole(value) and not (value is None and name in optional):
-            expected = "a whole number" + (" or None" if name in optional else "")
-            raise BatchError.field(name, value, expected)
-    for name, value in flags.items():
+    for name, value in (("num_tokens", num_tokens), ("num_active_loras", num_active_loras)):
+        if not is_whole(value):
+            raise BatchError.field(name, value, "a whole number")
+    for name, value in (("num_reqs", num_reqs), ("max_query_len", max_query_len)):
+        if value is not None and not is_whole(value):
+            raise BatchError.field(name, value, "a whole number or None")
+    for name, value in (("uniform_decode", uniform_decode), ("has_lora", has_lora)):
         if not is_flag(value):
             raise BatchError.field(name, value, "bool")
+    if not isinstance(extra, tuple):
+        raise BatchError.field("extra", extra, "a tuple: one hashable value per axis")
 
 
 def check_empty(num_tokens: int, num_reqs: int | None) -> None:

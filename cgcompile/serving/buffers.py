@@ -19,6 +19,7 @@ from cgcompile.settings import (
     LARGEST_ROWS,
     LARGEST_TABLE,
     checked,
+    checked_but,
     parse_count,
     parsed,
     require,
@@ -246,7 +247,7 @@ class StaticInputs:
         ConfigError: something else than buffers, or no device.
     """
 
-    @checked
+    @checked_but("specs")
     def __init__(
         self,
         specs: Iterable[InputBuffer],
@@ -254,6 +255,7 @@ class StaticInputs:
         max_num_reqs: int,
         device: torch.device | str,
     ) -> None:
+        require_items("inputs", "StaticInputs", specs)
         self.specs = tuple(specs)
         require_items("inputs", "StaticInputs", self.specs, InputBuffer)
         names = [spec.name for spec in self.specs]

@@ -157,8 +157,7 @@ class CapturedGraphs:
         Raises:
             ManagerError: there is none.
         """
-        counts = {"num_tokens": num_tokens, "num_active_loras": loras}
-        check_numbers(counts, {}, {} if uniform is None else {"uniform": uniform})
+        check_numbers(num_tokens, None, None, loras, uniform is not None and uniform)
         for each in self._full.get(num_tokens, ()):
             same = (each.num_active_loras, each.extra) == (loras, extra)
             same &= uniform in (None, each.uniform)

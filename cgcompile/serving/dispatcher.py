@@ -18,7 +18,14 @@ from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import BatchError
 from cgcompile.modes import AttentionCGSupport, CUDAGraphMode
 from cgcompile.reasons import Reason, Why
-from cgcompile.serving.batches import allowed_modes, check_empty, check_numbers, uniform_numbers
+from cgcompile.serving.batches import (
+    PLAIN_COUNTS,
+    PLAIN_FLAGS,
+    allowed_modes,
+    check_empty,
+    check_numbers,
+    uniform_numbers,
+)
 from cgcompile.serving.planning import (
     NONE,
     PIECEWISE,
@@ -30,7 +37,7 @@ from cgcompile.serving.planning import (
 from cgcompile.serving.sizes import mode_named
 from cgcompile.serving.tables import Dispatched, Slot, Tables, build_tables
 from cgcompile.serving.variants import Axis, LoraCases, PiecesOnly, Variant, Variants
-from cgcompile.settings import checked, require_items, require_kind
+from cgcompile.settings import checked, checked_but, require_items, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +95,7 @@ class CudagraphDispatcher:
         ConfigError: no graph is possible in ``mode``, or a number is out of range.
     """
 
-    @checked
+    @checked_but("sizes", "decode_sizes", "varlen_decode_sizes", "axes")
     def __init__(
         self,
         mode: CUDAGraphMode | str,
@@ -184,7 +191,7 @@ class CudagraphDispatcher:
         """
         return tuple(self._slots)
 
-    @checked
+    @checked_but("descriptor")
     def captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         """Note that a planned graph exists.
 
@@ -195,7 +202,7 @@ class CudagraphDispatcher:
         slot.captured, slot.refused = True, ""
         slot.settle(self._only_captured)
 
-    @checked
+    @checked_but("descriptor")
     def refused(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, why: str) -> None:
         """Note that a planned graph cannot be captured: it is not dispatched, captured or not.
 
@@ -290,22 +297,11 @@ class CudagraphDispatcher:
         Raises:
             BatchError: the numbers contradict each other, or a mode is no runtime mode.
         """
-        if not (  # plain numbers and flags, which need no names for errors
-            type(num_tokens) is int
-            and (num_reqs is None or type(num_reqs) is int)
-            and (max_query_len is None or type(max_query_len) is int)
-            and (uniform_decode is False or uniform_decode is True)
-            and (has_lora is False or has_lora is True)
-            and type(num_active_loras) is int
-            and type(extra) is tuple
-        ):
-            check_numbers(
-                {"num_tokens": num_tokens, "num_active_loras": num_active_loras},
-                {"num_reqs": num_reqs, "max_query_len": max_query_len},
-                {"uniform_decode": uniform_decode, "has_lora": has_lora},
-            )
-            require_items("extra", "dispatch", extra)
-            extra = tuple(extra)
+        counts = type(num_tokens), type(num_reqs), type(max_query_len), type(num_active_loras)
+        flags = type(uniform_decode), type(has_lora)
+        if counts not in PLAIN_COUNTS or flags != PLAIN_FLAGS or type(extra) is not tuple:
+            values = num_tokens, num_reqs, max_query_len, num_active_loras
+            check_numbers(*values, uniform_decode, has_lora, extra)
         if num_tokens <= 0 or (num_reqs is not None and num_reqs <= 0):
             check_empty(num_tokens, num_reqs)
             return _plain(num_tokens, _EMPTY)

@@ -22,7 +22,7 @@ from cgcompile.serving.sizes import (
     padded_size,
     padding_share,
 )
-from cgcompile.settings import checked, whole
+from cgcompile.settings import checked_last, whole
 
 _Measure = Callable[[int], float]
 
@@ -49,7 +49,7 @@ class FittedSizes:
     nbytes: int | None
 
 
-@checked
+@checked_last
 def fit_sizes(
     histogram: Mapping[int, int],
     count: int | None = None,

@@ -32,7 +32,7 @@ from cgcompile.serving.statistics import DispatchStatistics
 from cgcompile.serving.stepping import BuildMetadata, StepRunner
 from cgcompile.serving.steps import NO_WORK, Batch, GraphHooks
 from cgcompile.serving.tables import Dispatched
-from cgcompile.settings import checked, require_kind
+from cgcompile.settings import checked, checked_but, require_kind
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -91,7 +91,7 @@ class CudaGraphManager(Questions):
         ManagerError: an optional input without an axis of the dispatcher, or bad ``outputs``.
     """
 
-    @checked
+    @checked_but("inputs", "hooks", "model")
     def __init__(
         self,
         model: Callable[..., Any],

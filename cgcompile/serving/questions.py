@@ -18,7 +18,7 @@ from cgcompile.serving.sizes import padding_table
 from cgcompile.serving.stepping import StepRunner
 from cgcompile.serving.steps import Batch
 from cgcompile.serving.tables import Dispatched
-from cgcompile.settings import require_kind
+from cgcompile.settings import require_kind, require_whole
 
 NONE = CUDAGraphMode.NONE
 
@@ -130,8 +130,9 @@ class Questions:
         Adapters and axes are given as to the dispatcher.
         """
         if not (type(num_tokens) is type(num_reqs) is type(max_query_len) is int):
-            counts = {"num_tokens": num_tokens, "num_reqs": num_reqs}
-            check_numbers({**counts, "max_query_len": max_query_len}, {}, {})
+            for name, value in (("num_reqs", num_reqs), ("max_query_len", max_query_len)):
+                require_whole(name, "get_cudagraph_runtime_mode", value, 0, 2**63 - 1)
+            check_numbers(num_tokens, num_reqs, max_query_len)
         uniform = num_tokens == max_query_len * num_reqs
         uniform &= max_query_len in self.dispatcher.query_lens
         variant = has_lora, num_active_loras, extra

@@ -21,7 +21,7 @@ from cgcompile.errors import SizesError
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.settings import (
     LARGEST_TABLE,
-    checked,
+    checked_last,
     enum_parser,
     parsed,
     require,
@@ -57,7 +57,7 @@ def checked_number(name: str, value: Any, least: int = 1) -> int:
     return number
 
 
-@checked
+@checked_last
 def checked_sizes(sizes: Iterable[int], maximum: int | None = None) -> tuple[int, ...]:
     """A ladder from a list of the user's: sorted, each size once.
 
@@ -89,7 +89,7 @@ def checked_sizes(sizes: Iterable[int], maximum: int | None = None) -> tuple[int
     return ladder
 
 
-@checked
+@checked_last
 def capture_sizes(
     maximum: int, *, dense: int = 0, multiple_of: int | Iterable[int] = 1
 ) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ def capture_sizes(
     return round_sizes((*(size for size in steps if size < maximum), maximum), multiple_of, maximum)
 
 
-@checked
+@checked_last
 def round_sizes(
     sizes: Iterable[int], multiple: int | Iterable[int], maximum: int
 ) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ def round_sizes(
     return tuple(sorted({min(size + -size % step, last) for size in checked_sizes(sizes)}))
 
 
-@checked
+@checked_last
 def decode_sizes(
     requests: Iterable[int],
     query_len: int,
@@ -214,7 +214,7 @@ def checked_histogram(histogram: Mapping[int, int]) -> dict[int, int]:
     return dict(sorted(steps.items()))
 
 
-@checked
+@checked_last
 def padding_share(ladder: Sequence[int], histogram: Mapping[int, int]) -> float:
     """How much of what runs is padding: padded rows by all rows, from 0 to 1.
 
@@ -234,7 +234,7 @@ def padding_share(ladder: Sequence[int], histogram: Mapping[int, int]) -> float:
     return (run - real) / run if run else 0.0
 
 
-@checked
+@checked_last
 def get_cudagraph_sizes(
     capture_sizes: Iterable[int] | None,
     max_num_reqs: int,
