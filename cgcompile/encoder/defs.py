@@ -235,7 +235,6 @@ class EncoderCudaGraphConfig:
         frames = self.max_frames_per_video
         return frames if VIDEO in self.modalities else min(frames, 1)
 
-
     def _check_values(self) -> None:
         least = {
             "out_hidden_size": 1,

@@ -14,6 +14,7 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any
 
+from cgcompile import compat
 from cgcompile.errors import CaptureBusyError, CaptureError
 from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.graphs.device import DeviceGraph, any_capture

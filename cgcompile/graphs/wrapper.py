@@ -54,8 +54,8 @@ from cgcompile.graphs.pool import LENT, GraphPool
 from cgcompile.graphs.regions import IN_REGION
 from cgcompile.graphs.results import flatten, rebuilt
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
-from cgcompile.graphs.storages import SameStorages, weight_name, weights_of
 from cgcompile.graphs.stale import check_debug
+from cgcompile.graphs.storages import SameStorages, weight_name, weights_of
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.locks import new_lock
