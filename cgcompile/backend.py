@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,22 @@ from cgcompile.settings import checked
 from cgcompile.tracing.saved import KeptTraces
 
 log = logging.getLogger(__name__)
+
+
+class _OfInstances:
+    """A method that the class itself does not have.
+
+    ``torch._dynamo.reset()`` calls ``reset`` of all that was ever passed as a backend, of the class
+    ``Backend`` too after ``torch.compile(model, backend=cgcompile.Backend)``.
+    """
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self._function = function
+
+    def __get__(self, instance: Any, owner: type) -> Callable[[], None]:
+        if instance is None:
+            raise AttributeError(f"{owner.__name__} is a class: make an instance of it")
+        return partial(self._function, instance)
 
 
 class Backend:
@@ -255,6 +272,7 @@ class Backend:
         with releasing():  # graphs of models that are gone as well
             pass
 
+    @_OfInstances
     def reset(self) -> None:
         """Forget what was compiled; ``torch._dynamo.reset()`` calls it."""
         self._graphs.clear()
