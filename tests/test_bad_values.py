@@ -101,8 +101,9 @@ INTERNAL = {
     "StaticInputs": {"check", "stage", "views"},
     "Sharder": {"agree", "assign", "check", "gather"},
 }
-# A value for one of these is run, as a model or on one: an error of torch is that of the model.
-RUN = {"model", "inputs", "*", "step", "push", "pop", "wrapper"}
+# A value for one of these is run, as a model or on one: an error of torch is that of the model. A
+# number names a CUDA device, which may not exist.
+RUN = {"device", "model", "inputs", "*", "step", "push", "pop", "wrapper"}
 # Valid arguments, without what they need: captured graphs, or ranks.
 REFUSED = {"Agreement", "Backend.verify", "Sharder", "verify_wrapper"}
 # Made by cgcompile alone.

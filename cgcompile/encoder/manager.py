@@ -33,7 +33,7 @@ from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
-from cgcompile.settings import checked, checked_but, require, require_callable, require_kind
+from cgcompile.settings import checked_but, require, require_callable, require_kind
 
 
 class EncoderCudaGraphManager:
@@ -80,7 +80,7 @@ class EncoderCudaGraphManager:
             kind than above.
     """
 
-    @checked
+    @checked_but("device", "sharder")
     def __init__(
         self,
         model: Any,

@@ -10,7 +10,7 @@ def listed(names: Iterable[str]) -> str:
 
 def close(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'a' or 'b'?``, or nothing if no known name is near."""
-    near = difflib.get_close_matches(name, list(map(str, known)), n=3, cutoff=0.6)
+    near = difflib.get_close_matches(str(name), list(map(str, known)), n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
