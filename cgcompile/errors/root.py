@@ -14,6 +14,24 @@ def close(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
+_LONGEST = 400
+
+
+def shown(value: object) -> str:
+    """The text of a value in a message, of bounded length.
+
+    A tensor is described, not printed: printing runs ops, which a capture would record or refuse.
+    """
+    if hasattr(value, "data_ptr") and hasattr(value, "shape"):
+        kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
+        return f"a {type(value).__name__} {list(value.shape)} of {kind}"
+    try:
+        text = repr(value)
+    except Exception:  # of a number with too many digits, or the code of a user
+        return with_article(type(value).__name__)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
 def with_article(name: str) -> str:
     """``a Linear``, ``an Attention``: a kind of thing."""
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
