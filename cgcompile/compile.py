@@ -21,12 +21,12 @@ from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.piecewise.again import ANOTHER
-from cgcompile.settings import checked
+from cgcompile.settings import checked, checked_but
 from cgcompile.tracing.variant import GUARDS, SHAPES, Rules, Variant
 from cgcompile.tracing.variants import Traces
 
 
-@checked
+@checked_but("dynamic_dims")
 def compile(
     model: Any = None,
     config: CompilationConfig | Backend | None = None,

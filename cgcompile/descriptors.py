@@ -50,7 +50,8 @@ class BatchDescriptor(_Fields):
             num_tokens, num_reqs, num_active_loras, max_query_len = _checked_counts(*counts)
         if type(extra) is not tuple or extra:
             _check_extra(extra)
-        if not ((uniform is False or uniform is True) and (has_lora is False or has_lora is True)):
+        flags: Any = type(uniform), type(has_lora)
+        if flags != _FLAGS:
             _check_flags(uniform, has_lora)
         if uniform and (num_reqs is None or num_tokens % num_reqs):
             raise DescriptorError.not_uniform(num_tokens, num_reqs)
@@ -74,6 +75,9 @@ class BatchDescriptor(_Fields):
     def query_len(self) -> int | None:
         """Tokens of each request of a uniform batch; None for any other batch."""
         return self.num_tokens // self.num_reqs if self.uniform and self.num_reqs else None
+
+
+_FLAGS = (bool, bool)
 
 
 def _plainly_right(

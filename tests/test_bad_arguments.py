@@ -275,10 +275,15 @@ def test_a_wrapper_works_after_others_were_refused() -> None:
     assert (made.counters.captures, made.counters.replays) == (1, 1)
 
 
-def test_backends_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_that_are_none() -> None:
     """What people write in place of a Backend object or of options by name."""
-    with pytest.raises(Exception, match=r"backend=cgcompile.Backend is a class; expected one of"):
-        torch.compile(lambda x: x * 2, backend=cgcompile.Backend)(torch.ones(3))
+    gm = torch.fx.symbolic_trace(MODEL)
+    for call in (  # as torch.compile(backend=cgcompile.Backend) calls it
+        lambda: cgcompile.Backend(gm, [torch.ones(4)]),
+        lambda: cgcompile.Backend(gm),
+    ):
+        with pytest.raises(ConfigError, match=r"backend=cgcompile\.Backend is a class; expected"):
+            call()
     with pytest.raises(ConfigError, match=r"options is a CompilationConfig; expected a mapping"):
         CompilationConfig.resolve(options=CONFIG)
 

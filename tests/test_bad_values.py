@@ -8,6 +8,7 @@ of each public callable: a new public name must be added there.
 import dataclasses
 import enum
 import functools
+import gc
 import inspect
 import signal
 import tempfile
@@ -101,8 +102,9 @@ INTERNAL = {
     "StaticInputs": {"check", "stage", "views"},
     "Sharder": {"agree", "assign", "check", "gather"},
 }
-# A value for one of these is run, as a model or on one: an error of torch is that of the model.
-RUN = {"model", "inputs", "*", "step", "push", "pop", "wrapper"}
+# A value for one of these is run, as a model or on one: an error of torch is that of the model. A
+# number names a CUDA device, which may not exist.
+RUN = {"device", "model", "inputs", "*", "step", "push", "pop", "wrapper"}
 # Valid arguments, without what they need: captured graphs, or ranks.
 REFUSED = {"Agreement", "Backend.verify", "Sharder", "verify_wrapper"}
 # Made by cgcompile alone.
@@ -560,6 +562,17 @@ def stop(*_: Any) -> None:
     raise HangsError
 
 
+def modes() -> tuple[Any, ...]:
+    """The state of this thread that a refused call must leave as it was."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        gc.isenabled(),
+        cgcompile.is_forward_context_available(),
+        MODEL(X).requires_grad,
+    )
+
+
 def complaint(
     function: Callable[..., Any], arguments: dict[str, Any], parameter: str
 ) -> str | None:
@@ -604,7 +617,11 @@ def test_bad_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             for bad, make in BAD.items():
                 if bad == "class" and parameter in RUN:
                     continue  # it can be called, and its own error has no frame of its own
+                gc.collect(0)
+                before = modes()
                 told = complaint(function, {**arguments, parameter: make()}, parameter)
+                if told is None and modes() != before:
+                    told = f"it leaves {modes()}, was {before}"
                 if told is not None:
                     complaints.append(f"{parameter}={bad}: {told}")
     assert not complaints, "\n".join(complaints)

@@ -34,7 +34,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.locks import new_lock
 from cgcompile.reasons import Counters
-from cgcompile.settings import checked, checked_but, require, require_callable, require_kind
+from cgcompile.settings import checked_but, require, require_callable, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class EncoderCudaGraphManager:
             kind than above.
     """
 
-    @checked
+    @checked_but("device", "sharder")
     def __init__(
         self,
         model: Any,

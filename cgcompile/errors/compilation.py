@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from cgcompile.errors.root import CGCompileError, close, listed, with_article
+from cgcompile.errors.root import CGCompileError, close, listed, shown, with_article
 
 
 class ConfigError(CGCompileError, ValueError):
@@ -17,7 +17,7 @@ class ConfigError(CGCompileError, ValueError):
 
     @classmethod
     def bad_value(cls, name: str, where: str, value: object, expected: str) -> "ConfigError":
-        return cls(f"{where}: {name} = {value!r}; expected {expected}.")
+        return cls(f"{where}: {name} = {shown(value)}; expected {expected}.")
 
     @classmethod
     def backend_class(cls) -> "ConfigError":
@@ -155,7 +155,7 @@ class DescriptorError(CGCompileError, ValueError):
 
     @classmethod
     def field(cls, name: str, value: object, expected: str) -> "DescriptorError":
-        return cls(f"BatchDescriptor: {name} = {value!r}; expected {expected}.")
+        return cls(f"BatchDescriptor: {name} = {shown(value)}; expected {expected}.")
 
     @classmethod
     def not_uniform(cls, num_tokens: int, num_reqs: int | None) -> "DescriptorError":
@@ -189,7 +189,7 @@ class ForwardContextError(CGCompileError, RuntimeError):
     @classmethod
     def runtime_mode(cls, found: object) -> "ForwardContextError":
         return cls(
-            f"set_forward_context(cudagraph_runtime_mode={found!r}): a step runs in one mode; "
+            f"set_forward_context(cudagraph_runtime_mode={shown(found)}): a step runs in one mode; "
             "expected CUDAGraphMode.NONE, PIECEWISE or FULL.\n"
             "  Of a combined mode take decode_mode() or mixed_mode()."
         )
@@ -209,7 +209,7 @@ class ForwardContextError(CGCompileError, RuntimeError):
     @classmethod
     def batch_descriptor(cls, found: object) -> "ForwardContextError":
         return cls(
-            f"set_forward_context(batch_descriptor={found!r}): expected a "
+            f"set_forward_context(batch_descriptor={shown(found)}): expected a "
             "cgcompile.BatchDescriptor, or None.\n"
             "  For a batch of n tokens: batch_descriptor=cgcompile.BatchDescriptor(n)."
         )
@@ -217,7 +217,7 @@ class ForwardContextError(CGCompileError, RuntimeError):
     @classmethod
     def no_context(cls, found: object) -> "ForwardContextError":
         return cls(
-            f"override_forward_context({found!r}): expected a cgcompile.ForwardContext, or None.\n"
+            f"override_forward_context({shown(found)}): expected a cgcompile.ForwardContext, or None.\n"
             "  set_forward_context(...) makes one from its arguments."
         )
 
@@ -225,7 +225,7 @@ class ForwardContextError(CGCompileError, RuntimeError):
     def unpadded(cls, found: object, most: int | None) -> "ForwardContextError":
         limit = "or more" if most is None else f"to {most}, the tokens of the batch descriptor"
         return cls(
-            f"set_forward_context(num_unpadded_tokens={found!r}): expected a whole number from 0 "
+            f"set_forward_context(num_unpadded_tokens={shown(found)}): expected a whole number from 0 "
             f"{limit}.\n"
             "  It says how many rows of the batch are real; the rest is padding."
         )
@@ -253,7 +253,7 @@ class BoundaryError(CGCompileError, ValueError):
     @classmethod
     def not_an_op(cls, found: object) -> "BoundaryError":
         return cls(
-            f"splitting op: found {found!r}; expected a name, an op of torch.ops, a function, or "
+            f"splitting op: found {shown(found)}; expected a name, an op of torch.ops, a function, or "
             "a cgcompile.SplittingOp (with predicate=... for a test on fx.Node)."
         )
 
@@ -264,14 +264,14 @@ class BoundaryError(CGCompileError, ValueError):
     @classmethod
     def bad_support(cls, name: str, found: object) -> "BoundaryError":
         return cls(
-            f"splitting op {name!r}: support = {found!r}; expected a member of "
+            f"splitting op {name!r}: support = {shown(found)}; expected a member of "
             "cgcompile.AttentionCGSupport."
         )
 
     @classmethod
     def bad_impl(cls, name: str, found: object) -> "BoundaryError":
         return cls(
-            f"splitting op {name!r}: impl = {found!r}; expected a function that takes the op's "
+            f"splitting op {name!r}: impl = {shown(found)}; expected a function that takes the op's "
             "arguments, or a mapping from device types ('cuda') to such functions."
         )
 
@@ -320,7 +320,7 @@ class PassError(CGCompileError, RuntimeError):
     @classmethod
     def not_a_pass(cls, found: object) -> "PassError":
         return cls(
-            f"a pass must have a name, uuid() and __call__(gm) -> gm; found {found!r}.\n"
+            f"a pass must have a name, uuid() and __call__(gm) -> gm; found {shown(found)}.\n"
             "  Wrap a plain function: cgcompile.passes.FunctionPass(name, function)."
         )
 
@@ -388,7 +388,7 @@ class PieceCompileError(CGCompileError, RuntimeError):
     @classmethod
     def not_callable(cls, piece: str, compiler: str, found: object) -> "PieceCompileError":
         return cls(
-            f"{piece}: compiler {compiler!r} returned {found!r}; expected a callable that takes "
+            f"{piece}: compiler {compiler!r} returned {shown(found)}; expected a callable that takes "
             "the inputs of the piece and returns the list of its outputs."
         )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cgcompile.errors.root import CGCompileError, listed
+from cgcompile.errors.root import CGCompileError, listed, shown
 
 _SHOWN = 8  # a list of sizes may be long
 
@@ -17,12 +17,12 @@ class SizesError(CGCompileError, ValueError):
 
     @classmethod
     def number(cls, name: str, found: object, least: int) -> "SizesError":
-        return cls(f"{name} = {found!r}; expected a whole number of at least {least}.")
+        return cls(f"{name} = {shown(found)}; expected a whole number of at least {least}.")
 
     @classmethod
     def not_a_size(cls, found: object) -> "SizesError":
         return cls(
-            f"capture sizes: {found!r} is none; expected whole numbers of at least 1.\n"
+            f"capture sizes: {shown(found)} is none; expected whole numbers of at least 1.\n"
             "  A step without rows needs no graph."
         )
 
@@ -78,7 +78,7 @@ class SizesError(CGCompileError, ValueError):
 
     @classmethod
     def bad_measure(cls, name: str, size: int, found: object, expected: str) -> "SizesError":
-        return cls(f"fit_sizes(): {name}({size}) returned {found!r}; expected {expected}.")
+        return cls(f"fit_sizes(): {name}({size}) returned {shown(found)}; expected {expected}.")
 
     @classmethod
     def too_few_bytes(cls, nbytes: int, size: int, needed: int) -> "SizesError":
@@ -103,7 +103,7 @@ class BatchError(CGCompileError, ValueError):
 
     @classmethod
     def field(cls, name: str, value: object, expected: str) -> "BatchError":
-        return cls(f"dispatch: {name} = {value!r}; expected {expected}.")
+        return cls(f"dispatch: {name} = {shown(value)}; expected {expected}.")
 
     @classmethod
     def not_uniform(
@@ -307,7 +307,7 @@ class ManagerError(CGCompileError, RuntimeError):
     @classmethod
     def rows(cls, found: object) -> "ManagerError":
         return cls(
-            f"outputs={found!r}; expected 'tokens' or 'reqs', or one of them for each output.\n"
+            f"outputs={shown(found)}; expected 'tokens' or 'reqs', or one of them for each output.\n"
             "  Say what the first dimension of what the model returns counts."
         )
 
@@ -363,7 +363,7 @@ class AgreementError(CGCompileError, RuntimeError):
     @classmethod
     def backend(cls, found: str) -> "AgreementError":
         return cls(
-            f"the process group has backend {found!r}, which takes no tensors of the CPU.\n"
+            f"the process group has backend {shown(found)}, which takes no tensors of the CPU.\n"
             "  Give Agreement a group of its own: torch.distributed.new_group(backend='gloo')."
         )
 

@@ -33,7 +33,7 @@ from cgcompile.graphs.segments import SegmentRecorder
 from cgcompile.graphs.sequence import GraphSequence, Segment
 from cgcompile.graphs.storages import SameStorages
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.settings import checked, require_callable, require_kind
+from cgcompile.settings import checked, checked_but, require_callable, require_kind
 
 F_ = TypeVar("F_", bound=Callable[..., Any])
 
@@ -113,7 +113,7 @@ class BreakableCUDAGraphCapture:
         ConfigError: an argument is of another kind than above.
     """
 
-    @checked
+    @checked_but("device")
     def __init__(
         self,
         pool: GraphPool | None = None,

@@ -138,8 +138,10 @@ def device_named(device: torch.device | str, where: str) -> torch.device:
         ConfigError: torch knows no such device.
     """
     try:
+        if isinstance(device, bool):
+            raise TypeError
         return torch.device(device)
-    except (RuntimeError, TypeError):
+    except (OverflowError, RuntimeError, TypeError, ValueError):
         expected = "a torch.device, or the name of one such as 'cuda:0'"
         raise ConfigError.bad_value("device", where, device, expected) from None
 

@@ -14,7 +14,7 @@ from cgcompile import compat
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.device import any_capture
-from cgcompile.settings import checked, require_whole
+from cgcompile.settings import checked_but, parse_count, parsed, require_whole
 
 MOST_SLOTS = 2**10
 
@@ -117,7 +117,7 @@ class HostStaging:
         ConfigError: for a buffer, number or sentinel that cannot serve.
     """
 
-    @checked
+    @checked_but("buffer", "num_slots", "sentinel")
     def __init__(
         self,
         buffer: torch.Tensor,
@@ -126,6 +126,7 @@ class HostStaging:
         sentinel: int | float | bool | None = None,
     ) -> None:
         _check_buffer(buffer)
+        num_slots = parsed("num_slots", "HostStaging", num_slots, parse_count(1))
         require_whole("num_slots", "HostStaging", num_slots, 1, MOST_SLOTS)
         if sentinel is not None and not _holds(buffer.dtype, sentinel):
             raise _bad("sentinel", sentinel, f"a value that {buffer.dtype} can hold, or None")

@@ -6,7 +6,12 @@ from typing import Any
 from cgcompile.errors import BatchError
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.serving.planning import FULL, NONE, PIECEWISE
-from cgcompile.settings import is_flag, is_whole, require_arguments, require_items, require_kind
+from cgcompile.settings import is_flag, is_whole, require, require_arguments, require_items
+
+
+def _is_sized(items: Any) -> bool:
+    """Whether something has a length; a tensor of one number has none."""
+    return isinstance(items, Sized) and getattr(items, "ndim", 1) > 0
 
 
 def is_uniform_decode(query_lens: Collection[int], is_prefilling: Collection[bool]) -> bool:
@@ -24,10 +29,7 @@ def is_uniform_decode(query_lens: Collection[int], is_prefilling: Collection[boo
         BatchError: the two speak of different numbers of requests.
     """
     for name, items in (("query_lens", query_lens), ("is_prefilling", is_prefilling)):
-        if type(items) is not list and not isinstance(items, Sized):
-            require_kind(name, "is_uniform_decode", items, Collection)
-        if hasattr(items, "data_ptr") and not items.dim():  # a tensor of one number
-            require_items(name, "is_uniform_decode", items)
+        require(_is_sized(items), name, "is_uniform_decode", items, "a collection")
     if len(query_lens) != len(is_prefilling):
         raise BatchError.lengths_differ(len(query_lens), len(is_prefilling))
     try:

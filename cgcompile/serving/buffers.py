@@ -247,7 +247,7 @@ class StaticInputs:
         ConfigError: something else than buffers, or no device.
     """
 
-    @checked_but("specs")
+    @checked_but("specs", "device")
     def __init__(
         self,
         specs: Iterable[InputBuffer],

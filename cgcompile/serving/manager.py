@@ -91,7 +91,7 @@ class CudaGraphManager(Questions):
         ManagerError: an optional input without an axis of the dispatcher, or bad ``outputs``.
     """
 
-    @checked_but("inputs", "hooks", "model")
+    @checked_but("device", "inputs", "hooks", "model")
     def __init__(
         self,
         model: Callable[..., Any],

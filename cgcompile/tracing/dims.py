@@ -166,17 +166,16 @@ def _metadata(hint: Any) -> list[Any]:
 def _parsed(name: str, value: Any) -> tuple[DynamicDim, ...]:
     if isinstance(value, DynamicDim):
         return (value,)
-    if isinstance(value, Mapping):
-        items = [DynamicDim(dim, label) for dim, label in value.items()]
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        items = [each if isinstance(each, DynamicDim) else DynamicDim(each) for each in value]
-    else:
-        items = [DynamicDim(value)]
-    for each in items:
-        is_number = isinstance(each.dim, int) and not isinstance(each.dim, bool)
-        if not is_number or not (each.name is None or isinstance(each.name, str)):
-            expected = "a dimension, several of them, or names by dimension such as {0: 'tokens'}"
-            raise ConfigError.bad_value(f"dynamic_dims[{name!r}]", "compile", value, expected)
+    try:
+        if isinstance(value, Mapping):
+            items = [DynamicDim(dim, label) for dim, label in value.items()]
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            items = [each if isinstance(each, DynamicDim) else DynamicDim(each) for each in value]
+        else:
+            items = [DynamicDim(value)]
+    except ConfigError:
+        expected = "a dimension, several of them, or names by dimension such as {0: 'tokens'}"
+        raise ConfigError.bad_value(f"dynamic_dims[{name!r}]", "compile", value, expected) from None
     return tuple(items)
 
 
