@@ -193,16 +193,16 @@ class CudaGraph:
     """One CUDA graph. See :class:`~cgcompile.graphs.device.DeviceGraph`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pool: CudaPool | None = None
-        self._begun = False
+        self._pool: CudaPool | None = None  # while it captures: the pool holds its anchor
+        self._used = self._begun = False
         self._device = device
         self._graph = torch.cuda.CUDAGraph()
         self.replay: Callable[[], None] = _nothing_recorded
 
     def begin(self, pool: CudaPool) -> None:
-        if self._pool is not None:
+        if self._used:
             raise CaptureError.twice("CudaGraph")
-        self._pool = pool
+        self._pool, self._used = pool, True
         pool.grows()
         self._stream = torch.cuda.current_stream(self._device.index)
         compat.drop_blas_workspaces()  # see Note [cuBLAS workspaces]
@@ -217,6 +217,7 @@ class CudaGraph:
         compat.drop_blas_workspaces()
         self.replay = compat.replay_of(self._graph)
         self._pool.rests()
+        self._pool = None
 
     def abandon(self) -> None:
         if self._pool is None or self.replay is not _nothing_recorded:
@@ -231,16 +232,17 @@ class CudaGraph:
             assert self._device.index is not None
             compat.stop_allocating_to(self._device.index, self._pool.id)
             _broken.append(self._graph)
+        self._pool = None
         compat.drop_blas_workspaces()
 
     def reset(self) -> None:
         self.replay = _nothing_recorded
         _dead.append((self._device, self._graph))
         self._graph = torch.cuda.CUDAGraph()
-        self._pool, self._begun = None, False
+        self._pool, self._used, self._begun = None, False, False
 
     def __del__(self) -> None:
-        if self._pool is not None and _dead is not None:  # None while the interpreter ends
+        if self._used and _dead is not None:  # None while the interpreter ends
             _dead.append((self._device, self._graph))
 
 

@@ -42,6 +42,7 @@ TYPES = {
 def alive() -> Counter[str]:
     for _ in range(3):  # what C++ holds goes after what holds it
         gc.collect()
+    cgcompile.Backend().release()  # destroys graphs of models that are gone, as the next capture does
     names = Counter(type(item).__name__ for item in gc.get_objects())
     return Counter({name: names[name] for name in TYPES & names.keys()})
 
