@@ -213,7 +213,7 @@ def test_memory_of_earlier_weight_sets_is_given_back(device: str) -> None:
     held = []
     with torch.no_grad():
         chain = Chain([Layer()], device, CUDAGraphMode.PIECEWISE, dynamic=True)
-        for _ in range(6):
+        for _ in range(8):
             for rows in (16, 32):  # with the layer before, and then alone
                 for _ in range(3):
                     chain.step(rows)
@@ -229,4 +229,4 @@ def test_memory_of_earlier_weight_sets_is_given_back(device: str) -> None:
                 torch.compile(chain.layers[-1], backend=chain.backend, dynamic=True)
             )
     assert chain.backend.counters.failures == 0
-    assert held[-1] <= held[2]
+    assert max(held[4:]) <= max(held[:4])
