@@ -86,12 +86,8 @@ LARGEST_ROWS = 2**40
 
 def is_whole(value: object, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
     """Whether a value is an integer in a range; neither a bool nor a tensor is one."""
-    if isinstance(value, bool) or hasattr(value, "data_ptr"):
-        return False
-    try:
-        return least <= operator.index(value) <= most  # type: ignore[arg-type]
-    except TypeError:
-        return False
+    number = whole(value)
+    return number is not None and least <= number <= most
 
 
 def require_whole(name: str, where: str, value: object, least: int, most: int) -> None:

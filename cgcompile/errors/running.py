@@ -309,15 +309,23 @@ def _about(op: str, text: str) -> CaptureError:
 
 
 class CaptureBusyError(CaptureError):
-    """A second capture, while one runs in this process."""
+    """A second capture, while one runs in this process.
+
+    Attributes:
+        same_thread: whether the capture that runs is one of this thread.
+    """
+
+    same_thread = False
 
     @classmethod
     def busy(cls, what: str, running: str, same_thread: bool) -> "CaptureBusyError":
         where = "in this thread" if same_thread else "in another thread"
-        return cls(
+        error = cls(
             f"capture of {what}: the capture of {running} runs {where}, and a process can run one "
             "at a time.\n  Capture one after the other; inside a capture call the plain function."
         )
+        error.same_thread = same_thread
+        return error
 
 
 class DispatchError(CGCompileError, RuntimeError):

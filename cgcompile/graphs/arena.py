@@ -94,11 +94,11 @@ class Arena:
         """The owner of the block that begins there; None if there is none."""
         return next((each.owner for each in self._blocks if each.address == address), None)
 
-    def hand_over(self, before: Hashable, after: Hashable) -> None:
-        """Let blocks of one owner, or without one, be those of another, or of none."""
+    def free(self, owner: Hashable) -> None:
+        """Let the blocks of an owner serve any use."""
         for block in self._blocks:
-            if block.owner == before:
-                block.owner = after
+            if block.owner == owner:
+                block.owner = None
 
     def poison(self) -> None:
         """Fill all blocks with what shows: nothing may be read there before it is written."""
@@ -152,3 +152,8 @@ class Frame:
     def give(self, block: Block) -> None:
         """Nothing that is recorded from now on reads the block: it may serve something else."""
         self._free.append(block)
+
+    def reserve(self, owner: Hashable) -> None:
+        """Let the blocks that the step uses serve the results of an owner alone."""
+        for block in self._used:
+            block.owner = owner

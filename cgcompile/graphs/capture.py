@@ -304,9 +304,9 @@ def capture(
         The graph, not replayed yet, and what ``function`` returned.
 
     Raises:
-            CaptureBusyError: a capture runs in this thread, or one in another thread does not end.
-            CaptureError: the current stream is being captured by someone else; or ``function``
-                replaced the memory of one of ``storages``, which has its own again.
+        CaptureBusyError: a capture runs in this thread, or one in another thread does not end.
+        CaptureError: the current stream is being captured by someone else; or ``function``
+            replaced the memory of one of ``storages``, which has its own again.
         BaseException: what ``function`` raised, unchanged.
     """
     if pool.device.is_capturing():

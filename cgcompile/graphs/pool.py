@@ -77,7 +77,8 @@ class GraphPool:
         self.stream_key: int | None = None
         self._last_stream: Any = None
         self._parked: list[DeviceGraph] = []
-        self._retired: list[Any] = []  # memory of graphs from before a failure
+        # Memory that captures take no more; the graphs that were captured in it hold it.
+        self._retired: weakref.WeakSet[Any] = weakref.WeakSet()
         self._users: weakref.WeakSet[_HasGraphs] = weakref.WeakSet()
         self._keepers: weakref.WeakSet[_HasResults] = weakref.WeakSet()
         self._owners: weakref.WeakSet[_HasBuffers] = weakref.WeakSet()
@@ -96,7 +97,7 @@ class GraphPool:
 
     @property
     def held(self) -> PoolBytes:
-        """What its graphs hold of the device's pool, and of the pools from before a failure."""
+        """What its graphs hold of the device's pool, and of those that captures take no more."""
         memories = [*self._retired, *([] if self._memory is None else [self._memory])]
         return sum(map(self.device.pool_bytes, memories), PoolBytes())
 
@@ -134,10 +135,7 @@ class GraphPool:
     def _owns(self, start: int) -> bool:
         if self._memory is not None and self.device.owns(self._memory, start):
             return True
-        for memory in self._retired:  # noqa: SIM110  (a generator costs a call)
-            if self.device.owns(memory, start):
-                return True
-        return False
+        return any(self.device.owns(memory, start) for memory in list(self._retired))
 
     def follow_stream(self) -> None:
         """Call before a replay: work of the pool that another stream was given comes first."""
@@ -204,7 +202,7 @@ class GraphPool:
     def renew(self) -> None:
         """Capture into new memory; no later graph uses the memory of those captured before."""
         if self._memory is not None:
-            self._retired.append(self._memory)
+            self._retired.add(self._memory)
         self._memory = None
 
     def captures_into(self, start: int) -> bool:

@@ -69,6 +69,16 @@ _TOO_MANY_FIELDS = "an argument has too many fields to compare before each repla
 _GRADIENTS = "an input, a parameter or an output requires grad, or has a tangent"
 
 
+def _why_not(error: CaptureError) -> Why:
+    """Return why a step is to run plain; raise ``error`` where a part of the step may have run."""
+    text = str(error).splitlines()[0]
+    if isinstance(error, CaptureBusyError) and not error.same_thread:
+        return Why(Reason.CAPTURE_BUSY, text)
+    if not error.field:
+        raise error
+    return Why(Reason.CAPTURE_FAILED, text)
+
+
 class CUDAGraphWrapper(Transparent):
     """A callable that is captured once per batch descriptor and replayed after.
 
@@ -181,9 +191,7 @@ class CUDAGraphWrapper(Transparent):
         descriptor = context.batch_descriptor
         if descriptor is None:
             raise DispatchError.no_descriptor(self.name, mode.name)
-        captures = not self._entries.get((mode, descriptor)) and self._may_capture
-        # Without the lock: what another thread captures may call this wrapper.
-        if captures and captured_elsewhere() and not wait_for_capture() and captured_elsewhere():
+        if captured_elsewhere() and not self._is_free(mode, descriptor):
             return self._plain(Reason.CAPTURE_BUSY, "another thread is capturing", args, kwargs)
         with self._lock:
             entries = self._entries.get((mode, descriptor))
@@ -197,9 +205,16 @@ class CUDAGraphWrapper(Transparent):
                 return self._changed(error, mode, entries, args, kwargs)
             return self._replay(entries[0], args, kwargs)
 
-    @property
-    def _may_capture(self) -> bool:
-        return not self.closed and capture_allowed() and not capture_postponed()
+    def _is_free(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
+        """Wait for the capture of another thread, where this call is to capture; False: it goes on.
+
+        Call without the lock: what the other thread captures may call this wrapper.
+        """
+        if self._entries.get((mode, descriptor)) or self.closed:
+            return True
+        if not capture_allowed() or capture_postponed():
+            return True
+        return wait_for_capture() or not captured_elsewhere()
 
     def _in_region(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context = current_forward_context()
@@ -275,13 +290,8 @@ class CUDAGraphWrapper(Transparent):
         with self.timeline.capture(self._pool, self.name, mode, descriptor) as outcome:
             try:
                 captured = self.record(descriptor, args, kwargs)
-            except CaptureBusyError as error:
-                why, captured = Why(Reason.CAPTURE_BUSY, str(error).splitlines()[0]), None
             except CaptureError as error:
-                if not error.field:
-                    raise
-                why = Why(Reason.CAPTURE_FAILED, str(error).splitlines()[0])
-                captured = None
+                why, captured = _why_not(error), None
             else:
                 why = Why(Reason.GRADIENTS, _GRADIENTS)
             if captured is not None and captured.refused is not None:

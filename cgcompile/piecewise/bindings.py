@@ -326,7 +326,8 @@ class Bindings:
         for other in others:
             if other.shares_results:
                 self._program.pool.renew()
-                self._program.pool.arena.hand_over(None, other.weights)
+                for recording in other.recorded:
+                    recording.frame.reserve(other.weights)
                 other.shares_results = False
         if not others and not own_context:
             binding.shares_results = True
@@ -387,7 +388,7 @@ class Bindings:
         if binding is not None:
             binding.let_go()
             if all(each.weights != binding.weights for each in self):
-                self._program.pool.arena.hand_over(binding.weights, None)
+                self._program.pool.arena.free(binding.weights)
         if binding is not None and binding.recordings:
             self._dead.append(binding)
         elif binding is not None:

@@ -1,5 +1,6 @@
 """Layers of one class share a compiled graph: each is right, and replays, in a chain of them."""
 
+import gc
 from collections.abc import Sequence
 
 import pytest
@@ -205,3 +206,27 @@ def test_the_only_weight_set_shares_the_memory_of_its_results(device: str) -> No
         (graph,) = {id(g): g for g in chain.backend.graphs}.values()
         held = [len(recording.results) for recording in graph.recordings]
     assert held == [0, 0, 0]
+
+
+def test_memory_of_earlier_weight_sets_is_given_back(device: str) -> None:
+    """Layers come and go, at times with others and at times alone: what graphs hold stays."""
+    held = []
+    with torch.no_grad():
+        chain = Chain([Layer()], device, CUDAGraphMode.PIECEWISE, dynamic=True)
+        for _ in range(8):
+            for rows in (16, 32):  # with the layer before, and then alone
+                for _ in range(3):
+                    chain.step(rows)
+                chain.layers, chain.compiled = chain.layers[-1:], chain.compiled[-1:]
+                chain.results = []
+                gc.collect()
+            assert chain.replays(32) == 1
+            pool = chain.backend.graphs[0].pool
+            assert pool is not None
+            held.append(pool.nbytes)
+            chain.layers.append(Layer().to(device).requires_grad_(False))
+            chain.compiled.append(
+                torch.compile(chain.layers[-1], backend=chain.backend, dynamic=True)
+            )
+    assert chain.backend.counters.failures == 0
+    assert max(held[4:]) <= max(held[:4])

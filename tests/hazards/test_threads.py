@@ -1,4 +1,4 @@
-"""Several threads, and a fork while another one runs a step."""
+"""Several threads, captures inside of others, and a fork while another thread runs a step."""
 
 import os
 import subprocess
@@ -18,6 +18,11 @@ from torch import nn
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
 from cgcompile.errors import CaptureBusyError, ManagerError
+from cgcompile.graphs.breakable import (
+    BreakableCUDAGraphCapture,
+    BreakableCUDAGraphWrapper,
+    eager_break_during_capture,
+)
 from cgcompile.graphs.capture import captured_elsewhere
 from cgcompile.reasons import Reason
 
@@ -270,3 +275,26 @@ def test_a_fork_while_another_thread_holds_the_locks_of_a_step(name: str) -> Non
         env={**os.environ, "PYTHONPATH": str(Path(tests).parent)},
     )
     assert "child 0" in found.stdout, found.stdout + found.stderr[-2000:]
+
+
+def test_a_capture_inside_of_a_break_raises_and_the_step_is_not_run_again(device: str) -> None:
+    """Code before the break has run: a second run, without a graph, would do it twice."""
+    count = torch.zeros(1, device=device)
+
+    @eager_break_during_capture
+    def captures(x: torch.Tensor) -> torch.Tensor:
+        with BreakableCUDAGraphCapture(device=device):
+            return x + 1
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return captures(x * 2)
+
+    wrapper = BreakableCUDAGraphWrapper(model, settings(device), CUDAGraphMode.PIECEWISE)
+    context = set_forward_context(
+        cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=BatchDescriptor(ROWS)
+    )
+    with context, pytest.raises(CaptureBusyError, match="in this thread"):
+        wrapper(torch.randn(ROWS, WIDTH, device=device))
+    assert count.item() == 1
+    assert wrapper.counters.failures == 1
