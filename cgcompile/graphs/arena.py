@@ -95,15 +95,18 @@ class Arena:
         return next((each.owner for each in self._blocks if each.address == address), None)
 
     def free(self, owner: Hashable) -> None:
-        """Let the blocks of an owner serve any use."""
-        for block in self._blocks:
-            if block.owner == owner:
-                block.owner = None
+        """Drop the blocks of an owner that is gone; steps that use them still keep them."""
+        self._blocks[:] = [block for block in self._blocks if block.owner != owner]
 
-    def poison(self) -> None:
-        """Fill all blocks with what shows: nothing may be read there before it is written."""
+    def poison(self, owner: Hashable = None) -> None:
+        """Fill blocks with what shows: nothing may be read there before it is written.
+
+        Args:
+            owner: of the step that follows; results of other owners keep their values.
+        """
         for block in self._blocks:
-            block.memory.fill_(block.poison)
+            if block.owner in (None, owner):
+                block.memory.fill_(block.poison)
 
     def clear(self) -> None:
         """Let the blocks go, once the steps that use them have gone."""

@@ -5,7 +5,7 @@ them returned is valid until another one runs. The rule: one owner, one pool.
 """
 
 import weakref
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -22,14 +22,6 @@ class _HasGraphs(Protocol):
     def clear_graphs(self) -> None: ...
 
     def lent(self) -> Iterable[torch.Tensor]: ...
-
-
-class _HasResults(Protocol):
-    @property
-    def owner(self) -> Hashable: ...
-
-    @property
-    def results(self) -> Mapping[int, torch.UntypedStorage]: ...
 
 
 class _HasBuffers(Protocol):
@@ -80,7 +72,6 @@ class GraphPool:
         # Memory that captures take no more; the graphs that were captured in it hold it.
         self._retired: weakref.WeakSet[Any] = weakref.WeakSet()
         self._users: weakref.WeakSet[_HasGraphs] = weakref.WeakSet()
-        self._keepers: weakref.WeakSet[_HasResults] = weakref.WeakSet()
         self._owners: weakref.WeakSet[_HasBuffers] = weakref.WeakSet()
 
     @property
@@ -115,10 +106,6 @@ class GraphPool:
     def add_owner(self, owner: _HasBuffers) -> None:
         """Remember, weakly, who has buffers of its own that graphs of the pool read."""
         self._owners.add(owner)
-
-    def add_keeper(self, keeper: _HasResults) -> None:
-        """Remember, weakly, what holds the memory of results for their owner alone."""
-        self._keepers.add(keeper)
 
     def add_user(self, user: _HasGraphs) -> None:
         """Remember, weakly, who has graphs here."""
@@ -168,13 +155,11 @@ class GraphPool:
             return
         tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
         kept = [each.untyped_storage() for each in tensors if self.holds(address(each))]
-        others = [each for each in self._keepers if each.owner != owner]
-        kept += [storage for each in others for storage in each.results.values()]
         places = {(storage.data_ptr(), storage.nbytes()) for storage in kept}
         memory = [compat.memory_at(*place, self.where) for place in places]
         saved = [each.clone() for each in memory]
         self.device.poison(self._memory)
-        self.arena.poison()
+        self.arena.poison(owner)
         for place, before in zip(memory, saved, strict=True):
             place.copy_(before)
 

@@ -311,9 +311,10 @@ class Bindings:
 
         Note [Results of several weight sets]: layers of one class share a compiled graph, and the
         result of one is the input of the next. So a result under a forward context stays valid
-        until the next call *with its weights*: where there are several weight sets, each recording
-        holds the memory of its results. Recordings of a time with one weight set do not: from the
-        second one on they keep all their memory to themselves, and captures take new memory.
+        until the next call *with its weights*: where there are several weight sets, a replay copies
+        results out of the memory that all graphs use for intermediates, into blocks of its weight
+        set. Recordings of a time with one weight set do not copy: from the second one on they keep
+        all their memory to themselves, and captures take new memory.
 
         Args:
             binding: of the step.
@@ -338,9 +339,7 @@ class Bindings:
         pool = self._program.pool
         if pool.arena.owns(start):
             return pool.arena.owner_of(start) not in (None, binding.weights)
-        recordings = (r for each in self for r in each.recordings.values())
-        held = any(isinstance(each, Recording) and start in each.results for each in recordings)
-        return held or not pool.captures_into(start)
+        return not pool.captures_into(start)
 
     def drop(self, binding: Binding, key: Hashable) -> None:
         """Forget a recorded step; its graphs are freed before the next capture."""

@@ -24,7 +24,6 @@ from cgcompile.graphs.entries import CUDAGraphEntry
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.sequence import GraphSequence, Slot
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.passes.nodes import tensors
 from cgcompile.piecewise.program import Program
 from cgcompile.piecewise.returns import Given, Returns
 from cgcompile.piecewise.roles import Roles
@@ -69,7 +68,7 @@ class Recording:
         inputs: what the capturing call was given.
         weights: where the memory of static inputs begins, by position.
         owner: the weight set, where the compiled graph serves several: its results stay valid until
-            its own next call, so their memory is held. None for the only one.
+            its own next call, in memory of that weight set. None for the only one.
 
     Attributes:
         batch: what it is for.
@@ -85,7 +84,6 @@ class Recording:
         chained: those of them that are results of other weight sets.
         numbers: (position, number) of those whose value graphs hold.
         kept: the entries that it replays, each with its wrapper.
-        results: memory of its results that is held for them alone, by where it begins.
         replays: how often it was replayed.
         padding: rows of all replays that were padding, as far as callers said.
     """
@@ -104,8 +102,6 @@ class Recording:
         self.reserved = program.pool.reserved
         self.owner = owner
         self.frame = program.pool.arena.frame(None if batch.own_context else owner)
-        self.results: dict[int, torch.UntypedStorage] = {}
-        self._holds_results = owner is not None and not batch.own_context
         self.sequence: GraphSequence
         self.sources: Mapping[str, Any] = {}
         self.replays = self.padding = 0
@@ -368,10 +364,6 @@ class Recording:
     ) -> Returns:
         """How results are made, from what a step returned that was given ``inputs``."""
         lasting = self._program.frozen.by_position(len(inputs))
-        if self._holds_results:
-            storages = [each.untyped_storage() for each in tensors(made)]
-            self.results = {s.data_ptr(): s for s in storages if self._pool.holds(s.data_ptr())}
-            self._pool.add_keeper(self)
         given = Given(self.given, self.starts, inputs, lasting)
         owns = self._pool.holds if self.batch.own_context else None
         tracked = None
@@ -379,7 +371,18 @@ class Recording:
             what = f"the compiled step, {self.batch.descriptor}"
             hand_out, holds = self._pool.stale.hand_out, self._pool.holds
             tracked = partial(hand_out, owns=holds, owner=self.owner, what=what)
-        return Returns(made, sources, given, fixed, owns, tracked)
+        shares = self.owner is not None and not self.batch.own_context
+        owned = self._own_result if shares else None
+        return Returns(made, sources, given, fixed, owns, tracked, owned)
+
+    def _own_result(self, result: torch.Tensor) -> OwnedCopy | None:
+        """Return a buffer of this weight set for a result in memory that other steps use."""
+        start = address(result)
+        arena = self._pool.arena
+        shared = (
+            arena.owner_of(start) != self.owner if arena.owns(start) else self._pool.holds(start)
+        )
+        return OwnedCopy(result, self.frame, result=True)
 
 
 def _starts(values: Sequence[Any], known: Mapping[int, int]) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.graphs.arena import address
-from cgcompile.graphs.copies import FreshCopies
+from cgcompile.graphs.copies import FreshCopies, OwnedCopy
 from cgcompile.graphs.guards import same_layout
 from cgcompile.graphs.lent import Lent, can_be_lent
 from cgcompile.graphs.sequence import Slot
@@ -74,6 +74,8 @@ class Returns:
         owns: tells whether memory that begins at an address is the pool's, where results are
             copied for the caller; None where they are not.
         tracked: what the caller gets in place of values that pieces made, with ``debug``.
+        owned: returns a buffer for a value at a fixed address that other steps may overwrite, and
+            None for any other value; left out where results are copied, or share all memory.
 
     Attributes:
         slots: what it reads after a replay.
@@ -93,6 +95,7 @@ class Returns:
         fixed: Set[int],
         owns: Callable[[int], bool] | None,
         tracked: Callable[[Sequence[Any]], list[Any]] | None = None,
+        owned: Callable[[torch.Tensor], OwnedCopy | None] | None = None,
     ) -> None:
         self._spec = compat.tree_spec(made)
         self.is_flat = isinstance(made, tuple) and not any(map(compat.is_container, made))
@@ -100,6 +103,7 @@ class Returns:
         self._views: list[_View] = []
         self._inputs: list[tuple[int, int]] = []
         self._live: list[tuple[int, int]] = []
+        self._owned: list[tuple[OwnedCopy, Any]] = []  # with what fills it: a tensor, or a slot
         lying: list[tuple[int, torch.Tensor]] = []
         lent: list[tuple[int, torch.Tensor]] = []
         for item, (leaf, source) in enumerate(zip(compat.tree_leaves(made), sources, strict=True)):
@@ -115,6 +119,11 @@ class Returns:
                 self._inputs.append((item, place))
             elif found is not None:
                 self._views.append(_view(item, leaf, found, given.inputs[found]))
+            elif lies and owned is not None and (buffer := owned(leaf)) is not None:
+                where = source if isinstance(source, Slot) else compat.weak_tensor(leaf)
+                self._owned.append((buffer, where))
+                self.constants[item] = None
+                lent.append((item, compat.weak_tensor(buffer.tensor)))
             elif isinstance(source, Slot) and (owns is None or not lies or not owns(start)):
                 self._live.append((item, source.at))
             elif lies:
@@ -122,6 +131,7 @@ class Returns:
             elif can_be_lent(source):
                 lent.append((item, compat.alias(source)))
         self.slots = [Slot(index) for _, index in self._live]
+        self.slots += [where for _, where in self._owned if isinstance(where, Slot)]
         self.positions = {view.position for view in self._views}
         self.positions |= {position for _, position in self._inputs}
         self._copied = [item for item, _ in lying]
@@ -129,6 +139,7 @@ class Returns:
         self.lent_items = [item for item, _ in lent]
         self.lent = Lent([tensor for _, tensor in lent])
         varies = self._views or self._inputs or self._live or self._copies is not None
+        varies = varies or self._owned
         self.is_steady = self.is_flat and not varies and tracked is None
         self._tracked = tracked
         self._last: tuple[Any, Any] = (None, None)  # of a steady result: (tensors, with constants)
@@ -145,6 +156,8 @@ class Returns:
             slots: of the sequence, after its replay.
             inputs: what this call was given.
         """
+        for buffer, where in self._owned:
+            buffer.fill(slots[where.at] if isinstance(where, Slot) else where)
         tensors = self.lent.get()
         if tensors is self._last[0]:
             return self._last[1]
