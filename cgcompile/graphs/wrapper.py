@@ -114,7 +114,7 @@ class CUDAGraphWrapper(Transparent):
         ConfigError: an argument is of another kind than above.
     """
 
-    @checked_but("runnable")
+    @checked_but("runnable", "runtime_mode")
     def __init__(
         self,
         runnable: Callable[..., Any],
