@@ -227,6 +227,7 @@ class Fields:
         dicts = [each for each in self._holders if isinstance(each[0].target, dict)]
         self._dicts = [holder.target for holder, _, _ in dicts]
         self._sizes = [len(keys) for _, keys, _ in dicts]
+        self._full = [holder.target for holder, keys, _ in dicts if keys]
         self._keys = compat.identities(tuple(chain.from_iterable(keys for _, keys, _ in dicts)))
         values = tuple(chain.from_iterable(values for _, _, values in dicts))
         self._values = compat.identities(values)
@@ -258,13 +259,12 @@ class Fields:
 
     def is_same(self) -> bool:
         """Whether every field holds the same object, and every tensor is where it was."""
-        dicts = self._dicts
-        if list(map(dict.__len__, dicts)) != self._sizes:
+        if list(map(dict.__len__, self._dicts)) != self._sizes:
             return False
-        values = tuple(chain.from_iterable(map(dict.values, dicts)))
-        if compat.identities(values) != self._values:
+        full = self._full
+        if compat.identities(tuple(chain.from_iterable(map(dict.values, full)))) != self._values:
             return False
-        if compat.identities(tuple(chain.from_iterable(map(dict.keys, dicts)))) != self._keys:
+        if compat.identities(tuple(chain.from_iterable(map(dict.__iter__, full)))) != self._keys:
             return False
         if not all(_holds(*each) for each in self._others):
             return False
