@@ -527,7 +527,7 @@ def test_a_bulk_capture_follows_what_changes_between_captures(name: str, device:
     with bulk_capture():
         for rows in (1, 2, 3, 4, 3, 5):
             model.cache.total = model.cache.total.clone()  # no part of the step
-            model.cache.count = rows
+            vars(model.cache)["count"] = rows
             x = torch.rand(rows, WIDTH, device=device)
             with set_forward_context(
                 cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(rows)
