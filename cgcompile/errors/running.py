@@ -183,7 +183,7 @@ class CaptureError(CGCompileError, RuntimeError):
             "replay runs no Python and would not.\n"
             "  Write tensors in place (copy_, mul_, ...), count in a tensor, or rebind the field "
             "outside of the step or in a function under eager_break_during_capture.\n"
-            "  If no step reads it, set compares_fields = True on the class that has the field."
+            "  A number that no step reads may be kept in an object that is no module."
         )
         error.field = field
         return error

@@ -300,7 +300,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         Raises:
             GradientError: a result requires grad.
             CaptureError: a splitting op ran that a FULL graph must not hold, or none ran although
-                some were declared; a segment replaced the memory of an argument or a weight; or
+                some were declared; a segment replaced the memory of a reachable tensor; or
                 a field was rebound, and is as it was before.
             BaseException: what ``runnable`` raised, unchanged, with a note of how far it came.
         """
@@ -316,7 +316,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             debug=self.options.debug_breaks,
             batch=shown,
             rebinding=rebinding,
-            storages=storages or self._storages(args, kwargs),
+            storages=storages or self._storages(args, kwargs, rebinding),
             compiled=self._may_run_compiled_code,
         )
         recorder.start()

@@ -25,7 +25,7 @@ from cgcompile.settings import require_kind
 
 _allowed: ContextVar[bool] = ContextVar("cgcompile_capture_allowed", default=True)
 _postponed: ContextVar[bool] = ContextVar("cgcompile_capture_postponed", default=False)
-_in_bulk: ContextVar[bool] = ContextVar("cgcompile_capture_in_bulk", default=False)
+_in_bulk: ContextVar[dict[Any, Any] | None] = ContextVar("cgcompile_capture_in_bulk", default=None)
 
 
 class allow_capture:
@@ -237,7 +237,7 @@ def bulk_capture() -> Iterator[None]:
     freeze = gc.get_freeze_count() < _FROZEN_BY_A_PROGRAM
     if freeze:
         gc.freeze()
-    token = _in_bulk.set(True)
+    token = _in_bulk.set({})
     try:
         with without_garbage_collection():
             yield
@@ -245,6 +245,12 @@ def bulk_capture() -> Iterator[None]:
         _in_bulk.reset(token)
         if freeze:
             gc.unfreeze()
+
+
+def bulk_memory() -> dict[Any, Any]:
+    """What captures of the bulk capture around the caller keep for the next ones; empty outside."""
+    kept = _in_bulk.get()
+    return {} if kept is None else kept
 
 
 @contextmanager
@@ -312,7 +318,7 @@ def capture(
     if pool.device.is_capturing():
         raise CaptureError.nested(f"capture of {what}")
     with _turn.taken(what):
-        if collect and not _in_bulk.get():
+        if collect and _in_bulk.get() is None:
             gc.collect()
         bury_graphs()
         graph = pool.device.new_graph()

@@ -1,19 +1,25 @@
 """The Python state that a call reaches, read cheaply: :class:`Fields`, and its two users.
 
-A graph repeats what Python read at capture, and no replay rebinds anything. So the fields of
-objects among the arguments are compared before each replay (:class:`FieldsGuard`), and what a step
-rebinds while it is captured refuses the capture (:class:`Rebinding`).
+A graph repeats what Python read at capture, and a replay runs no Python. So the fields of objects
+among the arguments are compared before each replay (:class:`FieldsGuard`), and what a step changes
+while it is captured refuses the capture (:class:`Rebinding`):
+
+* A tensor that is rebound, added or removed refuses a capture wherever it is reachable: in an
+  attribute, a container, a helper object or a closure. So does a module.
+* A number, or another plain value, refuses it where it is an attribute of a module itself
+  (``self.count += 1``). In helper objects, containers and closures it is bookkeeping (a list of
+  calls, the counter of a hook), and may change.
 
 Opened are modules, dicts, lists, tuples, sets, plain objects and dataclasses, their ``__slots__``
 too, closures of functions and what a ``functools.partial`` holds. Closed are objects of torch and
-of Python's own libraries, objects of C extensions, and those whose class says
-``compares_fields = True`` (by itself, that is): they are compared by identity.
+of Python's own libraries, and objects of C extensions; a guard compares those by identity.
 """
 
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -22,8 +28,9 @@ import torch
 from cgcompile import compat
 from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
 from cgcompile.graphs.arena import address
+from cgcompile.graphs.capture import bulk_memory
 from cgcompile.graphs.guards import is_plain_value, layout_text, same_layout, same_value
-from cgcompile.graphs.state import Moved, Slots, cells_of, is_librarys, restore
+from cgcompile.graphs.state import Slots, cells_of, is_librarys, restore
 from cgcompile.graphs.transparent import Transparent
 
 _MOST = 100_000  # values; a model of thousands of modules has fewer
@@ -61,12 +68,14 @@ class _Holder(NamedTuple):
         form: how the name of a field is appended to the path.
         target: a dict, a list, ``Slots``, a tuple of cells, ...
         skipped: names of fields that are not opened.
+        of_module: whether these are attributes of a module itself.
     """
 
     path: str
     form: str
     target: Any
     skipped: frozenset[str] = frozenset()
+    of_module: bool = False
 
     def name(self, key: Any) -> str:
         return self.path + self.form.format(getattr(key, "__name__", key))
@@ -77,6 +86,12 @@ class _Cells:
 
     def __init__(self, cells: Mapping[str, CellType]) -> None:
         self.cells = cells
+
+
+def _slots(value: Any) -> Slots | None:
+    """The attributes of an object that are in its ``__slots__``; None if it has none there."""
+    slots = Slots(value)
+    return slots if slots.members else None
 
 
 def _contents(target: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -101,15 +116,12 @@ def _base_of_modules() -> frozenset[str]:
 
 def _holders(value: Any, path: str, base: frozenset[str]) -> Iterator[_Holder]:
     """Where a value has fields; nothing of one that is compared as a whole."""
-    own = getattr(type(value), "compares_fields", False) is True
-    if isinstance(value, torch.nn.Module):
-        if not own:
-            yield _Holder(path, ".{}", value.__dict__, base)
+    is_module = isinstance(value, torch.nn.Module)
+    if is_module:
+        attributes = value.__dict__
+        yield _Holder(path, ".{}", attributes, base, True)
         for table in _TABLES:
-            yield _Holder(path, ".{}", value.__dict__.get(table, {}))
-        return
-    if own:
-        return
+            yield _Holder(path, ".{}", attributes.get(table, {}), of_module=True)
     if isinstance(value, FunctionType):
         yield _Holder(path, " closure {}", _Cells(cells_of(value)))
         return
@@ -121,12 +133,13 @@ def _holders(value: Any, path: str, base: frozenset[str]) -> Iterator[_Holder]:
             yield _Holder(path, "[{!r}]", value)
     elif isinstance(value, _CLOSED) or _is_closed(value):
         return
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict) and not isinstance(value, Transparent):
-        yield _Holder(path, ".{}", attributes)
-    slots = Slots(value)
-    if slots.members:
-        yield _Holder(path, ".{}", slots)
+    if not is_module and not isinstance(value, Transparent):
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield _Holder(path, ".{}", attributes)
+    slots = _slots(value)
+    if slots is not None:
+        yield _Holder(path, ".{}", slots, of_module=is_module)
 
 
 def _is_closed(value: Any) -> bool:
@@ -163,25 +176,21 @@ class Fields:
     Args:
         roots: what is read, by the name that paths begin with.
         tensor_type: the device type of graphs; 0-dim CPU tensors beside it are numbers.
-        restores: whether :meth:`put_back` will be called; costs 2 us a tensor.
 
     Attributes:
         complete: whether all fields were read; False where there are too many.
     """
 
-    def __init__(
-        self, roots: Mapping[str, Any], tensor_type: str = "cpu", restores: bool = False
-    ) -> None:
+    def __init__(self, roots: Mapping[str, Any], tensor_type: str = "cpu") -> None:
         self._roots = dict(roots)
         self._tensor_type = tensor_type
-        self._restores = restores
         self._base = _base_of_modules()
         self.read()
 
     def read(self) -> None:
         """Take the fields as they are now."""
         self.complete = True
-        self._holders: list[tuple[_Holder, tuple[Any, ...], tuple[Any, ...], bytes]] = []
+        self._holders: list[tuple[_Holder, tuple[Any, ...], tuple[Any, ...]]] = []
         self._arrays: list[tuple[str, Any, bytes]] = []
         tensors: dict[int, tuple[str, torch.Tensor]] = {}
         seen: set[int] = set()
@@ -200,7 +209,7 @@ class Fields:
                 continue
             for holder in _holders(value, path, self._base):
                 keys, values = _contents(holder.target)
-                self._holders.append((holder, keys, values, compat.identities(values)))
+                self._holders.append((holder, keys, values))
                 skipped = holder.skipped
                 todo += [
                     (holder.name(key), each)
@@ -210,7 +219,23 @@ class Fields:
             if len(todo) > _MOST:
                 self.complete = False
                 break
+        self._index()
         self._keep(list(tensors.values()))
+
+    def _index(self) -> None:
+        """Prepare :meth:`is_same`: dicts, of which modules have thousands, are compared as one."""
+        dicts = [each for each in self._holders if isinstance(each[0].target, dict)]
+        self._dicts = [holder.target for holder, _, _ in dicts]
+        self._sizes = [len(keys) for _, keys, _ in dicts]
+        self._full = [holder.target for holder, keys, _ in dicts if keys]
+        self._keys = compat.identities(tuple(chain.from_iterable(keys for _, keys, _ in dicts)))
+        values = tuple(chain.from_iterable(values for _, _, values in dicts))
+        self._values = compat.identities(values)
+        self._others = [
+            (holder.target, keys, values)
+            for holder, keys, values in self._holders
+            if not isinstance(holder.target, (dict, tuple, frozenset))
+        ]
 
     def _keep(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Remember where tensors are, and the numbers in those that are numbers."""
@@ -226,11 +251,6 @@ class Fields:
                 for path, tensor in with_memory
                 if tensor.dim() == 0 and tensor.device.type == "cpu"
             ]
-        self._moved: list[Moved] = []
-        if self._restores:
-            with compat.outside_inference_mode(), torch.no_grad():
-                plain = filter(compat.is_plain_tensor, self._tensors)
-                self._moved = [Moved.of(tensor) for tensor in plain]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -239,32 +259,52 @@ class Fields:
 
     def is_same(self) -> bool:
         """Whether every field holds the same object, and every tensor is where it was."""
-        for holder, keys, _, known in self._holders:
-            now, values = _contents(holder.target)
-            if compat.identities(values) != known or now != keys:
-                return False
-        if not self._addresses.hold(self._tensors):
+        if list(map(dict.__len__, self._dicts)) != self._sizes:
             return False
-        return not self._arrays and not self._numbers
+        full = self._full
+        if compat.identities(tuple(chain.from_iterable(map(dict.values, full)))) != self._values:
+            return False
+        if compat.identities(tuple(chain.from_iterable(map(dict.__iter__, full)))) != self._keys:
+            return False
+        if not all(_holds(*each) for each in self._others):
+            return False
+        return self._addresses.hold(self._tensors) and not self._arrays and not self._numbers
 
-    def change(self, strict: bool) -> Change | None:
-        """The first field that differs; None where fields were replaced by equal ones at most.
+    def follow(self) -> None:
+        """Take the fields as they are now, where they differ."""
+        if self.is_same():
+            return
+        for place, (holder, keys, values) in enumerate(self._holders):
+            if not _holds(holder.target, keys, values):
+                now, new = _contents(holder.target)
+                if not all(type(each) in _PLAIN for each in _difference(values, new)):
+                    break
+                self._holders[place] = (holder, now, new)
+        else:
+            if self._addresses.hold(self._tensors):
+                self._index()  # no other objects are reachable than before
+                return
+        self.read()
+
+    def changes(self, alike: Callable[[Any, Any, bool], bool]) -> Iterator[Change]:
+        """The fields that hold other objects.
 
         Args:
-            strict: closed objects must be the same ones.
+            alike: whether a graph may take one value for another; and whether they are those of an
+                attribute of a module.
         """
-        return next(self._changes(strict), None)
-
-    def _changes(self, strict: bool) -> Iterator[Change]:
-        for holder, keys, values, _ in self._holders:
-            now, new = _contents(holder.target)
-            if now == keys and all(map(_is, values, new)):
+        for holder, keys, values in self._holders:
+            if _holds(holder.target, keys, values):
                 continue
-            was, present = dict(zip(keys, values, strict=True)), dict(zip(now, new, strict=True))
+            was = dict(zip(keys, values, strict=True))
+            present = dict(zip(*_contents(holder.target), strict=True))
             for key in [*was, *(key for key in present if key not in was)]:
                 before, after = was.get(key, _MISSING), present.get(key, _MISSING)
-                if not _alike(before, after, strict, self._base):
+                if before is not after and not alike(before, after, holder.of_module):
                     yield Change(holder.name(key), before, after)
+
+    def changes_in_place(self) -> Iterator[Change]:
+        """The same objects, where they hold something else: tensors that moved, numbers, arrays."""
         for path, tensor, start in zip(self._paths, self._tensors, self._starts, strict=True):
             if tensor.data_ptr() != start:
                 yield Change(path, start, tensor.data_ptr(), moved=True)
@@ -276,30 +316,44 @@ class Fields:
                 yield Change(path, "other contents", f"an array of {type(value).__name__}")
 
     def put_back(self, tensors_alone: bool = False) -> None:
-        """Make every field, and the memory of every tensor object, what it was.
+        """Make every field what it was.
 
         Args:
             tensors_alone: only where a field holds another tensor.
         """
-        for holder, keys, values, _ in self._holders:
+        for holder, keys, values in self._holders:
             target = holder.target
+            if _holds(target, keys, values):
+                continue
             if tensors_alone and not _brings_tensors(values, _contents(target)[1]):
                 continue
             if isinstance(target, _Cells):
                 for cell, value in zip(target.cells.values(), values, strict=True):
                     cell.cell_contents = value
             elif isinstance(target, set):
-                restore(target, list(values[0]) if target != values[0] else list(target))
+                restore(target, list(values[0]))
             elif isinstance(target, (dict, Slots)):
                 restore(target, dict(zip(keys, values, strict=True)))
             else:
                 restore(target, list(values))
-        for tensor in self._moved:
-            tensor.put_back()
 
 
-def _is(before: Any, after: Any) -> bool:
-    return before is after
+def _holds(target: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+    """Whether a holder has these objects, by these keys."""
+    now, new = _contents(target)
+    if isinstance(target, (set, frozenset)):
+        return bool(new == values)
+    if compat.identities(new) != compat.identities(values):
+        return False
+    if isinstance(target, dict):  # whose keys may be tensors, which == compares by item
+        return compat.identities(now) == compat.identities(keys)
+    return now == keys
+
+
+def _difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[Any]:
+    """The objects that are in one of two tuples alone."""
+    was, now = {id(each): each for each in before}, {id(each): each for each in after}
+    return [(was | now)[key] for key in was.keys() ^ now.keys()]
 
 
 def _brings_tensors(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
@@ -317,43 +371,62 @@ def _has_address(tensor: torch.Tensor) -> bool:
 
 def _opens(value: Any) -> bool:
     """Whether a value is compared by what it holds."""
-    if getattr(type(value), "compares_fields", False) is True:
-        return False
     if value is None or is_plain_value(value) or isinstance(value, (torch.Tensor, *_CONTAINERS)):
         return True
     if isinstance(value, (*_CLOSED, FunctionType, MethodType, partial)):
         return False
-    return not _is_closed(value) and (hasattr(value, "__dict__") or bool(Slots(value).members))
+    return not _is_closed(value) and (hasattr(value, "__dict__") or _slots(value) is not None)
 
 
-def _alike(
-    before: Any, after: Any, strict: bool, base: frozenset[str], depth: int = _DEEPEST
-) -> bool:
-    """Whether a graph may take one value for the other."""
+def _alike(before: Any, after: Any, of_module: bool = False, depth: int = _DEEPEST) -> bool:
+    """Whether a graph that read one value may be replayed with the other."""
     if before is after:
         return True
-    if not strict and any(each is not _MISSING and not _opens(each) for each in (before, after)):
-        return True  # a stream or a lock that the first step makes
     if type(before) is not type(after) or not depth:
         return False
     if isinstance(before, torch.Tensor):
-        same = _has_address(before) and _has_address(after)
-        return same and same_layout(after, before) and after.data_ptr() == before.data_ptr()
+        return _same_place(before, after)
     if is_plain_value(before):
         return same_value(after, before)
     if isinstance(before, frozenset):
         return bool(before == after)
     if isinstance(before, torch.nn.Module) or not _opens(before):
         return False
+    base: frozenset[str] = frozenset()
     pairs = zip(_holders(before, "", base), _holders(after, "", base), strict=True)
     contents = [(_contents(one.target), _contents(other.target)) for one, other in pairs]
     return bool(contents) and all(
         one[0] == other[0]
-        and all(
-            _alike(a, b, strict, base, depth - 1) for a, b in zip(one[1], other[1], strict=True)
-        )
+        and all(_alike(a, b, of_module, depth - 1) for a, b in zip(one[1], other[1], strict=True))
         for one, other in contents
     )
+
+
+def _same_place(before: torch.Tensor, after: torch.Tensor) -> bool:
+    same = _has_address(before) and _has_address(after)
+    return same and same_layout(after, before) and after.data_ptr() == before.data_ptr()
+
+
+def _repeats(before: Any, after: Any, of_module: bool) -> bool:
+    """Whether a replay need not rebind a field, which the step did; see above for the rule."""
+    if _is_plain(before) and _is_plain(after):
+        missing = before is _MISSING or after is _MISSING
+        return not of_module or (not missing and same_value(after, before))
+    if any(isinstance(each, torch.nn.Module) for each in (before, after)):
+        return False
+    was, now = _tensors_in(before), _tensors_in(after)
+    return len(was) == len(now) and all(map(_same_place, was, now))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or value is _MISSING or is_plain_value(value)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors that are reachable from a value."""
+    if _is_plain(value):
+        return []
+    return Fields({"": value}).tensors
 
 
 class FieldsGuard:
@@ -390,7 +463,7 @@ class FieldsGuard:
         fields = self._fields
         if fields.is_same():
             return
-        change = fields.change(strict=True)
+        change = next(chain(fields.changes(_alike), fields.changes_in_place()), None)
         if change is None:
             fields.read()  # equal values in new objects, which are compared from now on
             return
@@ -421,7 +494,10 @@ def value_text(value: Any) -> str:
 
 
 class Rebinding:
-    """Finds fields that captured code rebinds. Fields that eager breaks rebind are no matter.
+    """Finds what captured code rebinds. Fields that eager breaks rebind are no matter.
+
+    That it replaces the memory of a tensor is found by ``SameStorages``. Within one bulk capture,
+    what is reachable from ``runnable`` is read once, and compared after.
 
     Args:
         runnable: what is captured.
@@ -433,30 +509,42 @@ class Rebinding:
         unwrap = getattr(runnable, "unwrap", None)
         subject = _behind(unwrap() if callable(unwrap) else runnable)
         name = subject.__name__ if isinstance(subject, FunctionType) else "self"
-        self._fields = Fields({name: subject, **_all_in(args, kwargs)}, restores=True)
-        self._found: Change | None = None
+        memory = bulk_memory()
+        key = (Rebinding, id(subject))  # the fields hold the subject
+        if key in memory:
+            memory[key].follow()
+        else:
+            memory[key] = Fields({name: subject})
+        self._fields: list[Fields] = [memory[key], Fields(_all_in(args, kwargs))]
+        self._change: Change | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that are reachable."""
+        return [tensor for fields in self._fields for tensor in fields.tensors]
 
     def end_segment(self) -> None:
         """Captured code has run: compare."""
-        if self._found is None and not self._fields.is_same():
-            self._found = self._fields.change(strict=False)
+        for fields in self._fields:
+            if self._change is None and not fields.is_same():
+                self._change = next(fields.changes(_repeats), None)
 
     def error(self, what: str) -> CaptureError | None:
         """What to raise if captured code has rebound a field."""
-        if self._found is None:
+        if self._change is None:
             return None
-        path, before, after, moved = self._found
-        was, now = (f"at {each:#x}" if moved else value_text(each) for each in (before, after))
-        return CaptureError.rebinds(what, path, was, now)
+        path, before, after, _ = self._change
+        return CaptureError.rebinds(what, path, value_text(before), value_text(after))
 
     def begin_segment(self) -> None:
         """Captured code will run: what eager breaks have changed is no matter."""
-        if not self._fields.is_same():
-            self._fields.read()
+        for fields in self._fields:
+            fields.follow()
 
     def put_back(self, tensors_alone: bool = False) -> None:
         """Make every field what it was before the segment; see :meth:`Fields.put_back`."""
-        self._fields.put_back(tensors_alone)
+        for fields in self._fields:
+            fields.put_back(tensors_alone)
 
     def move_out(self, holds: Callable[[int], bool]) -> None:
         """Give the tensors that fields hold memory of their own, where a graph's is theirs.
@@ -464,9 +552,9 @@ class Rebinding:
         Args:
             holds: whether a storage that begins at an address is memory of graphs.
         """
-        self._fields.read()
         storages: dict[int, torch.UntypedStorage] = {}
-        for tensor in filter(compat.is_plain_tensor, self._fields.tensors):
+        self.begin_segment()
+        for tensor in filter(compat.is_plain_tensor, self.tensors):
             start = address(tensor)
             if not start or not holds(start):
                 continue

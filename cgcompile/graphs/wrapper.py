@@ -88,9 +88,9 @@ class CUDAGraphWrapper(Transparent):
 
     Tensors and plain values among the arguments are compared before each replay, and so are the
     fields of objects among them; an object that cannot be opened (of a C extension, a function)
-    must be the same one. A step that rebinds a field of the module, of an argument or of what is
-    around a function runs plain, with a reason; objects whose class sets ``compares_fields = True``
-    are left out of both.
+    must be the same one. A step that rebinds a tensor in a field of the module, of an argument or
+    of what is around a function runs plain, with a reason, and so does one that changes a number or
+    another plain value that is an attribute of a module itself.
 
     Args:
         runnable: what to capture; tensors in and out, nested in lists, tuples and dicts at will.
@@ -323,7 +323,7 @@ class CUDAGraphWrapper(Transparent):
     ) -> "Captured | None":
         """Capture ``runnable`` for a descriptor (``shown`` as text), without executing anything.
 
-        It must not replace the memory of ``storages``; by default the arguments and the weights.
+        It must not replace the memory of ``storages``; by default of all that is reachable.
 
         Returns:
             What has been captured, to be run once and then kept with :meth:`keep`; None if an
@@ -345,7 +345,7 @@ class CUDAGraphWrapper(Transparent):
                     pool,
                     self._log_capture(shown),
                     collect=not self.options.gc_disable,
-                    storages=storages or self._storages(args, kwargs),
+                    storages=storages or self._storages(args, kwargs, rebinding),
                     compiled=self._may_run_compiled_code,
                 )
             except BaseException:
@@ -369,9 +369,12 @@ class CUDAGraphWrapper(Transparent):
         owner = getattr(self.runnable, "__self__", self.runnable)
         return not isinstance(owner, torch.nn.Module) or compat.holds_compiled_code(owner)
 
-    def _storages(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SameStorages:
-        """The memory of arguments and weights, which a capture must not replace."""
+    def _storages(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], rebinding: Rebinding | None
+    ) -> SameStorages:
+        """The memory of arguments, weights and fields, which a capture must not replace."""
         tensors = compat.tree_tensors((args, kwargs)) + weights_of(self.unwrap())
+        tensors += [] if rebinding is None else rebinding.tensors
         return SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
 
     def _log_capture(self, shown: str) -> str:

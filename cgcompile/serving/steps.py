@@ -88,8 +88,6 @@ class GraphHooks:
     Each method does nothing here; override what you need.
     """
 
-    compares_fields = True  # a hook knows that it runs inside of a capture
-
     def before_capture(self, pool: GraphPool | None) -> None:
         """Before each set of captures; ``pool`` is where memory comes from, None without graphs."""
 

@@ -67,8 +67,6 @@ class Wrapped:
         ran: the sizes that Python has run, in order.
     """
 
-    compares_fields = True  # it counts what Python runs
-
     def __init__(self, device: str, mode: Any = PIECEWISE, skips: tuple[int, ...] = ()) -> None:
         self.device, self.mode, self.skips = device, mode, skips
         self.ran: list[int] = []

@@ -10,12 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hazard_support import FRONT_ENDS, ROWS, WIDTH, WRAPPERS, front_end, settings
+from hazard_support import FRONT_ENDS, MANAGERS, ROWS, WIDTH, WRAPPERS, front_end, settings
 from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
-from cgcompile.errors import AddressChangedError, DispatchError, GuardError, HostValueChangedError
+from cgcompile.errors import (
+    AddressChangedError,
+    CaptureError,
+    DispatchError,
+    GuardError,
+    HostValueChangedError,
+)
+from cgcompile.graphs.capture import bulk_capture
 from cgcompile.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -405,3 +412,130 @@ def test_a_function_that_rebinds_what_is_around_it(device: str) -> None:
         ):
             torch.testing.assert_close(wrapper(x.uniform_()), x + number * number)
     assert wrapper.counters.plain[Reason.CAPTURE_FAILED] == 4
+
+
+# ---------------------------------------------------------------- bookkeeping
+
+
+class Log:
+    """Counts calls, in all ways but in a module."""
+
+    def __init__(self) -> None:
+        self.calls, self.last = 0, None
+        self.sizes: list[int] = []
+        self.by_size: dict[int, int] = {}
+        self.seen: set[int] = set()
+        self.shapes: Any = ()
+
+    def add(self, x: torch.Tensor) -> None:
+        size = len(x)
+        self.calls += 1
+        self.sizes.append(size)
+        self.by_size[size] = self.by_size.get(size, 0) + 1
+        self.seen.add(self.calls)
+        self.shapes = [*self.shapes, tuple(x.shape)]
+
+
+class Logs(nn.Module):
+    """Keeps a log of its calls, and does not read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log, self.names = Log(), ["first"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.add(x)
+        self.names.append(f"call {len(self.names)}")
+        return x * 2 + 1
+
+
+@pytest.mark.parametrize("name", WRAPPERS + MANAGERS)
+def test_numbers_outside_of_modules_may_change(name: str, device: str) -> None:
+    model = Logs().to(device)
+    served = front_end(name, model, device)
+    with torch.inference_mode():
+        for _ in range(4):
+            x = torch.rand(ROWS, WIDTH, device=device)
+            torch.testing.assert_close(served.step(x), x * 2 + 1)
+    counters = served.counters()
+    assert (counters.captures >= 1, counters.replays >= 3) == (True, True)
+    assert Reason.CAPTURE_FAILED not in counters.plain
+    assert model.log.calls == len(model.log.sizes) == len(model.names) - 1 >= 1
+
+
+def test_a_number_around_a_function_may_change(device: str) -> None:
+    calls = 0
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return x * 3
+
+    wrapper = cgcompile.CUDAGraphWrapper(run, settings(device))
+    x = torch.empty(ROWS, WIDTH, device=device)
+    for _ in range(3):
+        with set_forward_context(
+            cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(ROWS)
+        ):
+            torch.testing.assert_close(wrapper(x.uniform_()), x * 3)
+    assert (wrapper.counters.captures, wrapper.counters.replays, calls) == (1, 2, 1)
+
+
+class Moves(Rebinds):
+    """Replaces the memory of a tensor of an object that is no module."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.cache = Cache(torch.device(device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache.total.data = self.cache.total + 1
+        return x + self.cache.total
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_memory_of_an_object_that_a_step_replaces(name: str, device: str) -> None:
+    model = Moves(device).to(device)
+    start = model.cache.total.data_ptr()
+    served = front_end(name, model, device)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="replaces the memory"):
+            served.step(torch.rand(ROWS, WIDTH, device=device))
+        assert model.cache.total.data_ptr() == start
+        assert not model.cache.total.any()
+
+
+class Grows(nn.Module):
+    """Rebinds a tensor at batches of one size alone, and counts in a log."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.cache, self.log = Cache(torch.device(device)), Log()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.add(x)
+        if len(x) == 3:
+            self.cache.total = self.cache.total + 1
+        return x + self.cache.total
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_bulk_capture_follows_what_changes_between_captures(name: str, device: str) -> None:
+    model = Grows(device).to(device)
+    wrapper = getattr(cgcompile, name)(model, settings(device), CUDAGraphMode.FULL)
+    expected = 0
+    with bulk_capture():
+        for rows in (1, 2, 3, 4, 3, 5):
+            model.cache.total = model.cache.total.clone()  # no part of the step
+            vars(model.cache)["count"] = rows
+            x = torch.rand(rows, WIDTH, device=device)
+            with set_forward_context(
+                cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(rows)
+            ):
+                result = wrapper(x)
+            expected += rows == 3
+            torch.testing.assert_close(result, x + expected)
+            assert model.cache.total.eq(expected).all()
+    counters = wrapper.counters
+    assert (counters.captures, counters.plain[Reason.CAPTURE_FAILED]) == (4, 2)
+    assert "rebinds self.cache.total" in counters.details[Reason.CAPTURE_FAILED]
