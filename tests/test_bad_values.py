@@ -367,7 +367,7 @@ CALLS: dict[str, Valid] = {
     "explain": lambda: (cgcompile.explain, {"model": MODEL, "*": X, "config": CONFIG}),
     "get_cudagraph_sizes": lambda: (
         cgcompile.get_cudagraph_sizes,
-        {"capture_sizes": (2, 4), "max_num_reqs": 4, "max_num_tokens": 8, "mode": FULL},
+        {"capture_sizes": (2, 4), "max_num_reqs": 4, "max_num_tokens": 8, "cudagraph_mode": FULL},
     ),
     "override_forward_context": lambda: (
         entered(cgcompile.override_forward_context),
