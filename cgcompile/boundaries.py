@@ -334,7 +334,7 @@ class UnmetOps:
                 found = self._boundaries.match(node)
                 if found is not None:
                     self._unmet.discard(found.name)
-                self._seen.add(compat.aten_name(node.target) or target_name(node.target))
+                self._seen.add(_aten_name(node.target) or target_name(node.target))
 
     def tell(self) -> None:
         """Warn of those that were in no graph so far; call it when the first graph is captured."""

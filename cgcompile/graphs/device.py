@@ -139,7 +139,7 @@ def device_named(device: torch.device | str, where: str) -> torch.device:
     """
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError):
+    except (OverflowError, RuntimeError, TypeError, ValueError):
         expected = "a torch.device, or the name of one such as 'cuda:0'"
         raise ConfigError.bad_value("device", where, device, expected) from None
 
