@@ -288,8 +288,7 @@ class Boundaries:
             function: the function or op.
             in_place: whether it is told to write its argument, as ``relu(x, inplace=True)`` is.
         """
-        if type(in_place) is not bool:
-            require_flag("in_place", "match_call", in_place)
+        require_flag("in_place", "match_call", in_place)
         name = _aten_name(function)
         name = f"{name}_" if in_place and name is not None else name
         of_op = compat.is_op(function)
