@@ -22,7 +22,7 @@ from cgcompile import compat
 from cgcompile.descriptors import allows_full as allows_full
 from cgcompile.errors import BoundaryError
 from cgcompile.modes import AttentionCGSupport
-from cgcompile.settings import checked, checked_but, items_of, require_kind
+from cgcompile.settings import checked, checked_but, items_of, require_flag, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +128,19 @@ BUILTIN_SPLITTING_OPS: tuple[SplittingOp, ...] = (
 )
 
 
+def _called_name(op: SplittingOp) -> str | None:
+    """Return the ``aten::op`` that an entry stands for, the same for all spellings of it."""
+    if op.predicate is not None:
+        return None
+    if isinstance(op.target, str):
+        name: str | None = op.target
+    elif compat.is_op(op.target):
+        name = compat.op_names(op.target)[0]
+    else:
+        name = compat.aten_name(op.target)
+    return None if name is None else name.removesuffix(".default")
+
+
 def in_eager_region(node: fx.Node) -> bool:
     """Whether ``node`` was traced inside of ``cgcompile.eager_region()``."""
     custom = node.meta.get("custom") or {}
@@ -158,15 +171,10 @@ class _Table:
             self._claim(self.names, compat.op_names(op.target)[0], op)
         else:
             self._claim(self.functions, op.target, op)
-        if op.predicate is not None:
-            return
-        by_name = isinstance(op.target, str) or compat.is_op(op.target)
-        name = op.target if isinstance(op.target, str) else compat.aten_name(op.target)
-        if compat.is_op(op.target):
-            name = compat.op_names(op.target)[0]
+        name = _called_name(op)
         if name is not None:  # the name of one overload is never asked for
-            kind = self.packets if by_name else self.called
-            kind.setdefault(name.removesuffix(".default"), op)
+            by_name = isinstance(op.target, str) or compat.is_op(op.target)
+            (self.packets if by_name else self.called).setdefault(name, op)
 
     def match_name(self, name: str, of_op: bool) -> SplittingOp | None:
         """Return the entry of an ``aten::op`` that a function, a method or the op itself calls."""
@@ -217,7 +225,8 @@ class Boundaries:
 
     Attributes:
         declared: the names of the user's entries.
-        named: those of them that are neither patterns nor predicates.
+        named: those of them that are neither patterns nor predicates, with the op that each stands
+            for; entries of one op are other spellings of it.
 
     Raises:
         BoundaryError: a name that nothing defines (with close matches), an object that is no op,
@@ -237,10 +246,8 @@ class Boundaries:
             given.add(op)  # by name, resolved or not: its package may not be installed
         self._tables = (mine, given)
         self.declared = tuple(op.name for op in mine)
-        self.named = (
-            *(op.name for op in mine.names.values()),
-            *(op.name for op in mine.functions.values()),
-        )
+        named = (*mine.names.values(), *mine.functions.values())
+        self.named = {op.name: _called_name(op) or op.name for op in named}
 
     def __iter__(self) -> Iterator[SplittingOp]:
         for table in self._tables:
@@ -281,6 +288,7 @@ class Boundaries:
             function: the function or op.
             in_place: whether it is told to write its argument, as ``relu(x, inplace=True)`` is.
         """
+        require_flag("in_place", "match_call", in_place)
         name = _aten_name(function)
         name = f"{name}_" if in_place and name is not None else name
         of_op = compat.is_op(function)
@@ -305,7 +313,14 @@ def _aten_name(function: Any) -> str | None:
 
 def _calls_in_place(node: fx.Node) -> bool:
     """Whether a function such as ``F.relu(x, inplace=True)`` is called in place."""
-    return node.kwargs.get("inplace", False) is True
+    if node.kwargs.get("inplace", False) is True:
+        return True
+    if _aten_name(node.target) is None or not any(each is True for each in node.args):
+        return False
+    names = compat.parameter_names(node.target) or ()
+    return any(
+        name == "inplace" and each is True for name, each in zip(names, node.args, strict=False)
+    )
 
 
 class UnmetOps:
@@ -319,7 +334,7 @@ class UnmetOps:
 
     def __init__(self, boundaries: Boundaries) -> None:
         self._boundaries = boundaries
-        self._unmet = set(boundaries.named)
+        self._unmet = dict(boundaries.named)
         self._seen: set[str] = set()
         self._told = False
 
@@ -330,9 +345,10 @@ class UnmetOps:
                 if node.op not in ("call_function", "call_method"):
                     continue
                 found = self._boundaries.match(node)
-                if found is not None:
-                    self._unmet.discard(found.name)
-                self._seen.add(compat.aten_name(node.target) or target_name(node.target))
+                if found is not None and found.name in self._unmet:
+                    op = self._unmet[found.name]
+                    self._unmet = {name: of for name, of in self._unmet.items() if of != op}
+                self._seen.add(_aten_name(node.target) or target_name(node.target))
 
     def tell(self) -> None:
         """Warn of those that were in no graph so far; call it when the first graph is captured."""

@@ -84,9 +84,24 @@ LARGEST_TABLE = 2**20
 LARGEST_ROWS = 2**40
 
 
+def whole(value: Any) -> int | None:
+    """Return a whole number of any type (NumPy's too) as an int; None for anything else.
+
+    A bool is none, and neither is a tensor: reading it would wait for its device.
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or hasattr(value, "data_ptr"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def is_whole(value: object, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
-    """Whether a value is an integer in a range; neither a bool nor a tensor is one."""
-    number = whole(value)
+    """Whether a value is a whole number in a range, see :func:`whole`."""
+    number = value if type(value) is int else whole(value)
     return number is not None and least <= number <= most
 
 
@@ -289,21 +304,6 @@ def one_of(*known: str) -> Parser:
         raise ValueError("one of " + ", ".join(known))
 
     return parse
-
-
-def whole(value: Any) -> int | None:
-    """Return a whole number of any type (NumPy's too) as an int; None for anything else.
-
-    A bool is none, and neither is a tensor: reading it would wait for its device.
-    """
-    if type(value) is int:
-        return value
-    if isinstance(value, bool) or hasattr(value, "untyped_storage"):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def parse_count(least: int) -> Parser:

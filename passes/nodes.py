@@ -4,7 +4,6 @@ Every pass asks these, so they live in one place. ``node.meta["example_value"]``
 that Dynamo left; a node without one (a statement such as ``x[i] = y``) has the value None.
 """
 
-import inspect
 import operator
 import os
 import re
@@ -306,9 +305,8 @@ _BUILTIN_PARAMETERS = {
 
 @cache
 def _position(function: Any, name: str) -> int | None:
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a builtin
+    names: Any = compat.parameter_names(function)
+    if names is None:
         names = _BUILTIN_PARAMETERS.get(short_name(function), [])
     return names.index(name) if name in names else None
 

@@ -24,7 +24,7 @@ from encoder_support import patches
 from torch import fx, nn
 
 import cgcompile
-from cgcompile import CompilationConfig, CUDAGraphMode, encoder, passes, serving
+from cgcompile import CompilationConfig, CUDAGraphMode, encoder, passes, serving, settings
 from cgcompile.errors import CGCompileError
 from cgcompile.passes.saved import dump_graph
 
@@ -77,7 +77,18 @@ INTERNAL = {
     "CUDAGraphWrapper": {"drop", "entries_of", "entry_of", "keep", "record"},
     "CudaGraphManager": {"capture_graph", "record", "run_dummy"},
     "ForwardContext": {"synthetic"},
-    "GraphSequence": {"replay", "watch"},
+    "GraphPool": {
+        "add_keeper",
+        "add_owner",
+        "add_user",
+        "captures_into",
+        "holds",
+        "lends",
+        "owns",
+        "poison",
+        "retire",
+    },
+    "GraphSequence": {"fill", "replay", "watch"},
     "MemoryPlan": {"against", "most_of"},
     "Profile": {"around"},
     "Axis": {"value_for"},
@@ -289,6 +300,7 @@ CALLS: dict[str, Valid] = {
         dispatcher().is_captured,
         {"mode": FULL, "descriptor": DESCRIPTOR},
     ),
+    "CudagraphDispatcher.planned_size": lambda: (dispatcher().planned_size, {"num_tokens": 2}),
     "CudagraphDispatcher.refused": lambda: (
         dispatcher().refused,
         {"mode": FULL, "descriptor": DESCRIPTOR, "why": "no memory"},
@@ -369,8 +381,9 @@ CALLS: dict[str, Valid] = {
     "explain": lambda: (cgcompile.explain, {"model": MODEL, "*": X, "config": CONFIG}),
     "get_cudagraph_sizes": lambda: (
         cgcompile.get_cudagraph_sizes,
-        {"capture_sizes": (2, 4), "max_num_reqs": 4, "max_num_tokens": 8, "mode": FULL},
+        {"capture_sizes": (2, 4), "max_num_reqs": 4, "max_num_tokens": 8, "cudagraph_mode": FULL},
     ),
+    "GraphPool": lambda: (cgcompile.GraphPool, {"device": "cpu"}),
     "override_forward_context": lambda: (
         entered(cgcompile.override_forward_context),
         {"context": cgcompile.ForwardContext()},
@@ -625,3 +638,22 @@ def test_bad_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 if told is not None:
                     complaints.append(f"{parameter}={bad}: {told}")
     assert not complaints, "\n".join(complaints)
+
+
+def test_steps_check_no_annotations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs at each step compares types alone; see :func:`cgcompile.settings.checked`."""
+    target, tower = manager(), encoders()
+    batch = serving.Batch(2, 2, {"input": X})
+    target.run(batch)
+    tower.execute(IMAGES)
+    called = []
+    monkeypatch.setattr(settings, "require_arguments", lambda where, *_: called.append(where))
+    before = target.counters.replays
+    target.run(batch)
+    target.run_fullgraph(2)
+    assert target.counters.replays == before + 2
+    tower.execute(IMAGES)
+    assert target.dispatcher.is_captured(FULL, target.dispatched(batch).descriptor)
+    assert called == []
+    cgcompile.Boundaries().match(first_node())  # a checked method, so that this test can fail
+    assert called[-1:] == ["Boundaries.match"]

@@ -129,6 +129,7 @@ from cgcompile.compat.operators import (
     is_python_operator,
     op_names,
     op_overloads,
+    parameter_names,
     process_group_backend,
     process_group_store,
     program_line,

@@ -1,5 +1,6 @@
 """Operators: their names, overloads and schemas. See ``cgcompile/compat/__init__.py``."""
 
+import inspect
 import linecache
 import operator
 import os
@@ -98,6 +99,15 @@ def aten_name(target: Any) -> str | None:
 @cache
 def _is_aten(name: str) -> bool:
     return not name.startswith("__") and hasattr(torch.ops.aten, name)
+
+
+@cache
+def parameter_names(function: Any) -> tuple[str, ...] | None:
+    """Return the names of the parameters of a function; None of a builtin."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
 
 
 def is_arithmetic(target: Any) -> bool:

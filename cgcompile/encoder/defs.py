@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from cgcompile.errors import ConfigError, EncoderItemError
-from cgcompile.settings import checked, require_fields, require_items, require_kind, whole
+from cgcompile.settings import is_whole, require_fields, require_items, require_kind, whole
 
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"
 VIDEO = "video"
@@ -26,11 +26,6 @@ EncoderCudaGraphPaddingLogic: TypeAlias = Callable[[torch.Tensor, torch.Tensor],
 It runs before each replay, in place of zeroing and copying; ``dst`` keeps shape and address, and
 nothing of it is zeroed before.
 """
-
-
-def _whole(found: object, least: int = 0) -> bool:
-    number = whole(found)
-    return number is not None and number >= least
 
 
 def _settle(instance: object, names: Iterable[str]) -> None:
@@ -79,7 +74,7 @@ class EncoderItemSpec:
         require_kind("axes", "EncoderItemSpec", self.axes, Mapping)
         named = (*self.path_output_tokens.items(), *self.axes.items())
         for name, count in (*counts.items(), *named):
-            if not _whole(count):
+            if not is_whole(count, 0):
                 raise EncoderItemError.number(name, count)
         _settle(self, counts)
         for name in ("path_output_tokens", "axes"):
@@ -88,9 +83,10 @@ class EncoderItemSpec:
             if None not in settled.values():  # else it is named where it is used
                 object.__setattr__(self, name, settled)
 
-    @checked
     def tokens(self, path: str = DEFAULT) -> int:
         """Rows of the result of one path; 0 for a path that the item does not take."""
+        if type(path) is not str:
+            require_kind("path", "EncoderItemSpec.tokens", path, str)
         if path in self.path_output_tokens:
             return self.path_output_tokens[path]
         named = {
@@ -115,7 +111,7 @@ class EncoderCudaGraphPathConfig:
 
     def __post_init__(self) -> None:
         least = self.min_token_budget
-        if least is not None and not _whole(least, 1):
+        if least is not None and not is_whole(least, 1):
             where = "EncoderCudaGraphPathConfig"
             raise ConfigError.bad_value("min_token_budget", where, least, "at least 1, or None")
         _settle(self, ("min_token_budget",))
@@ -245,7 +241,7 @@ class EncoderCudaGraphConfig:
         }
         for name, lowest in least.items():
             found = getattr(self, name)
-            if not _whole(found, lowest):
+            if not is_whole(found, lowest):
                 expected = f"a whole number of at least {lowest}"
                 raise ConfigError.bad_value(name, _WHERE, found, expected)
         _settle(self, least)
@@ -292,7 +288,7 @@ class EncoderCudaGraphConfig:
                 raise ConfigError.impossible(what, "each says what the tail holds", "Keep one.")
         if isinstance(self.offset_keys, Mapping):
             for key, rows in self.offset_keys.items():
-                if rows is not None and not _whole(rows, 1):
+                if rows is not None and not is_whole(rows, 1):
                     expected = "a whole number of at least 1, or None"
                     raise ConfigError.bad_value(f"offset_keys[{key!r}]", _WHERE, rows, expected)
         for key, what in self.on_none.items():

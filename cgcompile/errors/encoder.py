@@ -138,7 +138,7 @@ class EncoderItemError(CGCompileError, ValueError):
 
     @classmethod
     def no_input(cls, name: str, known: Sequence[str]) -> "EncoderItemError":
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, list(map(str, known)), n=1)
         rename = f" Rename {near[0]!r} to {name!r}?" if near else ""
         return cls(
             f"a call of an encoder has no {name!r}; it has {listed(known)}.{rename}\n"

@@ -23,10 +23,12 @@ from cgcompile.settings import (
     parse_count,
     parsed,
     require,
+    require_arguments,
     require_fields,
     require_items,
     require_kind,
     require_whole,
+    whole,
 )
 
 TOKENS, REQS, BOUNDARIES = "tokens", "reqs", "reqs+1"
@@ -92,10 +94,11 @@ class InputBuffer:
         require(isinstance(self.dtype, torch.dtype), "dtype", "InputBuffer", self.dtype, expected)
         slots = parsed("host_slots", "InputBuffer", self.host_slots, parse_count(1))
         object.__setattr__(self, "host_slots", slots)
-        sizes = self.shape if isinstance(self.shape, (tuple, list)) else ()
-        if any(isinstance(n, bool) or (isinstance(n, int) and n < 0) for n in sizes):
+        listed = self.shape if isinstance(self.shape, (tuple, list)) else ()
+        sizes = tuple(size if isinstance(size, str) else whole(size) for size in listed)
+        if any(size is None or (isinstance(size, int) and size < 0) for size in sizes):
             raise InputBufferError.shape(self.name, self.shape)
-        object.__setattr__(self, "shape", tuple(sizes) or self.shape)
+        object.__setattr__(self, "shape", sizes or self.shape)
         named = [size for size in sizes if not isinstance(size, int)]
         if len(named) != 1 or named[0] not in (TOKENS, REQS, BOUNDARIES):
             raise InputBufferError.shape(self.name, self.shape)
@@ -134,9 +137,11 @@ class InputBuffer:
             found.movedim(self.dim, -1).copy_(offsets)
         return found
 
-    @checked
     def rows(self, num_tokens: int, num_reqs: int) -> int:
         """How many rows a batch has."""
+        if not (type(num_tokens) is type(num_reqs) is int):  # a step asks for each buffer
+            values = {"num_tokens": num_tokens, "num_reqs": num_reqs}
+            require_arguments("InputBuffer.rows", values, dict.fromkeys(values, int))
         if self.counts == TOKENS:
             return num_tokens
         return num_reqs if self.counts == REQS else num_reqs + 1

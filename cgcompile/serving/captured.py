@@ -17,6 +17,7 @@ from cgcompile.serving.stepping import StepRunner
 from cgcompile.serving.steps import Batch
 
 FULL = CUDAGraphMode.FULL
+_FLAGS = (bool, type(None))
 _WARMING = Why(Reason.WARMING, "the first step of a graph; the next one captures it")
 
 
@@ -157,7 +158,8 @@ class CapturedGraphs:
         Raises:
             ManagerError: there is none.
         """
-        check_numbers(num_tokens, None, None, loras, uniform is not None and uniform)
+        if not (type(num_tokens) is type(loras) is int and type(uniform) in _FLAGS):
+            check_numbers(num_tokens, None, None, loras, uniform is not None and uniform)
         for each in self._full.get(num_tokens, ()):
             same = (each.num_active_loras, each.extra) == (loras, extra)
             same &= uniform in (None, each.uniform)

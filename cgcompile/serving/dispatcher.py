@@ -37,7 +37,7 @@ from cgcompile.serving.planning import (
 from cgcompile.serving.sizes import mode_named
 from cgcompile.serving.tables import Dispatched, Slot, Tables, build_tables
 from cgcompile.serving.variants import Axis, LoraCases, PiecesOnly, Variant, Variants
-from cgcompile.settings import checked, checked_but, require_items, require_kind
+from cgcompile.settings import checked_but, require_items, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -224,9 +224,11 @@ class CudagraphDispatcher:
             slot.captured, slot.refused = False, ""
             slot.settle(self._only_captured)
 
-    @checked
     def is_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
         """Whether :meth:`captured` has named a graph; False for one that is not planned."""
+        if type(mode) is not CUDAGraphMode or type(descriptor) is not BatchDescriptor:
+            require_kind("mode", "is_captured", mode, CUDAGraphMode)
+            require_kind("descriptor", "is_captured", descriptor, BatchDescriptor)
         slot = self._slots.get((mode, descriptor))
         return slot is not None and slot.captured
 
@@ -246,8 +248,12 @@ class CudagraphDispatcher:
         Raises:
             BatchError: the numbers contradict each other.
         """
+        check_numbers(num_tokens, None, None, num_active_loras, uniform_decode, has_lora, extra)
+        if num_tokens <= 0:
+            check_empty(num_tokens, None)
+            return None
         variant = self._variants.serving(has_lora, num_active_loras, extra)
-        if num_tokens <= 0 or isinstance(variant, Why):
+        if isinstance(variant, Why):
             return None
         whole = isinstance(variant, Variant)
         tables = self._tables[variant if isinstance(variant, Variant) else variant.variant]

@@ -117,3 +117,28 @@ def test_a_function_is_found_in_a_breakable_capture(device: str) -> None:
     (entry,) = wrapper.entries
     assert entry.sequence.num_eager_breaks == 1
     assert wrapper.counters.replays == 2
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_entries_of_one_op_are_met_together(name: str, caplog: Any, device: str) -> None:
+    for ops in (
+        ("aten::sigmoid", torch.sigmoid),
+        ("aten::sigmoid", "aten::sigmoid.default"),
+        (torch.sigmoid, torch.Tensor.sigmoid, torch.ops.aten.sigmoid),
+    ):
+        for call in ("torch", "method", "overload"):
+            torch._dynamo.reset()
+            backend = steps(name, CALLS[call], device, *ops, cudagraph_mode="PIECEWISE")
+            assert boundaries(backend) == 1, ops
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_call_in_place_by_position_is_the_op_in_place(
+    name: str, caplog: Any, device: str
+) -> None:
+    for step in (lambda x: F.relu(x + 1, True) * 2, lambda x: F.relu(x + 1, inplace=True) * 2):
+        torch._dynamo.reset()
+        backend = steps(name, step, device, "aten::relu_", cudagraph_mode="PIECEWISE")
+        assert boundaries(backend) == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

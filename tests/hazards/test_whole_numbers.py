@@ -12,7 +12,7 @@ from torch import nn
 from cgcompile import BatchDescriptor, CompilationConfig, set_forward_context
 from cgcompile.encoder import EncoderCaptureAxis, EncoderItemSpec
 from cgcompile.errors import CGCompileError
-from cgcompile.serving import Batch
+from cgcompile.serving import Batch, InputBuffer
 from cgcompile.settings import whole
 
 
@@ -78,3 +78,13 @@ def test_a_manager_takes_a_batch_of_any_whole_numbers(
         made = manager.run(Batch(kind(rows), kind(rows), {"x": x}))
         torch.testing.assert_close(made, model(x))
     assert manager.counters.replays >= 3
+
+
+def test_an_input_buffer_takes_sizes_of_any_whole_numbers() -> None:
+    buffer = InputBuffer("x", ("tokens", np.int64(WIDTH)), torch.float32)
+    assert buffer == InputBuffer("x", ("tokens", WIDTH), torch.float32)
+    assert all(type(size) in (int, str) for size in buffer.shape)
+    assert buffer.dummy(3, 3).shape == (3, WIDTH)
+    for size in (-1, True, 3.0, None):
+        with pytest.raises(CGCompileError, match="shape"):
+            InputBuffer("x", ("tokens", size), torch.float32)

@@ -377,3 +377,13 @@ def test_a_hit_makes_no_object() -> None:
     first, again = decode(5).through(found), decode(7).through(found)
     assert first is again
     assert isinstance(first.mode, CUDAGraphMode)
+
+
+@pytest.mark.parametrize("bad", [-1, "3", 3.5, None, True])
+def test_planned_size_refuses_what_dispatch_refuses(bad: object) -> None:
+    found = dispatcher(FULL, [4, 8])
+    for ask in (found.planned_size, found.dispatch):
+        with pytest.raises(BatchError, match="num_tokens"):
+            ask(bad)
+    assert found.planned_size(np.int64(3)) == 4
+    assert found.planned_size(0) is None
