@@ -51,7 +51,7 @@ class BatchDescriptor(_Fields):
         if type(extra) is not tuple or extra:
             _check_extra(extra)
         if not ((uniform is False or uniform is True) and (has_lora is False or has_lora is True)):
-            _check_flags(uniform, has_lora)
+            _check_flags(uniform, has_lora)  # type: ignore[unreachable]
         if uniform and (num_reqs is None or num_tokens % num_reqs):
             raise DescriptorError.not_uniform(num_tokens, num_reqs)
         if num_active_loras and not has_lora:

@@ -23,7 +23,11 @@ def is_uniform_decode(query_lens: Collection[int], is_prefilling: Collection[boo
     Raises:
         BatchError: the two speak of different numbers of requests.
     """
-    for name, items in (("query_lens", query_lens), ("is_prefilling", is_prefilling)):
+    given: tuple[tuple[str, Any], ...] = (
+        ("query_lens", query_lens),
+        ("is_prefilling", is_prefilling),
+    )
+    for name, items in given:
         if type(items) is not list and not isinstance(items, Sized):
             require_kind(name, "is_uniform_decode", items, Collection)
         if hasattr(items, "data_ptr") and not items.dim():  # a tensor of one number
