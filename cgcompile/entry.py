@@ -48,6 +48,7 @@ from cgcompile.piecewise.recorder import record
 from cgcompile.piecewise.recording import Batch, Recording
 from cgcompile.piecewise.roles import Roles, full_support, why_never
 from cgcompile.piecewise.stitch import Step
+from cgcompile.piecewise.traced import TracedOutputs
 from cgcompile.piecewise.verify import Observer
 from cgcompile.reasons import EXPECTED, Counters, Ledger, Reason, Why
 
@@ -101,6 +102,8 @@ class CompiledGraph:
         self.artifacts = artifacts_text(split, runnables)
         runnables = taking_cpu_scalars(split, runnables)
         self._run = step.bind(runnables)
+        traced = TracedOutputs(split)
+        self._run_compared = traced.comparing(step, runnables, self._run)
         self._run_differentiable = step.bind([piece.module.forward for piece in split.pieces])
         constants = split.constants.values() if split.differentiable else ()
         self._constants = tuple(each for each in constants if isinstance(each, torch.Tensor))
@@ -135,7 +138,7 @@ class CompiledGraph:
         check_debug(config.debug)
         static = self._roles[FULL].static
         forget = self.turn.forget
-        self._bindings = Bindings(self._program, self._run, forget, static)
+        self._bindings = Bindings(self._program, self._run_compared, forget, static)
         captured = any(piece.capture for piece in split.pieces)
         self._has_pieces = captured and wanted.has_mode(PIECEWISE)
         support, inputs = full_support(split), split.inputs
@@ -410,7 +413,8 @@ class CompiledGraph:
         if self._config.strict and why.reason not in EXPECTED:
             raise DispatchError.strict("the compiled step", why.reason.value, why.detail)
         uncompiled = overlap is not None or why.reason in (Reason.GRADIENTS, Reason.EAGER_REGION)
-        run = self._run_differentiable if uncompiled else self._run
+        run = self._run_compared if why.reason is Reason.WARMING else self._run
+        run = self._run_differentiable if uncompiled else run
         if context is None and why.reason is not Reason.INSIDE_CAPTURE:
             with override_forward_context(ForwardContext.synthetic(NONE, None)):
                 result = run(*inputs)

@@ -50,6 +50,7 @@ class Reason(enum.Enum):
     TOO_MANY_BINDINGS = "too_many_bindings"  # over max_bindings sets of weights, or none stays
     INPUT_CHANGED = "input_changed"  # a guard refused a replay, and on_input_change is "eager"
     RECOMPILE_LIMIT = "recompile_limit"  # Dynamo compiles a function no more; calls do not reach us
+    VARYING_NUMBER = "varying_number"  # a number that graphs hold is another one at each call
     GROWING_STATE = "growing_state"  # a result comes back as an input, larger: a new shape a step
 
     # Of a batch: decided by the dispatcher, before the step runs.

@@ -279,6 +279,9 @@ EXAMPLES: dict[str, CGCompileError] = {
     "SizesError.bad_measure": SizesError.bad_measure("cost_of", 8, None, "a finite number"),
     "SizesError.too_few_bytes": SizesError.too_few_bytes(4096, 512, 8192),
     "SizesError.not_covered": SizesError.not_covered(500, 496),
+    "PieceCompileError.unlike_traced": PieceCompileError.unlike_traced(
+        "piece_1", "model.py:12 in forward", "mylib::twice", "f32[4, 8]", "f32[4, 16]"
+    ),
     "PieceCompileError.not_callable": PieceCompileError.not_callable("piece_0", "mine", None),
     "InputBufferError.shape": InputBufferError.shape("slots", (3, 4)),
     "InputBufferError.tail": InputBufferError.tail("slots", 0.5, "torch.int64"),
@@ -570,6 +573,8 @@ PieceCompileError.not_traced: piece_0, size 8: running it on fake values of this
   The piece is from m.py:4 in forward. Leave the size out of compile_sizes, or compile_ranges_endpoints out, or take the op out of the piece with a splitting op.
 PieceCompileError.bad_outputs: piece_0: what compiler 'mine' made must return a tuple or list of 2 outputs; found no list.
   Return all outputs of the graph, in order.
+PieceCompileError.unlike_traced: piece_1 (model.py:12 in forward): mylib::twice returned f32[4, 8]; traced was f32[4, 16].
+  The function that was registered with register_fake must return the shapes and dtypes that the op returns: correct it.
 PieceCompileError.not_callable: piece_0: compiler 'mine' returned None; expected a callable that takes the inputs of the piece and returns the list of its outputs.""",
         )
 

@@ -70,7 +70,7 @@ def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:
 
 def present_size(value: Any) -> Any:
     """A symbolic size that stands for what its symbol was found to equal; others as they are."""
-    node = value.node if isinstance(value, torch.SymInt) else None
+    node: Any = value.node if isinstance(value, torch.SymInt) else None
     if node is None or node._expr == node.expr:
         return value
     return node.shape_env.create_symintnode(node.expr, hint=node.hint)

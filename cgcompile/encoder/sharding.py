@@ -70,7 +70,7 @@ class Sharder:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._shape: Any = None  # a result without rows, once known
-        self._hosts = group
+        self._hosts: Any = group
         if "cpu:" not in dist.get_backend_config(group):
             self._hosts = dist.new_group(
                 dist.get_process_group_ranks(group or dist.group.WORLD),

@@ -356,7 +356,7 @@ class SymbolError(CGCompileError, RuntimeError):
 
 
 class PieceCompileError(CGCompileError, RuntimeError):
-    """The compiler of a piece raised, or returned something that cannot be called."""
+    """A piece cannot be compiled, or does not return what its trace has."""
 
     @classmethod
     def raised(
@@ -383,6 +383,16 @@ class PieceCompileError(CGCompileError, RuntimeError):
         return cls(
             f"{piece}: what compiler {compiler!r} made must return a tuple or list of {expected} "
             f"outputs; found {found}.\n  Return all outputs of the graph, in order."
+        )
+
+    @classmethod
+    def unlike_traced(
+        cls, piece: str, where: str, op: str, found: str, traced: str
+    ) -> "PieceCompileError":
+        return cls(
+            f"{piece} ({where}): {op} returned {found}; traced was {traced}.\n"
+            "  The function that was registered with register_fake must return the shapes and "
+            "dtypes that the op returns: correct it."
         )
 
     @classmethod

@@ -36,6 +36,7 @@ _UNRELATED = (
 )
 _FIXES = {
     Reason.TOO_MANY_SHAPES: "Pad batches to fewer sizes, or raise max_captured_shapes.",
+    Reason.VARYING_NUMBER: "Pass it as a tensor, or let splitting ops alone read it.",
     Reason.TOO_MANY_BINDINGS: "Keep weights and written inputs where they are: pass the same "
     "buffers at each call; or raise max_bindings.",
     Reason.NO_DEVICE: "Put the model on a GPU; for a study on the CPU: capture_device='host'.",

@@ -17,6 +17,7 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError
 from cgcompile.forward_context import BatchDescriptor, ForwardContext
 from cgcompile.graphs.capture import capture_allowed, capture_postponed, captured_elsewhere
+from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
 from cgcompile.passes.pieces import Value
 from cgcompile.piecewise.auto import AutoDispatch
 from cgcompile.piecewise.bindings import Binding, Bindings
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 _MOVED = 3  # calls in a row in which the memory of a weight was replaced, likewise
+_VARYING = 8  # calls in a row whose numbers no call before had, before that is called a reason
 _MOVING = 64  # bindings that were seen and never captured, before that is called a reason
 
 
@@ -67,6 +69,12 @@ class Admission:
         self._roles = roles
         self._auto = auto
         self._inputs = inputs
+        sizes = symbols_of([tensors(value.meta) for value in inputs])
+        self._arguments = frozenset(  # numbers that are no sizes of tensors
+            position
+            for position, value in enumerate(inputs)
+            if is_symbolic_number(value.meta) and sizes.isdisjoint(symbols_of(value.meta))
+        )
         self._bindings = bindings
         self._ledger = ledger
 
@@ -151,12 +159,12 @@ class Admission:
         if warmed < max(self._config.num_warmups, binding.unsettled):
             detail = f"call {warmed + 1} of {self._config.num_warmups} before a capture"
             warming = Why(Reason.WARMING, detail)
-            return self._why_still_warming(binding, warming, batch.own_context)
+            return self._why_still_warming(binding, warming, batch)
         if captured_elsewhere():
             return Why(Reason.CAPTURE_BUSY, "another thread is capturing")
         return None
 
-    def _why_still_warming(self, binding: Binding, warming: Why, own_context: bool) -> Why:
+    def _why_still_warming(self, binding: Binding, warming: Why, batch: Batch) -> Why:
         """``warming``, or why it does not end: what must stay is another at every call."""
         if binding.moved_in_a_row >= _MOVED:
             many = f"{binding.moved_in_a_row} calls in a row"
@@ -167,7 +175,32 @@ class Admission:
             detail = f"{idle} sets of weights or written inputs were seen once: "
             detail += self._moving("is a new tensor")
             return Why(Reason.TOO_MANY_BINDINGS, detail)
-        return self._auto.why_still_warming(binding, warming) if own_context else warming
+        varying = self._why_varying(binding, batch)
+        if varying is not None:
+            return varying
+        return self._auto.why_still_warming(binding, warming) if batch.own_context else warming
+
+    def _why_varying(self, binding: Binding, batch: Batch) -> Why | None:
+        """Return why no key repeats: a number that is not a size is another one at each call."""
+        in_key = batch.own_context or self._config.on_input_change == "recapture"
+        if binding.new_in_a_row <= _VARYING or not in_key:
+            return None
+        if binding.varying is not None:  # with the same detail, which is logged once
+            return binding.varying
+        keys: list[Any] = list(binding.seen)[-_VARYING:]
+        numbers = self._roles[batch.mode].numbers  # the last items of each key
+        for position, *values in zip(numbers, *(key[-len(numbers) :] for key in keys), strict=True):
+            if position in self._arguments and len(set(values)) == len(values) == _VARYING:
+                value = self._inputs[position]
+                last = ", ".join(map(str, values[-3:]))
+                detail = (
+                    f"the number {value.source or value.name!r} is another one at each call (now "
+                    f"{last}), and each would need graphs of its own. Pass it as a tensor, or let "
+                    "splitting ops alone read it"
+                )
+                binding.varying = Why(Reason.VARYING_NUMBER, detail)
+                break
+        return binding.varying
 
     def _moving(self, how: str) -> str:
         """What is not the same as in the call before, and what to do, in words."""

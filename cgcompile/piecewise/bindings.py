@@ -39,6 +39,8 @@ class Binding:
     Attributes:
         recordings: recorded steps by key; or why a step cannot be recorded.
         seen: how many warming calls each key has had.
+        new_in_a_row: how many calls in a row had a key that no call before had.
+        varying: the reason that was counted for these calls, or None.
         gone: whether one of its objects has died, or its memory.
         unsettled: whether a warming call must show that the weights stay, whatever the settings.
         moved_in_a_row: how many calls in a row found a weight elsewhere than the call before.
@@ -64,6 +66,8 @@ class Binding:
         self._forget = forget
         self.recordings: dict[Hashable, Recording | Why] = {}
         self.seen: dict[Hashable, int] = {}
+        self.new_in_a_row = self._served = 0
+        self.varying: Why | None = None
         self._held: list[torch.UntypedStorage] = []
         self.starts: dict[int, int] = {}
         self._addresses = compat.Addresses((), ())
@@ -159,6 +163,11 @@ class Binding:
     def count_warming(self, key: Hashable) -> int:
         """One more warming call of ``key``; returns how many there were before."""
         before = self.seen.get(key, 0)
+        served = self.captured + sum([each.replays for each in self.recorded])
+        in_a_row = self.new_in_a_row if served == self._served else 0
+        self.new_in_a_row, self._served = (0 if before else in_a_row + 1), served
+        if self.new_in_a_row <= 1:
+            self.varying = None
         if before == 0 and len(self.seen) >= _SEEN:
             del self.seen[next(iter(self.seen))]
         self.seen[key] = before + 1

@@ -18,6 +18,7 @@ from cgcompile.piecewise.calls import Call, call_of, said, written_inputs
 from cgcompile.piecewise.compilers import Runnable
 from cgcompile.piecewise.frozen import Frozen
 from cgcompile.piecewise.stitch import Step
+from cgcompile.piecewise.traced import TracedOutputs
 from cgcompile.piecewise.uses import Uses
 
 
@@ -59,6 +60,11 @@ class Program:
             for piece in self.split.pieces
             if not piece.capture
         }
+
+    @cached_property
+    def traced(self) -> TracedOutputs:
+        """Compares the results of custom ops with what was traced."""
+        return TracedOutputs(self.split)
 
     @cached_property
     def said(self) -> dict[int, str]:

@@ -18,7 +18,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.config import CUDAGraphMode
-from cgcompile.errors import CaptureBusyError, DispatchError
+from cgcompile.errors import CaptureBusyError, DispatchError, PieceCompileError
 from cgcompile.forward_context import callers_context
 from cgcompile.graphs.arena import Block, address
 from cgcompile.graphs.bridges import Bridged, Place, crossings
@@ -127,6 +127,8 @@ def _record_full(
     captured: Captured | None = None
     try:
         captured = recording.in_context(capture)(*recording.given)
+    except PieceCompileError:  # no graph has to do with it
+        raise
     except Exception as error:
         return Outcome(None, _why(program, error, "the step", ""), False, None)
     if captured is None:
@@ -290,7 +292,8 @@ class _Recorder:
     # -------------------------------------------------------------- pieces
 
     def _recorded(self, piece: Piece) -> Runnable:
-        return self._captured(piece) if piece.capture else self._eager(piece)
+        run = self._captured(piece) if piece.capture else self._eager(piece)
+        return self._program.traced.compared(piece, run, self._recording.given)
 
     def _captured(self, piece: Piece) -> Runnable:
         plain = self._program.runnables[piece.index]

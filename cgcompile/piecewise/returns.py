@@ -190,8 +190,8 @@ def returned_names(split: SplitGraph) -> list[str]:
 
 
 def _view(item: int, tensor: torch.Tensor, position: int, source: torch.Tensor) -> _View:
-    start = tensor.storage_offset() * tensor.element_size()
-    own = source.storage_offset() * source.element_size()
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    own = int(source.storage_offset()) * source.element_size()
     offset = (start - own) // tensor.element_size()
     bits = (tensor.is_conj(), tensor.is_neg())
     return _View(item, position, tensor.size(), tensor.stride(), offset, tensor.dtype, *bits)
