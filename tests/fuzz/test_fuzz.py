@@ -15,6 +15,7 @@ def test_random_programs_on_random_schedules_equal_eager(
     totals: Counter[str] = Counter()
     for seed in range(seeds):
         totals += fuzz(seed, Options(device, compiler, steps=60))
+    assert totals["refused"] <= 1, totals  # torch itself fixes a size that is to vary
     assert totals["captures"] >= seeds, totals
     assert totals["replays"] >= 0.4 * totals["graph_steps"] >= 10 * seeds, totals
 
