@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from cases import library
+from hazard_support import COMPILED, MANAGERS, WRAPPERS, front_end
+from hazard_support import ROWS as MANAGED_ROWS
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._pytree import tree_leaves
@@ -23,8 +25,6 @@ import cgcompile
 from cgcompile import BatchDescriptor, CompilationConfig, CUDAGraphMode, set_forward_context
 from cgcompile.errors import TraceError
 from fuzz.programs import FEATURES, TRACED, WIDTH, draw
-from hazard_support import COMPILED, MANAGERS, WRAPPERS, front_end
-from hazard_support import ROWS as MANAGED_ROWS
 
 DRAWN = (*COMPILED, "cgcompile.compile", *WRAPPERS, *MANAGERS)  # one of them twice as often
 ROWS = (0, 1, 3, 4, 4, 6, 6)
@@ -180,7 +180,7 @@ class Run:
         chance = self.drawn.chance
         self._between_steps()
         which = chance.randrange(len(self.models))
-        model, reference = self.models[which], self.references[which]
+        reference = self.references[which]
         inputs = self._inputs()
         others = tuple(tensor.clone() for tensor in inputs)
         with self._modes():
