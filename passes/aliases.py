@@ -33,7 +33,7 @@ class ResolveAliases:
     name = "resolve_aliases"
 
     def uuid(self) -> str:
-        return "resolve_aliases/2"
+        return "resolve_aliases/3"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         _use_what_was_written(gm)
@@ -45,6 +45,7 @@ class ResolveAliases:
                         _sink(gm, node)
         for members in _by_storage(gm).values():
             _leave_uncompiled(gm, _endangered_pieces(gm, members))
+        _close_gaps(gm)
         return gm
 
 
@@ -163,6 +164,16 @@ def _sink(gm: fx.GraphModule, view: fx.Node) -> None:
             user.replace_input_with(view, copy)
     if not view.users:
         gm.graph.erase_node(view)
+
+
+def _close_gaps(gm: fx.GraphModule) -> None:
+    """Number the pieces from 0: a piece whose nodes were all sunk is gone."""
+    numbers: dict[int, int] = {}
+    for node in gm.graph.nodes:
+        place = placement(node)
+        if place is not None:
+            number = numbers.setdefault(place.piece, len(numbers))
+            node.meta[PLACEMENT] = replace(place, piece=number)
 
 
 def _last_placement(gm: fx.GraphModule) -> Placement | None:

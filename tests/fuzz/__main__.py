@@ -6,10 +6,11 @@ import sys
 import time
 from collections import Counter
 
-from fuzz.programs import FEATURES, USUAL
+from fuzz.programs import FEATURES
 from fuzz.running import Options, outcome
 
 LEAST_REPLAYED = 0.4  # of the steps of programs that may have graphs
+MOST_REFUSED = 0.05  # of the programs: torch fixes a size that is to vary
 
 
 def arguments() -> argparse.Namespace:
@@ -18,8 +19,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--each", type=int, default=300, help="steps of a program")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--compiler", choices=("eager", "aot", "inductor"), default="eager")
-    parser.add_argument("--features", nargs="+", choices=tuple(FEATURES), default=USUAL)
-    parser.add_argument("--all-features", action="store_true", help="known holes as well")
+    parser.add_argument("--features", nargs="+", choices=tuple(FEATURES), default=tuple(FEATURES))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
@@ -29,8 +29,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     given = arguments()
-    features = tuple(FEATURES) if given.all_features else tuple(given.features)
-    options = Options(given.device, given.compiler, features, given.each)
+    options = Options(given.device, given.compiler, tuple(given.features), given.each)
     seeds = range(given.seed, given.seed + -(-given.steps // given.each))
     if given.reproduce is not None:
         seeds = range(given.reproduce, given.reproduce + 1)
@@ -55,7 +54,10 @@ def main() -> int:
     print(
         f"{dict(totals)}, {failed} failed, {share:.0%} replayed, {time.monotonic() - start:.0f} s"
     )
-    return int(failed > 0 or totals["programs"] == 0 or share < LEAST_REPLAYED)
+    refused = totals["refused"] > max(1, MOST_REFUSED * totals["programs"])
+    idle = totals["graph_steps"] == 0 and not totals["refused"]
+    low = totals["graph_steps"] > 0 and share < LEAST_REPLAYED
+    return int(failed > 0 or refused or idle or low)
 
 
 if __name__ == "__main__":

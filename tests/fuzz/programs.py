@@ -1,9 +1,10 @@
 """Random programs: a list of steps over a growing list of values, all drawn from one seed.
 
-A feature is a group of operations. ``KNOWN_HOLES`` are off unless asked for: each stands for wrong
-results that are known, and goes once they are mended.
+A feature is a group of operations. ``TRACED`` names those that only a traced program supports: the
+others run Python once, at capture.
 """
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +24,12 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "numbers": ("python_scalar", "scalar_tensor", "sized", "half", "to_int"),
     "writes": ("write", "write_half", "write_row", "write_buffer", "write_cache", "out_argument"),
     "boundaries": ("attend", "scale_in_place", "attend_twice"),
+    "aliases": ("contiguous", "same_dtype", "dropout", "expanded"),
     "regions": ("region",),
-    "alias_boundaries": ("region_view",),
+    "alias_boundaries": ("region_view", "region_reshape", "region_contiguous", "region_write"),
+    "rebinds": ("rebind",),
 }
-KNOWN_HOLES = ("alias_boundaries",)
-USUAL = tuple(name for name in FEATURES if name not in KNOWN_HOLES)
+TRACED = ("regions", "alias_boundaries", "rebinds")
 
 
 class Program(nn.Module):
@@ -147,6 +149,24 @@ class Program(nn.Module):
         torch.add(a, b, alpha=0.25, out=made)
         return [made]
 
+    def rebind(self, a, b, cache):
+        self.state = self.state * 0.5
+        return [a + self.state]
+
+    # -------------------------------------------------------------- may return their input
+
+    def contiguous(self, a, b, cache):
+        return [a.contiguous()]
+
+    def same_dtype(self, a, b, cache):
+        return [a.to(a.dtype), b.float()]
+
+    def dropout(self, a, b, cache):
+        return [F.dropout(a, training=False)]
+
+    def expanded(self, a, b, cache):
+        return [a.expand_as(b)]
+
     # -------------------------------------------------------------- boundaries
 
     def attend(self, a, b, cache):
@@ -170,8 +190,24 @@ class Program(nn.Module):
             made = a[:, 1:5]
         return [torch.cat((made, b[:, :4]), 1), F.pad(made, (0, 4))]
 
+    def region_reshape(self, a, b, cache):
+        with cgcompile.eager_region():
+            made = a.reshape(-1).view(b.shape)
+        return [made, made * 0.5]
 
-def draw(seed: int, features: tuple[str, ...]) -> Program:
+    def region_contiguous(self, a, b, cache):
+        with cgcompile.eager_region():
+            made = a.contiguous()
+        return [made, made + b]
+
+    def region_write(self, a, b, cache):
+        with cgcompile.eager_region():
+            made = a[:, 2:6]
+            made.mul_(0.5)
+        return [torch.cat((made, b[:, :4]), 1)]
+
+
+def draw(seed: int, features: tuple[str, ...], autocast: bool = False) -> Program:
     """Draw the first program of a seed that eager runs at every number of rows."""
     chance = random.Random(seed)
     names = [op for feature in features for op in FEATURES[feature]]
@@ -182,14 +218,14 @@ def draw(seed: int, features: tuple[str, ...]) -> Program:
         returns = chance.choice(("one", "several", "several", "mapping", "inputs"))
         torch.manual_seed(seed)
         program = Program(steps, returns).requires_grad_(False)
-        if all(runs(program, rows) for rows in (1, 3, 4)):
+        if all(runs(copy.deepcopy(program), rows, autocast) for rows in (0, 1, 3, 4)):
             return program
     raise AssertionError(f"no program of seed {seed} runs in eager")
 
 
-def runs(program: Callable[..., Any], rows: int) -> bool:
+def runs(program: Callable[..., Any], rows: int, autocast: bool) -> bool:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             program(torch.randn(rows, WIDTH), torch.randn(rows, WIDTH))
     except RuntimeError:  # some view what cannot be viewed
         return False

@@ -1,6 +1,8 @@
 """The bounded part of the fuzzer that the suite runs; ``python -m fuzz`` runs more."""
 
+import gc
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -8,13 +10,24 @@ from fuzz.running import Options, fuzz
 from fuzz.soak import soak
 
 
-@pytest.mark.parametrize(("compiler", "seeds"), [("eager", 24), ("aot", 6)])
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """Keep what is there out of the garbage collection of each capture."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("frozen")
+@pytest.mark.parametrize(("compiler", "seeds"), [("eager", 20), ("aot", 6)])
 def test_random_programs_on_random_schedules_equal_eager(
     compiler: str, seeds: int, device: str
 ) -> None:
     totals: Counter[str] = Counter()
     for seed in range(seeds):
         totals += fuzz(seed, Options(device, compiler, steps=60))
+    assert totals["refused"] <= 1, totals  # torch itself fixes a size that is to vary
     assert totals["captures"] >= seeds, totals
     assert totals["replays"] >= 0.4 * totals["graph_steps"] >= 10 * seeds, totals
 

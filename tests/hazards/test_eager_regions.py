@@ -160,3 +160,23 @@ def test_a_region_inside_of_a_capture_is_an_error(name: str, device: str) -> Non
     with torch.inference_mode(), pytest.raises(CaptureError, match="eager_break_during_capture"):
         check(served.step, Model(), device)
     assert served.counters().captures == 0
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("compiler", ["eager", "aot"])
+def test_a_region_that_only_makes_a_view_of_written_memory(
+    name: str, compiler: str, device: str
+) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = x.sin()
+            with cgcompile.eager_region():
+                view = y[:, 2:6]  # is made again in the next piece; nothing is left of this one
+            y.mul_(0.5)
+            return torch.cat((view, y[:, :4]), 1), view + y.mean()
+
+    served = front_end(name, Model(), device, compiler=compiler)
+    with torch.inference_mode():
+        for _ in range(4):
+            check(served.step, Model(), device)
+    assert served.counters().replays >= 2
