@@ -217,7 +217,8 @@ class ForwardContextError(CGCompileError, RuntimeError):
     @classmethod
     def no_context(cls, found: object) -> "ForwardContextError":
         return cls(
-            f"override_forward_context({shown(found)}): expected a cgcompile.ForwardContext, or None.\n"
+            f"override_forward_context({shown(found)}): expected a "
+            "cgcompile.ForwardContext, or None.\n"
             "  set_forward_context(...) makes one from its arguments."
         )
 
@@ -225,7 +226,8 @@ class ForwardContextError(CGCompileError, RuntimeError):
     def unpadded(cls, found: object, most: int | None) -> "ForwardContextError":
         limit = "or more" if most is None else f"to {most}, the tokens of the batch descriptor"
         return cls(
-            f"set_forward_context(num_unpadded_tokens={shown(found)}): expected a whole number from 0 "
+            f"set_forward_context(num_unpadded_tokens={shown(found)}): expected a whole "
+            "number from 0 "
             f"{limit}.\n"
             "  It says how many rows of the batch are real; the rest is padding."
         )
@@ -253,7 +255,8 @@ class BoundaryError(CGCompileError, ValueError):
     @classmethod
     def not_an_op(cls, found: object) -> "BoundaryError":
         return cls(
-            f"splitting op: found {shown(found)}; expected a name, an op of torch.ops, a function, or "
+            f"splitting op: found {shown(found)}; expected a name, an op of torch.ops, a "
+            "function, or "
             "a cgcompile.SplittingOp (with predicate=... for a test on fx.Node)."
         )
 
@@ -271,7 +274,8 @@ class BoundaryError(CGCompileError, ValueError):
     @classmethod
     def bad_impl(cls, name: str, found: object) -> "BoundaryError":
         return cls(
-            f"splitting op {name!r}: impl = {shown(found)}; expected a function that takes the op's "
+            f"splitting op {name!r}: impl = {shown(found)}; expected a function that takes "
+            "the op's "
             "arguments, or a mapping from device types ('cuda') to such functions."
         )
 
@@ -398,7 +402,8 @@ class PieceCompileError(CGCompileError, RuntimeError):
     @classmethod
     def not_callable(cls, piece: str, compiler: str, found: object) -> "PieceCompileError":
         return cls(
-            f"{piece}: compiler {compiler!r} returned {shown(found)}; expected a callable that takes "
+            f"{piece}: compiler {compiler!r} returned {shown(found)}; expected a callable "
+            "that takes "
             "the inputs of the piece and returns the list of its outputs."
         )
 

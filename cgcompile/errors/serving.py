@@ -307,7 +307,8 @@ class ManagerError(CGCompileError, RuntimeError):
     @classmethod
     def rows(cls, found: object) -> "ManagerError":
         return cls(
-            f"outputs={shown(found)}; expected 'tokens' or 'reqs', or one of them for each output.\n"
+            f"outputs={shown(found)}; expected 'tokens' or 'reqs', or one of them for each "
+            "output.\n"
             "  Say what the first dimension of what the model returns counts."
         )
 

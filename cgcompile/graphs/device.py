@@ -138,8 +138,6 @@ def device_named(device: torch.device | str, where: str) -> torch.device:
         ConfigError: torch knows no such device.
     """
     try:
-        if isinstance(device, bool):
-            raise TypeError
         return torch.device(device)
     except (OverflowError, RuntimeError, TypeError, ValueError):
         expected = "a torch.device, or the name of one such as 'cuda:0'"
