@@ -378,10 +378,8 @@ class Recording:
     def _own_result(self, result: torch.Tensor) -> OwnedCopy | None:
         """Return a buffer of this weight set for a result in memory that other steps use."""
         start = address(result)
-        arena = self._pool.arena
-        shared = (
-            arena.owner_of(start) != self.owner if arena.owns(start) else self._pool.holds(start)
-        )
+        if not self._pool.holds(start) or self._pool.arena.owner_of(start) == self.owner:
+            return None
         return OwnedCopy(result, self.frame, result=True)
 
 
