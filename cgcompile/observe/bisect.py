@@ -26,7 +26,7 @@ from cgcompile.observe.verify import real_rows
 from cgcompile.observe.wrappers import wrapper_place
 from cgcompile.piecewise.verify import Observer
 from cgcompile.piecewise.ways import Way, run_step
-from cgcompile.settings import checked
+from cgcompile.settings import checked_but
 
 Item = tuple[int, int]
 """(number of the compiled graph, index of the piece); -1 is all of a FULL graph."""
@@ -79,7 +79,7 @@ class Bisection:
         return "\n".join(rows + ([] if self.finding is None else [str(self.finding)]))
 
 
-@checked
+@checked_but("sets", "padded_sizes")
 def bisect(
     model: Any,
     inputs: Any,

@@ -37,7 +37,6 @@ class Diagnosis(Shown):
         return cls(model, device, tuple(ordered))
 
     @classmethod
-    @checked
     def of_error(cls, error: BaseException) -> "Diagnosis":
         """Which op made a capture or a replay fail, at which line of the user's, and the fix.
 

@@ -42,10 +42,10 @@ from cgcompile.observe.subject import original_of
 from cgcompile.observe.targets import resolved
 from cgcompile.observe.watch import Case, Watch
 from cgcompile.passes.lines import raised_at
-from cgcompile.settings import checked
+from cgcompile.settings import checked_but
 
 
-@checked
+@checked_but("config", "prepare")
 def doctor(
     model: Any,
     *args: Any,

@@ -22,7 +22,7 @@ from cgcompile.observe.report import Reporter, data_breaks, mode_report
 from cgcompile.observe.targets import resolved
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.splitting import check_sizes, split_as_set
-from cgcompile.settings import checked, sizes_given
+from cgcompile.settings import checked_but, sizes_given
 from cgcompile.tracing.look import Look
 from cgcompile.tracing.variant import SHAPES, Rules
 
@@ -40,7 +40,7 @@ _CPU_NOTE = (
 _FIRST_NOTE = "what Dynamo says of the code behind the first break is not known before it has run"
 
 
-@checked
+@checked_but("config", "sizes", "dynamic_dims")
 def explain(
     model: Any,
     *args: Any,

@@ -149,7 +149,7 @@ def why_never(split: SplitGraph, wanted: CUDAGraphMode, has_device: bool) -> Why
     if not captured and full_support(split) is AttentionCGSupport.NEVER:
         return _why_eager(split)
     meta = next((each for each in split.inputs if _is_meta(each)), None)
-    if meta is not None:
+    if meta is not None and not (has_device and split.device.type == "meta"):  # see explain
         detail = f"{meta.source or meta.name} is on the meta device; do without it"
         return Why(Reason.UNSUPPORTED_INPUT, detail)
     if not has_device:

@@ -73,11 +73,11 @@ SIZES = "positive whole numbers, as a sequence or as text '1,2,4'."
     [
         (
             lambda m: verify(m, X, sets=0),
-            "verify: sets = 0; expected a whole number of at least 1.",
+            "verify: sets = 0; expected a whole number from 1 to 1048576.",
         ),
         (
             lambda m: cgcompile.bisect(m, X, sets=0),
-            "bisect: sets = 0; expected a whole number of at least 1.",
+            "bisect: sets = 0; expected a whole number from 1 to 1048576.",
         ),
         (
             lambda m: bench(m, ((X,), {}), rounds=0),
