@@ -387,7 +387,9 @@ def test_no_home_is_no_cache(
     assert backend.counters.replays == 0
 
 
-@pytest.mark.parametrize("name", ["\0", "x" * 300, "a\ud800", "file/below"])
+@pytest.mark.parametrize(
+    "name", ["\0", "x" * 300, "a\ud800", "file/below"], ids=["nul", "long", "surrogate", "below"]
+)
 def test_folders_that_cannot_be(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
