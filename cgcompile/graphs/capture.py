@@ -284,7 +284,7 @@ def releasing() -> Iterator[None]:
         try:
             yield
         finally:
-            bury_graphs()
+            bury_graphs(give_back=True)
 
 
 def capture(

@@ -99,13 +99,23 @@ _dead: deque[tuple[torch.device, torch.cuda.CUDAGraph]] = deque()
 _broken: list[torch.cuda.CUDAGraph] = []
 
 
-def bury_graphs() -> None:
-    """Destroy graphs that nobody uses; for whoever has the turn to capture, and does not yet."""
+def bury_graphs(give_back: bool = False) -> None:
+    """Destroy graphs without users, under the capture lock and outside of a capture.
+
+    Args:
+        give_back: return their memory to the device. Without it torch keeps the memory of their
+            pools, which no other pool can take, until an allocation fails.
+    """
     if not _dead:
         return
-    found = [_dead.popleft() for _ in range(len(_dead))]
-    for device in {device for device, _ in found}:
+    dead = [_dead.popleft() for _ in range(len(_dead))]
+    devices = {device for device, _ in dead}
+    for device in devices:
         torch.cuda.synchronize(device)  # a replay may still run, on whatever stream
+    dead.clear()
+    for device in devices if give_back else ():
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
 
 
 class CudaPool:
@@ -134,6 +144,7 @@ class CudaPool:
                 self._anchor.begin(self)
                 self._held = torch.zeros(1, device=device)
                 self._anchor.end()
+                self._anchor.release_pool()
             except BaseException:
                 self._anchor.abandon()
                 raise
@@ -193,7 +204,7 @@ class CudaGraph:
     """One CUDA graph. See :class:`~cgcompile.graphs.device.DeviceGraph`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pool: CudaPool | None = None  # while it captures: the pool holds its anchor
+        self._pool: CudaPool | None = None
         self._used = self._begun = False
         self._device = device
         self._graph = torch.cuda.CUDAGraph()
@@ -217,6 +228,9 @@ class CudaGraph:
         compat.drop_blas_workspaces()
         self.replay = compat.replay_of(self._graph)
         self._pool.rests()
+
+    def release_pool(self) -> None:
+        """Drop the reference to the pool: the pool holds this graph."""
         self._pool = None
 
     def abandon(self) -> None:

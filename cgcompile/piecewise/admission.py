@@ -20,7 +20,7 @@ from cgcompile.graphs.capture import capture_allowed, capture_postponed, capture
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
 from cgcompile.passes.pieces import Value
 from cgcompile.piecewise.auto import AutoDispatch
-from cgcompile.piecewise.bindings import Binding, Bindings
+from cgcompile.piecewise.bindings import MOVED, Binding, Bindings
 from cgcompile.piecewise.recording import Batch
 from cgcompile.piecewise.roles import Roles
 from cgcompile.reasons import Ledger, Reason, Why
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
-_MOVED = 3  # calls in a row in which the memory of a weight was replaced, likewise
 _VARYING = 8  # calls in a row whose numbers no call before had, before that is called a reason
 _MOVING = 64  # bindings that were seen and never captured, before that is called a reason
 
@@ -166,7 +165,7 @@ class Admission:
 
     def _why_still_warming(self, binding: Binding, warming: Why, batch: Batch) -> Why:
         """``warming``, or why it does not end: what must stay is another at every call."""
-        if binding.moved_in_a_row >= _MOVED:
+        if binding.moved_in_a_row >= MOVED:
             many = f"{binding.moved_in_a_row} calls in a row"
             detail = f"{self._moving('has other memory')} ({many})"
             return Why(Reason.TOO_MANY_BINDINGS, detail)

@@ -27,6 +27,7 @@ from cgcompile.reasons import Why
 
 _SEEN = 4096  # shapes whose warm-up is remembered, per binding
 _PLAIN = 256  # results of steps without graphs that are remembered
+MOVED = 3  # times in a row that weights had other memory, before that is called a reason
 _IDLE = 1024  # bindings without graphs that are remembered; they hold next to nothing
 
 # Garbage is collected by whoever captures many graphs; a piece is one of dozens of a step.
@@ -210,6 +211,7 @@ class Bindings:
         self._plain: deque[tuple[int, bytes, compat.StorageLife]] = deque(maxlen=_PLAIN)
         self._lost = 0
         self._unused: Hashable = None  # of a binding whose graphs were dropped and never replayed
+        self._unused_in_a_row = 0
         self._added: tuple[int, ...] = ()  # the objects of the binding that was added last
         self.replaced: tuple[int, ...] = ()
         self._last: Hashable = None
@@ -244,8 +246,9 @@ class Bindings:
         if binding.moved(inputs) or (strict and binding.outlived):
             if not binding.captured:  # the step itself may move them, and has no graph for that
                 return key, binding
-            if not any([each.replays for each in binding.recorded]):
-                self._unused = key
+            unused = not any([each.replays for each in binding.recorded])
+            self._unused = key if unused else None
+            self._unused_in_a_row = self._unused_in_a_row + 1 if unused else 0
             self._forget(key)
             binding = None
         return key, binding
@@ -295,7 +298,8 @@ class Bindings:
         weights = key[0] if isinstance(key, tuple) else key
         binding = self._known[key] = Binding(self._program, self._whole, self._gone, weights)
         binding.follow(inputs, self._watched)
-        binding.unsettled, self._unused = self._unused == key, None
+        binding.unsettled = self._unused == key and self._unused_in_a_row >= MOVED
+        self._unused = None
         self._last = None
         before, self._added = self._added, tuple(map(id, self._statics(inputs)))
         pairs = zip(self._watched, before, self._added, strict=False)  # nothing before the first

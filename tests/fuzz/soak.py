@@ -28,6 +28,7 @@ DYNAMO = 1.15  # times what plain torch.compile leaves: a trace here has one gua
 def reading(device: str) -> dict[str, int]:
     for _ in range(3):
         gc.collect()
+    cgcompile.Backend(cache_dir="off").release()  # destroys graphs of models that are gone
     objects = gc.get_objects()
     now = {
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
