@@ -246,7 +246,6 @@ class CudaGraph:
             assert self._device.index is not None
             compat.stop_allocating_to(self._device.index, self._pool.id)
             _broken.append(self._graph)
-        self._pool = None
         compat.drop_blas_workspaces()
 
     def reset(self) -> None:
