@@ -138,8 +138,8 @@ class Returns:
         self._copies = FreshCopies([tensor for _, tensor in lying]) if lying else None
         self.lent_items = [item for item, _ in lent]
         self.lent = Lent([tensor for _, tensor in lent])
-        varies = self._views or self._inputs or self._live or self._copies is not None
-        varies = varies or self._owned
+        varies = bool(self._views or self._inputs or self._live or self._owned)
+        varies = varies or self._copies is not None
         self.is_steady = self.is_flat and not varies and tracked is None
         self._tracked = tracked
         self._last: tuple[Any, Any] = (None, None)  # of a steady result: (tensors, with constants)

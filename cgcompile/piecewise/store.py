@@ -313,7 +313,8 @@ class Store:
     def _tell_once(self, what: str) -> None:
         if what not in self._told:
             self._told.add(what)
-            log.warning("cache folder %s %s", self.folder, what)
+            text = f"cache folder {self.folder} {what}"  # a path may hold what no encoding has
+            log.warning("%s", text.encode(errors="backslashreplace").decode())
 
 
 _SUFFIX = ".cgc"
