@@ -64,7 +64,9 @@ def test_what_the_guards_refuse(device: str) -> None:
         capture(model, x.clone())
     (seen,) = Diagnosis.of_error(caught.value).findings
     assert (seen.kind, seen.source.code) == ("moving_input", "return model(x)")
-    assert seen.fix.startswith("A CUDA graph reads the address it saw at capture, and a wrapper copies")
+    assert seen.fix.startswith(
+        "A CUDA graph reads the address it saw at capture, and a wrapper copies"
+    )
     assert "input 0" in seen.message
 
 
