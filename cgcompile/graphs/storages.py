@@ -32,7 +32,8 @@ class SameStorages:
     ) -> None:
         self._what, self._name_of = what, name_of
         known = {id(tensor): tensor for tensor in tensors}
-        self._tensors = [each for each in known.values() if compat.is_plain_tensor(each)]
+        plain = [tensor for tensor in known.values() if compat.is_plain_tensor(tensor)]
+        self._tensors = [tensor for tensor in plain if not tensor.is_nested]
         self.accept()
 
     def accept(self) -> None:
