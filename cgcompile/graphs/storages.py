@@ -33,7 +33,8 @@ class SameStorages:
         self._what, self._name_of = what, name_of
         known = {id(tensor): tensor for tensor in tensors}
         plain = [tensor for tensor in known.values() if compat.is_plain_tensor(tensor)]
-        self._tensors = [tensor for tensor in plain if not tensor.is_nested]
+        # torch cannot compare the memory of quantized and nested tensors (is_set_to)
+        self._tensors = [each for each in plain if not (each.is_quantized or each.is_nested)]
         self.accept()
 
     def accept(self) -> None:
