@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ _LONG = 10_000  # items of one container: a vocabulary, which holds no state
 _DEEPEST = 16  # containers in containers, where two of them are compared
 _BYTES = 1 << 20  # of an array of the host; larger ones are compared by identity
 _TABLES = ("_parameters", "_buffers", "_modules")
+_COMPARED = frozenset((*_TABLES, "training"))  # of what every module has
+_READ = itemgetter.__call__
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, torch.Size))
 _CLOSED = (type, ModuleType, BuiltinFunctionType)
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
@@ -223,19 +226,27 @@ class Fields:
         self._keep(list(tensors.values()))
 
     def _index(self) -> None:
-        """Prepare :meth:`is_same`: dicts, of which modules have thousands, are compared as one."""
-        dicts = [each for each in self._holders if isinstance(each[0].target, dict)]
-        self._dicts = [holder.target for holder, _, _ in dicts]
-        self._sizes = [len(keys) for _, keys, _ in dicts]
-        self._full = [holder.target for holder, keys, _ in dicts if keys]
-        self._keys = compat.identities(tuple(chain.from_iterable(keys for _, keys, _ in dicts)))
-        values = tuple(chain.from_iterable(values for _, _, values in dicts))
-        self._values = compat.identities(values)
-        self._others = [
-            (holder.target, keys, values)
-            for holder, keys, values in self._holders
-            if not isinstance(holder.target, (dict, tuple, frozenset))
-        ]
+        """Prepare :meth:`is_same`: plain dicts (modules have thousands) are read as one."""
+        self._dicts: list[dict[str, Any]] = []
+        self._sizes: list[int] = []
+        self._full: list[dict[str, Any]] = []
+        self._read: list[itemgetter[Any]] = []
+        self._others: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
+        expected: list[Any] = []
+        for holder, keys, values in self._holders:
+            target = holder.target
+            if type(target) is dict and all(type(key) is str for key in keys):
+                names = [key for key in keys if key not in holder.skipped or key in _COMPARED]
+                self._dicts.append(target)
+                self._sizes.append(len(keys))
+                if names:
+                    names.append(names[0])  # an itemgetter of one name returns no tuple
+                    self._read.append(itemgetter(*names))
+                    self._full.append(target)
+                    expected += self._read[-1](dict(zip(keys, values, strict=True)))
+            elif not isinstance(target, (tuple, frozenset)):
+                self._others.append((target, keys, values))
+        self._values = compat.identities(tuple(expected))
 
     def _keep(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Remember where tensors are, and the numbers in those that are numbers."""
@@ -259,12 +270,13 @@ class Fields:
 
     def is_same(self) -> bool:
         """Whether every field holds the same object, and every tensor is where it was."""
-        if list(map(dict.__len__, self._dicts)) != self._sizes:
+        if list(map(len, self._dicts)) != self._sizes:
             return False
-        full = self._full
-        if compat.identities(tuple(chain.from_iterable(map(dict.values, full)))) != self._values:
+        try:
+            values = tuple(chain.from_iterable(map(_READ, self._read, self._full)))
+        except KeyError:
             return False
-        if compat.identities(tuple(chain.from_iterable(map(dict.__iter__, full)))) != self._keys:
+        if compat.identities(values) != self._values:
             return False
         if not all(_holds(*each) for each in self._others):
             return False

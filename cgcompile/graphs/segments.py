@@ -155,6 +155,8 @@ class SegmentRecorder(Breaker):
                 raise CaptureError.swallowed(self.name, name, error) from error
             if self._graph is None:
                 raise CaptureError.open_break(self.name)
+            if self._storages is not None:
+                self._storages.check()  # layouts too; after each segment, addresses alone
             self._end()
             with self._on_stream_of_breaks():
                 self._refuse_stale_copies()
@@ -227,7 +229,7 @@ class SegmentRecorder(Breaker):
     def _end(self) -> None:
         assert self._graph is not None
         self._mode.switch_off()
-        if self._storages is not None:
+        if self._storages is not None and not self._storages.at_same_addresses:
             self._storages.check()
         torch.clear_autocast_cache()
         self._graph.end()  # where it raises, the graph is still there to be abandoned
