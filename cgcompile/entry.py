@@ -206,10 +206,6 @@ class CompiledGraph:
         if self.split.differentiable:
             self._constants += tensors
 
-    def degraded(self, why: Why) -> None:
-        """Count that calls like those of this graph get a lesser mode than was asked for."""
-        self._ledger.degraded(why)
-
     @property
     def counters(self) -> Counters:
         """What the calls did so far; ``print(graph.counters)`` shows it."""
