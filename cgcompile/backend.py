@@ -21,8 +21,10 @@ from cgcompile.boundaries import Boundaries, UnmetOps
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.entry import CompiledGraph
 from cgcompile.errors import ConfigError, DispatchError
+from cgcompile.forward_context import current_forward_context
 from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import releasing, without_garbage_collection
+from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
@@ -326,6 +328,26 @@ class Backend:
             raise DispatchError.strict("the model", Reason.RECOMPILE_LIMIT.value, detail)
         log.warning("%s. Let what varies be a tensor, or raise the limit", detail)
         self._ledger.degraded(Why(Reason.RECOMPILE_LIMIT, detail))
+
+    def run_plain(self, name: str, why: Why, function: Callable[[], Any]) -> Any:
+        """Run a call that no graph of this handle serves, and count it.
+
+        Raises:
+            DispatchError: ``strict``.
+            BaseException: what the function raised.
+        """
+        context = current_forward_context()
+        if context is not None and context.inputs_ready is not None:
+            wait_for_inputs(context.inputs_ready, None)
+        try:
+            if self.config.strict:
+                raise DispatchError.strict(name, why.reason.value, why.detail)
+            result = function()
+        except BaseException:
+            self._ledger.failed()
+            raise
+        self._ledger.plain(why)
+        return result
 
     def compile_graph(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: int = 0
