@@ -145,8 +145,8 @@ class Backend:
     @property
     def counters(self) -> Counters:
         """What all calls of these graphs did, of wrappers, and without either, in one sum."""
-        found = [each.counters for each in (*self.graphs, *self.wrappers)]
-        return sum(found, self._ledger.counters)
+        found = [each.counters for each in self.graphs]
+        return sum(found + [each.counters for each in self.wrappers], self._ledger.counters)
 
     @checked
     def capture(

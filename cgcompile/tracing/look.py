@@ -25,7 +25,7 @@ class Look(Traces):
     """
 
     def __init__(self, called: Any, dims: Mapping[str, Any] | None, rules: Rules) -> None:
-        super().__init__(called, _nothing, _nothing, dims, rules)
+        super().__init__(called, _nothing, dims, rules)
 
     def at(
         self,

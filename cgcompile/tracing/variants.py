@@ -62,10 +62,10 @@ class Traces:
     Args:
         called: module, bound method or function.
         compile_graph: compiles a traced graph.
-        run_plain: counts and runs a call that is not traced.
         dims: which dimensions vary, by the name of the parameter.
         rules: how calls are told apart.
         kept: where traces without guards are kept; None: nowhere.
+        run_plain: counts and runs a call that is not traced; None: all are.
 
     Attributes:
         made: the traces, the one used last first.
@@ -77,10 +77,10 @@ class Traces:
         self,
         called: Any,
         compile_graph: Compile,
-        run_plain: RunPlain,
         dims: Mapping[str, Any] | None,
         rules: Rules,
         kept: KeptTraces | None = None,
+        run_plain: RunPlain | None = None,
     ) -> None:
         self._called = called
         self._hooks = compat.hooks_of(called)
@@ -134,7 +134,7 @@ class Traces:
         with self._lock:
             variant = self._found(args, kwargs)
             why = self._why_varying(args, kwargs) if variant is None else None
-            if why is None:
+            if why is None or self._run_plain is None:
                 return self._first(variant or self._traced(args, kwargs), args, kwargs)
         return self._run_plain(self.name, why, lambda: self._called(*given, **kwargs))
 
