@@ -21,8 +21,11 @@ from cgcompile.boundaries import Boundaries, UnmetOps
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.entry import CompiledGraph
 from cgcompile.errors import ConfigError, DispatchError
+from cgcompile.forward_context import current_forward_context
 from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import releasing, without_garbage_collection
+from cgcompile.graphs.cuda import wait_for_inputs
+from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes import check_disabled
@@ -31,7 +34,7 @@ from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
 from cgcompile.piecewise.splitting import check_sizes, split_as_set
 from cgcompile.piecewise.traces import trace_code, trace_split
 from cgcompile.piecewise.verify import verifier
-from cgcompile.reasons import Counters, Reason, Why
+from cgcompile.reasons import Counters, Ledger, Reason, Why
 from cgcompile.settings import checked
 from cgcompile.tracing.saved import KeptTraces
 
@@ -85,6 +88,7 @@ class Backend:
         self._forget: weakref.WeakSet[Any] = weakref.WeakSet()  # traces of compile()
         self._pieces = PieceCache(self.config)
         self._unmet: UnmetOps | None = None
+        self._ledger = _ledger()  # of calls that reach no graph
         self.wrappers: weakref.WeakSet[CUDAGraphWrapper] = weakref.WeakSet()
 
     def remember(self, traces: Any) -> None:
@@ -140,9 +144,9 @@ class Backend:
 
     @property
     def counters(self) -> Counters:
-        """What all calls of these graphs did, and of wrappers, in one sum."""
+        """What all calls of these graphs did, of wrappers, and without either, in one sum."""
         found = [each.counters for each in self.graphs]
-        return sum(found + [each.counters for each in self.wrappers], Counters())
+        return sum(found + [each.counters for each in self.wrappers], self._ledger.counters)
 
     @checked
     def capture(
@@ -276,6 +280,7 @@ class Backend:
     def reset(self) -> None:
         """Forget what was compiled; ``torch._dynamo.reset()`` calls it."""
         self._graphs.clear()
+        self._ledger = _ledger()
         for shape_env in tuple(self._shape_envs):
             compat.drop_fakes(shape_env)
         self._shape_envs.clear()
@@ -304,19 +309,45 @@ class Backend:
             raise ConfigError.trace_once_needs_guards_dropped()
         if self.config.splitting == "breakable":
             raise ConfigError.breakable_needs_no_trace()
-        limit = compat.last_compilation()
-        if limit is not None and self.config.strict:
-            raise DispatchError.strict("the model", Reason.RECOMPILE_LIMIT.value, limit)
+        compat.watch_recompile_limit()
         shape_env = compat.current_shape_env()
         if shape_env is not None:
             self._shape_envs.add(shape_env)
         with without_garbage_collection():
-            compiled = self.compile_graph(gm, example_inputs)
-        if limit is not None:
-            log.warning("%s. Let what varies be a tensor, or raise the limit", limit)
-            if isinstance(compiled, CompiledGraph):
-                compiled.degraded(Why(Reason.RECOMPILE_LIMIT, limit))
-        return compiled
+            return self.compile_graph(gm, example_inputs)
+
+    def recompile_limit_reached(
+        self, detail: str, mode: str | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Count that Dynamo compiles a function no more; it calls this before the call runs eager.
+
+        Raises:
+            DispatchError: ``strict``.
+        """
+        if self.config.strict:
+            raise DispatchError.strict("the model", Reason.RECOMPILE_LIMIT.value, detail)
+        log.warning("%s. Let what varies be a tensor, or raise the limit", detail)
+        self._ledger.degraded(Why(Reason.RECOMPILE_LIMIT, detail))
+
+    def run_plain(self, name: str, why: Why, function: Callable[[], Any]) -> Any:
+        """Run a call that no graph of this handle serves, and count it.
+
+        Raises:
+            DispatchError: ``strict``.
+            BaseException: what the function raised.
+        """
+        context = current_forward_context()
+        if context is not None and context.inputs_ready is not None:
+            wait_for_inputs(context.inputs_ready, None)
+        try:
+            if self.config.strict:
+                raise DispatchError.strict(name, why.reason.value, why.detail)
+            result = function()
+        except BaseException:
+            self._ledger.failed()
+            raise
+        self._ledger.plain(why)
+        return result
 
     def compile_graph(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: int = 0
@@ -357,6 +388,11 @@ class Backend:
         if self._unmet is not None:
             self._unmet.look(gm)
         return self._unmet
+
+
+def _ledger() -> Ledger:
+    timeline = Timeline()
+    return Ledger(timeline.plain, timeline.refused)
 
 
 def _compile_unsplit(
@@ -421,6 +457,12 @@ class NamedBackend:
     ) -> Callable[..., Any]:
         """Compile one graph, with the settings of this ``torch.compile`` call."""
         return self.handle(mode, options)(gm, example_inputs)
+
+    def recompile_limit_reached(
+        self, detail: str, mode: str | None, options: Mapping[str, Any] | None
+    ) -> None:
+        """As of the :class:`Backend` that has the settings of this ``torch.compile`` call."""
+        self.handle(mode, options).recompile_limit_reached(detail)
 
 
 backend = NamedBackend()

@@ -26,7 +26,7 @@ from cgcompile.forward_context import (
     eager_region_is_open,
     override_forward_context,
 )
-from cgcompile.graphs.capture import releasing, wait_for_capture
+from cgcompile.graphs.capture import releasing, retry_while_busy
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
@@ -206,10 +206,6 @@ class CompiledGraph:
         if self.split.differentiable:
             self._constants += tensors
 
-    def degraded(self, why: Why) -> None:
-        """Count that calls like those of this graph get a lesser mode than was asked for."""
-        self._ledger.degraded(why)
-
     @property
     def counters(self) -> Counters:
         """What the calls did so far; ``print(graph.counters)`` shows it."""
@@ -232,8 +228,8 @@ class CompiledGraph:
         if isinstance(mode, Why):
             return mode, None
         result = self._in_turn(mode, context, inputs)
-        if result[0] is not None and result[0].reason is Reason.CAPTURE_BUSY and wait_for_capture():
-            return self._in_turn(mode, context, inputs)
+        if result[0] is not None and result[0].reason is Reason.CAPTURE_BUSY:
+            return retry_while_busy(partial(self._in_turn, mode, context, inputs), result)
         return result
 
     def _in_turn(

@@ -8,9 +8,9 @@ pieces, ``CompiledGraph.counters`` counts those of whole steps.
 import enum
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cgcompile.locks import new_lock
 
@@ -75,6 +75,26 @@ class Why(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.reason.value}: {self.detail}"
+
+
+VARYING = 8  # calls with a new number each, before that is called a reason
+
+
+def varying_number(name: str, values: Sequence[Any], needs: str, advice: str = "") -> Why:
+    """Return the reason of a call with a number that differs at each call.
+
+    Args:
+        name: of the number.
+        values: of the last calls.
+        needs: what each value would need of its own.
+        advice: what helps, but for a tensor.
+    """
+    last = ", ".join(map(str, values[-3:]))
+    detail = (
+        f"the number {name!r} is another one at each call (now {last}), and each would need "
+        f"{needs} of its own. Pass it as a tensor{advice}"
+    )
+    return Why(Reason.VARYING_NUMBER, detail)
 
 
 # Reasons that are no loss of speed that could be avoided: asked for, on the way, or nothing to win.

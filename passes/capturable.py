@@ -145,6 +145,9 @@ class Capturability:
         name, made = short_name(node.target), tensors(value(node))
         fills = name in _FROM_PYTHON and launches_kernel(self._gm, node)
         if self.device.type == "cpu":  # the host recorder refuses what a device would have to copy
+            other = next((t for t in (*made, *given) if t.device.type == "meta"), None)
+            if other is not None:
+                return Why(Reason.OTHER_DEVICE, f"{name} on {other.device}, graph on {self.device}")
             copied = fills and not given and any(t.dim() and t.numel() for t in made)
             return Why(Reason.DEVICE_COPY, f"{name} copies Python data") if copied else None
         why = why_not_on(self.device, name, given, made, from_python=fills)
@@ -247,12 +250,16 @@ _CPU = torch.device("cpu")
 
 
 def graph_device(gm: fx.GraphModule) -> torch.device:
-    """The device that most values of a graph are on; meta, then CPU, if nothing else is there."""
+    """The device that most values of a graph are on; meta or CPU only if nothing else is there.
+
+    Meta stands for a device, with CPU tensors beside, as long as no more values are on the CPU.
+    """
     counts: dict[torch.device, int] = {}
     for node in gm.graph.nodes:
         for tensor in tensors(value(node)):
             counts[tensor.device] = counts.get(tensor.device, 0) + 1
-    others = {device: n for device, n in counts.items() if device.type != "cpu"}
-    if any(device.type != "meta" for device in others):
-        others = {device: n for device, n in others.items() if device.type != "meta"}
-    return max(others, key=lambda device: others[device]) if others else _CPU
+    others = {device: n for device, n in counts.items() if device.type not in ("cpu", "meta")}
+    if not others:
+        meta = torch.device("meta")
+        return meta if counts.get(meta, 0) > 0 and counts[meta] >= counts.get(_CPU, 0) else _CPU
+    return max(others, key=lambda device: others[device])

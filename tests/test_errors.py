@@ -220,7 +220,7 @@ EXAMPLES: dict[str, CGCompileError] = {
     "CaptureError.region_inside": CaptureError.region_inside(),
     "CaptureBusyError.busy": CaptureBusyError.busy("piece_1", "piece_0", True),
     "DispatchError.no_descriptor": DispatchError.no_descriptor("Linear", "FULL"),
-    "DispatchError.bad_mode": DispatchError.bad_mode("NONE"),
+    "DispatchError.bad_mode": DispatchError.bad_mode("CUDAGraphWrapper", "NONE"),
     "DispatchError.cannot_copy": DispatchError.cannot_copy("Decoder"),
     "DispatchError.other_breaks": DispatchError.other_breaks("Decoder", ["attend"], []),
     "DispatchError.nothing_verified": DispatchError.nothing_verified("warming: call 1 of 1"),

@@ -76,7 +76,6 @@ from cgcompile.compat.dynamo import (
     keep_graph_break,
     keep_input,
     known_size,
-    last_compilation,
     make_floats_constant,
     original_of,
     present_size,
@@ -85,6 +84,7 @@ from cgcompile.compat.dynamo import (
     size_conditions,
     source_name,
     storage_key,
+    watch_recompile_limit,
 )
 from cgcompile.compat.foreign import listen_to_no_graph
 from cgcompile.compat.marks import (

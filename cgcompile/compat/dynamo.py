@@ -200,32 +200,57 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     return result
 
 
-def last_compilation() -> str | None:
-    """Return a text if Dynamo will compile the function of this backend call no more, else None.
+def watch_recompile_limit() -> None:
+    """Have Dynamo call ``recompile_limit_reached(text, mode, options)`` of a backend.
 
-    A call that no compiled graph serves runs eager then, without any backend being called. With
-    ``fullgraph=True`` or ``fail_on_recompile_limit_hit`` torch raises. torch keeps the count in a
-    local variable of its frame, of the same name on 2.11, 2.13 and 2.15.
+    That is where a call is about to run eager, because its function was compiled as often as torch
+    allows. What the method raises, the call raises. Not where torch raises itself, with
+    ``fullgraph=True`` or ``fail_on_recompile_limit_hit``.
+    """
+    from torch._dynamo import utils
+
+    if _look_at_limit not in (utils.get_hook_for_recompile_user_context() or ()):
+        utils.register_hook_for_recompile_user_context(_look_at_limit)
+
+
+def _look_at_limit() -> str:
+    """Compare with the limits; Dynamo calls this before each compilation, and then does so itself.
+
+    What the frame of ``_compile`` holds has the same names on 2.11, 2.13 and 2.15.
     """
     from torch._dynamo import config, convert_frame
+    from torch._dynamo.cache_size import exceeds_recompile_limit
+    from torch._dynamo.eval_frame import innermost_backend
+    from torch._dynamo.utils import get_metrics_context
 
-    frame = sys._getframe()
+    # A compilation inside of another one sets this metric again, which torch refuses.
+    get_metrics_context()._metrics.pop("recompile_user_contexts", None)
+    frame: Any = sys._getframe()
     while frame.f_code.co_name != "_compile" or frame.f_globals is not vars(convert_frame):
-        if frame.f_back is None:
-            return None
         frame = frame.f_back
-    count = getattr(
-        frame.f_locals.get("cache_size"), "num_cache_entries_with_same_id_matched_objs", None
-    )
-    code, limit = frame.f_locals.get("code"), config.recompile_limit
-    raises = frame.f_locals.get("one_graph") or config.fail_on_recompile_limit_hit
-    if raises or count is None or code is None or count + 1 < limit:
-        return None
-    why = str(frame.f_locals.get("recompile_reason") or "").strip().splitlines()
-    file = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
-    text = f"{code.co_name} ({file}) is compiled for the {count + 1}th time, and "
-    text += f"torch._dynamo.config.recompile_limit is {limit}: other calls run eager, uncounted"
-    return f"{text}; the last reason: {why[0]}" if why else text
+        if frame is None:
+            return ""
+    local = frame.f_locals
+    exceeded, limit = exceeds_recompile_limit(local["cache_size"], local["compile_id"])
+    if not exceeded or local["one_graph"] or config.fail_on_recompile_limit_hit:
+        return ""
+    backend, mode, options = _of_torch_compile(innermost_backend(local["compiler_fn"]))
+    reached = getattr(backend, "recompile_limit_reached", None)
+    if reached is not None:
+        code = local["code"]
+        why = str(local.get("recompile_reason") or "").strip().splitlines()
+        file = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+        text = f"{code.co_name} ({file}) is compiled no more, and other calls run eager, "
+        text += f"uncounted: torch._dynamo.config.{limit} is {getattr(config, limit)}"
+        reached(f"{text}; the last reason: {why[0]}" if why else text, mode, options)
+    return ""
+
+
+def _of_torch_compile(wrapper: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
+    """(backend, mode, options) of what ``torch.compile`` gives to Dynamo as the backend."""
+    settings = getattr(wrapper, "kwargs", {})
+    found = getattr(wrapper, "compiler_fn", wrapper)
+    return found, settings.get("mode"), settings.get("options")
 
 
 def backend_of(compiled: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
@@ -234,10 +259,7 @@ def backend_of(compiled: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
 
     if not isinstance(compiled, OptimizedModule):
         return None, None, None
-    wrapper = innermost_backend(compiled.dynamo_ctx.callback)
-    settings = getattr(wrapper, "kwargs", {})
-    found = getattr(wrapper, "compiler_fn", wrapper)
-    return found, settings.get("mode"), settings.get("options")
+    return _of_torch_compile(innermost_backend(compiled.dynamo_ctx.callback))
 
 
 def original_of(compiled: Any) -> Any:

@@ -340,9 +340,9 @@ class DispatchError(CGCompileError, RuntimeError):
         )
 
     @classmethod
-    def bad_mode(cls, mode: str) -> "DispatchError":
+    def bad_mode(cls, where: str, mode: str) -> "DispatchError":
         return cls(
-            f"CUDAGraphWrapper(runtime_mode={mode}): a wrapper serves one runtime mode that has "
+            f"{where}(runtime_mode={mode}): a wrapper serves a runtime mode that has "
             "graphs.\n  Take CUDAGraphMode.PIECEWISE or CUDAGraphMode.FULL."
         )
 

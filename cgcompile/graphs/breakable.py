@@ -33,7 +33,7 @@ from cgcompile.graphs.segments import SegmentRecorder
 from cgcompile.graphs.sequence import GraphSequence, Segment
 from cgcompile.graphs.storages import SameStorages
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.settings import checked, checked_but, require_callable, require_kind
+from cgcompile.settings import checked_but, require_callable, require_kind
 
 F_ = TypeVar("F_", bound=Callable[..., Any])
 
@@ -254,9 +254,14 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
 
     Attributes:
         boundaries: which ops break.
+        before_capture: called right before each capture that begins; may be set.
+
+    Raises:
+        DispatchError: ``runtime_mode`` is not PIECEWISE, FULL or None.
+        ConfigError: an argument is of another kind than above.
     """
 
-    @checked
+    @checked_but("runnable", "runtime_mode")
     def __init__(
         self,
         runnable: Callable[..., Any],
@@ -270,7 +275,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         super().__init__(
             runnable,
             config,
-            runtime_mode or CUDAGraphMode.PIECEWISE,
+            CUDAGraphMode.PIECEWISE if runtime_mode is None else runtime_mode,
             cudagraph_options,
             pool=pool,
             name=name,
@@ -279,6 +284,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             self._modes = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
         ops, builtin = self.config.splitting_ops, self.config.builtin_splitting_ops
         self.boundaries = Boundaries(ops, builtin=builtin)
+        self.before_capture: Callable[[], None] | None = None
 
     @property
     def sees_composites(self) -> bool:
@@ -294,6 +300,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         kwargs: dict[str, Any],
         shown: str = "",
         storages: SameStorages | None = None,
+        wait: bool = True,
     ) -> Captured:
         """Capture ``runnable`` for a descriptor; it has been executed then.
 
@@ -319,7 +326,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             storages=storages or self._storages(args, kwargs, rebinding),
             compiled=self._may_run_compiled_code,
         )
-        recorder.start()
+        recorder.start(wait=wait, before=self.before_capture)
         try:
             result = self.runnable(*args, **kwargs)
             rebinding.end_segment()

@@ -8,6 +8,7 @@ capture a process is safe on CUDA: a second thread waits for it, a few seconds a
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
@@ -21,6 +22,7 @@ from cgcompile.graphs.device import DeviceGraph, any_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.storages import SameStorages
 from cgcompile.locks import new_lock
+from cgcompile.reasons import Reason, Why
 from cgcompile.settings import require_kind
 
 _allowed: ContextVar[bool] = ContextVar("cgcompile_capture_allowed", default=True)
@@ -80,26 +82,40 @@ class _Turn:
         self._lock = new_lock(watch=False)
         self._now: tuple[int, str, object, int] | None = None  # thread, what, holder, process
 
-    def taken(self, what: str, holder: object = None, wait: float = _PATIENCE) -> "_Taken":
-        return _Taken(self, what, holder, wait)
+    def taken(
+        self,
+        what: str,
+        holder: object = None,
+        wait: float = _PATIENCE,
+        before: Callable[[], None] | None = None,
+    ) -> "_Taken":
+        return _Taken(self, what, holder, wait, before)
 
-    def take(self, what: str, holder: object, wait: float) -> None:
+    def take(
+        self, what: str, holder: object, wait: float, before: Callable[[], None] | None
+    ) -> None:
         if self.is_here() or not self._lock.acquire(timeout=wait):
             now = self._now
             running = "something" if now is None else now[1]
             raise CaptureBusyError.busy(what, running, self.is_here())
+        if before is not None:
+            try:
+                before()
+            except BaseException:
+                self._lock.release()
+                raise
         self._now = (threading.get_ident(), what, holder, os.getpid())
 
     def give_back(self) -> None:
         self._now = None
         self._lock.release()
 
-    def wait(self) -> bool:
-        """Wait for the capture of another thread to end; whether there was one that has ended."""
-        waited = self.is_elsewhere() and self._lock.acquire(timeout=_PATIENCE)
-        if waited:
+    def wait(self, seconds: float) -> bool:
+        """Wait until no other thread captures; whether that is so now."""
+        free = self._lock.acquire(timeout=seconds)
+        if free:
             self._lock.release()
-        return bool(waited)
+        return bool(free)
 
     def is_elsewhere(self) -> bool:
         now = self._now
@@ -121,9 +137,16 @@ class _Taken:
 
     __slots__ = ("_asks", "_turn")
 
-    def __init__(self, turn: _Turn, what: str, holder: object, wait: float) -> None:
+    def __init__(
+        self,
+        turn: _Turn,
+        what: str,
+        holder: object,
+        wait: float,
+        before: Callable[[], None] | None,
+    ) -> None:
         self._turn = turn
-        self._asks = (what, holder, wait)
+        self._asks = (what, holder, wait, before)
 
     def __enter__(self) -> None:
         self._turn.take(*self._asks)
@@ -140,15 +163,30 @@ def captured_elsewhere() -> bool:
     return _turn.is_elsewhere()
 
 
-def wait_for_capture() -> bool:
-    """Wait for the capture of another thread to end, a few seconds at most.
+def wait_for_capture(seconds: float = _PATIENCE) -> bool:
+    """Wait until no other thread captures, some seconds at most; whether that is so now.
 
     Hold no lock that the capture may want.
-
-    Returns:
-        Whether there was one, and it has ended.
     """
-    return _turn.wait()
+    return _turn.wait(seconds)
+
+
+Attempt = tuple[Why | None, Any]  # (None, result) of a step that ran; else (why not, None)
+
+
+def retry_while_busy(attempt: Callable[[], Attempt], result: Attempt) -> Attempt:
+    """Repeat an attempt that came to ``result`` after other threads' captures, for some seconds.
+
+    ``attempt`` may take locks, but must not wait for a capture inside of them: all other threads
+    that need these locks would wait as long.
+    """
+    until = time.monotonic() + _PATIENCE
+    while result[0] is not None and result[0].reason is Reason.CAPTURE_BUSY:
+        left = until - time.monotonic()
+        if left <= 0 or not wait_for_capture(left):
+            break
+        result = attempt()
+    return result
 
 
 def inside_capture() -> bool:
@@ -171,18 +209,26 @@ def who_captures_elsewhere() -> object:
     return _turn.holder(here=False)
 
 
-def capture_turn(what: str, holder: object) -> AbstractContextManager[None]:
+def capture_turn(
+    what: str,
+    holder: object,
+    *,
+    wait: bool = True,
+    before: Callable[[], None] | None = None,
+) -> AbstractContextManager[None]:
     """The right to capture, of which a process has one.
 
     Args:
         what: what is captured, for messages.
         holder: what others find as the one who captures.
+        wait: wait a few seconds for the capture of another thread.
+        before: called on entering, when no other thread can capture any more.
 
     Raises:
         CaptureBusyError: on entering, a capture runs in this thread, or one in another thread does
-            not end within a few seconds.
+            not end in time.
     """
-    return _turn.taken(what, holder)
+    return _turn.taken(what, holder, _PATIENCE if wait else 0, before)
 
 
 class _Collection:
@@ -295,6 +341,7 @@ def capture(
     collect: bool = False,
     storages: SameStorages | None = None,
     compiled: bool = False,
+    wait: bool = True,
 ) -> tuple[DeviceGraph, Any]:
     """Record what ``function`` does, without doing it.
 
@@ -305,6 +352,7 @@ def capture(
         collect: collect garbage first, so that dead tensors give their memory back.
         storages: tensors whose memory ``function`` must not replace.
         compiled: whether ``function`` calls what ``torch.compile`` made.
+        wait: wait a few seconds for the capture of another thread.
 
     Returns:
         The graph, not replayed yet, and what ``function`` returned.
@@ -317,7 +365,7 @@ def capture(
     """
     if pool.device.is_capturing():
         raise CaptureError.nested(f"capture of {what}")
-    with _turn.taken(what):
+    with capture_turn(what, None, wait=wait):
         if collect and _in_bulk.get() is None:
             gc.collect()
         bury_graphs()

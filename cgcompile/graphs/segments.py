@@ -104,8 +104,12 @@ class SegmentRecorder(Breaker):
 
     # -------------------------------------------------------------- begin and end
 
-    def start(self) -> None:
+    def start(self, *, wait: bool = True, before: Callable[[], None] | None = None) -> None:
         """Begin to record; on an exception nothing is left behind.
+
+        Args:
+            wait: wait a few seconds for the capture of another thread.
+            before: called right before the capture begins, when nothing can refuse it any more.
 
         Raises:
             CaptureBusyError: another capture runs, in this thread or another one.
@@ -120,7 +124,7 @@ class SegmentRecorder(Breaker):
         composites = self._below_autograd or torch.is_inference_mode_enabled()
         self._mode = BreakMode(self, self._boundaries, device.tensor_type, composites)
         with ExitStack() as stack:
-            stack.enter_context(capture_turn(self.name, self))
+            stack.enter_context(capture_turn(self.name, self, wait=wait, before=before))
             bury_graphs()
             stack.enter_context(without_garbage_collection())
             self._callers_stream = device.current_stream()

@@ -33,7 +33,7 @@ from cgcompile.graphs.capture import (
     captured_elsewhere,
     inside_capture,
     releasing,
-    wait_for_capture,
+    retry_while_busy,
 )
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
@@ -127,7 +127,8 @@ class CUDAGraphWrapper(Transparent):
         guarded: bool = True,
     ) -> None:
         if runtime_mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
-            raise DispatchError.bad_mode(str(getattr(runtime_mode, "name", runtime_mode)))
+            mode = getattr(runtime_mode, "name", repr(runtime_mode))
+            raise DispatchError.bad_mode(type(self).__name__, mode)
         check_kinds(type(self).__name__, runnable, config, cudagraph_options, pool)
         self.runnable = runnable
         self.config = CompilationConfig() if config is None else config
@@ -191,30 +192,31 @@ class CUDAGraphWrapper(Transparent):
         descriptor = context.batch_descriptor
         if descriptor is None:
             raise DispatchError.no_descriptor(self.name, mode.name)
-        if captured_elsewhere() and not self._is_free(mode, descriptor):
-            return self._plain(Reason.CAPTURE_BUSY, "another thread is capturing", args, kwargs)
+        why, result = self._with_graphs(mode, descriptor, args, kwargs)
+        if why is not None and why.reason is Reason.CAPTURE_BUSY:
+            attempt = partial(self._with_graphs, mode, descriptor, args, kwargs)
+            why, result = retry_while_busy(attempt, (why, result))
+        return result if why is None else self._plain(*why, args, kwargs)
+
+    def _with_graphs(
+        self,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Why | None, Any]:
+        """(None, result) of a step that ran; else (why it is to run plain, None)."""
         with self._lock:
             entries = self._entries.get((mode, descriptor))
             if not entries:
                 return self._first(mode, descriptor, args, kwargs)
             if gradients_due(entries[0].needs_grad, args, kwargs):
-                return self._plain(Reason.GRADIENTS, _GRADIENTS, args, kwargs)
+                return Why(Reason.GRADIENTS, _GRADIENTS), None
             try:
                 entries[0].check(args, kwargs, self.name)
             except GuardError as error:
                 return self._changed(error, mode, entries, args, kwargs)
-            return self._replay(entries[0], args, kwargs)
-
-    def _is_free(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
-        """Wait for the capture of another thread, where this call is to capture; False: it goes on.
-
-        Call without the lock: what the other thread captures may call this wrapper.
-        """
-        if self._entries.get((mode, descriptor)) or self.closed:
-            return True
-        if not capture_allowed() or capture_postponed():
-            return True
-        return wait_for_capture() or not captured_elsewhere()
+            return None, self._replay(entries[0], args, kwargs)
 
     def _in_region(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context = current_forward_context()
@@ -229,67 +231,76 @@ class CUDAGraphWrapper(Transparent):
         entries: list[CUDAGraphEntry],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Any:
+    ) -> tuple[Why | None, Any]:
         """The input is not that of the entry that served last."""
         chosen = self.config.on_input_change
         if chosen == "eager":
-            return self._plain(Reason.INPUT_CHANGED, str(error).splitlines()[0], args, kwargs)
+            return Why(Reason.INPUT_CHANGED, str(error).splitlines()[0]), None
         if chosen != "recapture":
             raise error
         for place, entry in enumerate(entries):
             if entry.serves(args, kwargs):
                 entries.insert(0, entries.pop(place))
-                return self._replay(entry, args, kwargs)
+                return None, self._replay(entry, args, kwargs)
         most = self.config.max_captured_shapes
         if len(self.entries) >= most:
             detail = f"{most} steps are captured (max_captured_shapes); on_input_change"
-            return self._plain(Reason.TOO_MANY_SHAPES, detail, args, kwargs)
+            return Why(Reason.TOO_MANY_SHAPES, detail), None
         return self._first(mode, entries[0].batch_descriptor, args, kwargs)
+
+    def _why_not_now(self, descriptor: BatchDescriptor) -> Why | None:
+        """Return why no capture may begin here and now, whatever the call."""
+        if self.closed or not capture_allowed():
+            detail = f"no graph for {descriptor}, and capture is closed"
+            return Why(Reason.CAPTURE_FORBIDDEN, detail)
+        if capture_postponed():
+            return Why(Reason.WARMING, "a bulk capture comes")
+        if captured_elsewhere():
+            return Why(Reason.CAPTURE_BUSY, "another thread is capturing")
+        return None
 
     def _first(
         self, mode: CUDAGraphMode, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        if self.closed or not capture_allowed():
-            detail = f"no graph for {descriptor}, and capture is closed"
-            return self._plain(Reason.CAPTURE_FORBIDDEN, detail, args, kwargs)
-        if capture_postponed():
-            return self._plain(Reason.WARMING, "a bulk capture comes", args, kwargs)
+    ) -> tuple[Why | None, Any]:
+        why = self._why_not_now(descriptor)
+        if why is not None:
+            return why, None
         devices = devices_of(self.runnable, args, kwargs)
         if len(devices) > 1:
             detail = f"tensors are on {', '.join(map(str, devices))}; a graph holds one device"
-            return self._plain(Reason.OTHER_DEVICE, detail, args, kwargs)
+            return Why(Reason.OTHER_DEVICE, detail), None
         if self._pool is None:
             found = capture_device(devices[0], self.config.capture_device)
             if found is None:
-                return self._plain(Reason.NO_DEVICE, f"tensors are on {devices[0]}", args, kwargs)
+                return Why(Reason.NO_DEVICE, f"tensors are on {devices[0]}"), None
             self._pool = GraphPool(found)
             self._pool.add_user(self)
         if self.config.on_input_change == "copy":
             raise DispatchError.cannot_copy(self.name)
         if self._pool.lends(compat.tree_tensors((args, kwargs))):
-            return self._plain(Reason.UNSUPPORTED_INPUT, LENT, args, kwargs)
+            return Why(Reason.UNSUPPORTED_INPUT, LENT), None
         if self._guarded:
             fields = FieldsGuard.of(args, kwargs, self._pool.device.tensor_type)
             if fields is not None and not fields.complete:
-                return self._plain(Reason.UNSUPPORTED_INPUT, _TOO_MANY_FIELDS, args, kwargs)
+                return Why(Reason.UNSUPPORTED_INPUT, _TOO_MANY_FIELDS), None
         refusals = self._refused.get((mode, descriptor), [])
         if len(refusals) >= _MOST_REFUSALS:
-            return self._plain(Reason.CAPTURE_FAILED, refusals[-1], args, kwargs)
+            return Why(Reason.CAPTURE_FAILED, refusals[-1]), None
         needs_grad = holds_parameters_with_grad(self.runnable) or descriptor in self._grads
         if gradients_due(needs_grad, args, kwargs):
-            return self._plain(Reason.GRADIENTS, _GRADIENTS, args, kwargs)
+            return Why(Reason.GRADIENTS, _GRADIENTS), None
         return self._capture(mode, descriptor, args, kwargs)
 
     def _capture(
         self, mode: CUDAGraphMode, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    ) -> tuple[Why | None, Any]:
         """Capture and run the step; it runs plain where a graph cannot repeat it."""
         assert self._pool is not None
         if self._debug:
             self._expire(descriptor, args, kwargs)
         with self.timeline.capture(self._pool, self.name, mode, descriptor) as outcome:
             try:
-                captured = self.record(descriptor, args, kwargs)
+                captured = self.record(descriptor, args, kwargs, wait=False)
             except CaptureError as error:
                 why, captured = _why_not(error), None
             else:
@@ -302,16 +313,16 @@ class CUDAGraphWrapper(Transparent):
                 self.counters.captures += 1
                 outcome.done(captured.entry.sequence)
                 if self._debug:
-                    return self._tracked(captured.entry, result, args, kwargs)
-                return result
+                    result = self._tracked(captured.entry, result, args, kwargs)
+                return None, result
             outcome.why = why.detail
         if why.reason is Reason.GRADIENTS:
             self._grads.add(descriptor)
         elif why.reason is Reason.CAPTURE_FAILED:
             self._refused.setdefault((mode, descriptor), []).append(why.detail)
         if captured is None:
-            return self._plain(*why, args, kwargs)
-        return self._ran_plain(why, captured.result)
+            return why, None
+        return None, self._ran_plain(why, captured.result)
 
     def record(
         self,
@@ -320,10 +331,12 @@ class CUDAGraphWrapper(Transparent):
         kwargs: dict[str, Any],
         shown: str = "",
         storages: SameStorages | None = None,
+        wait: bool = True,
     ) -> "Captured | None":
         """Capture ``runnable`` for a descriptor (``shown`` as text), without executing anything.
 
         It must not replace the memory of ``storages``; by default of all that is reachable.
+        ``wait`` a few seconds for the capture of another thread.
 
         Returns:
             What has been captured, to be run once and then kept with :meth:`keep`; None if an
@@ -347,6 +360,7 @@ class CUDAGraphWrapper(Transparent):
                     collect=not self.options.gc_disable,
                     storages=storages or self._storages(args, kwargs, rebinding),
                     compiled=self._may_run_compiled_code,
+                    wait=wait,
                 )
             except BaseException:
                 if rebinding is not None:

@@ -15,7 +15,7 @@ from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.entry import CompiledGraph
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe.parts import plain
-from cgcompile.observe.targets import recorders_of
+from cgcompile.observe.targets import counters_of, recorders_of
 from cgcompile.observe.text import clipped, table, wrapped
 from cgcompile.piecewise.recording import Recording
 from cgcompile.reasons import Counters
@@ -158,7 +158,7 @@ def coverage(model: Any) -> Coverage:
     ]
     wrappers = [each for each in recorders if isinstance(each, CUDAGraphWrapper)]
     rows += [row for wrapper in wrappers for row in _wrapper(wrapper)]
-    return _of_parts(rows, sum((each.counters for each in recorders), Counters()))
+    return _of_parts(rows, counters_of(model, "coverage"))
 
 
 # ---------------------------------------------------------------- models

@@ -30,7 +30,7 @@ from cgcompile.observe.overview import (
 )
 from cgcompile.observe.parts import settings_of
 from cgcompile.observe.report import Reporter
-from cgcompile.observe.targets import recorders_of
+from cgcompile.observe.targets import counters_of, recorders_of
 from cgcompile.observe.timeline import timeline
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudaGraphManager
@@ -84,7 +84,7 @@ def report(
         steps=tuple(_steps(recorders)),
         timeline=timeline(target),
         coverage=coverage(target),
-        counters=_counters(target, recorders),
+        counters=_counters(target),
         memory=_memory(target, recorders),
         settings=settings_of(config),
         environment=tuple(Fact(*each) for each in versions().items()),
@@ -171,11 +171,9 @@ def _nodes(sequence: GraphSequence) -> int | None:
     return sum(counts) if len(counts) == len(graphs) else None
 
 
-def _counters(target: Any, recorders: Sequence[Any]) -> CountersReport:
+def _counters(target: Any) -> CountersReport:
     own = getattr(target, "counters", None)
-    found = own if isinstance(own, Counters) else None
-    if found is None:
-        found = sum([each.counters for each in recorders], Counters())
+    found = own if isinstance(own, Counters) else counters_of(target, "report")
 
     def counts(those: Counter[Reason]) -> tuple[Count, ...]:
         named = [(each.value, n, found.details.get(each, "")) for each, n in those.items()]

@@ -10,6 +10,7 @@ from cgcompile.errors import ConfigError
 from cgcompile.graphs.breakable import BreakableCUDAGraphCapture
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.reasons import Counters
 from cgcompile.serving import CudaGraphManager
 
 
@@ -54,6 +55,15 @@ def recorders_of(target: Any, function: str) -> list[CompiledGraph | CUDAGraphWr
     if isinstance(wrapper, CUDAGraphWrapper):
         return [wrapper]
     raise ConfigError.captures_nothing(function, type(target).__name__)
+
+
+def counters_of(target: Any, function: str) -> Counters:
+    """What the calls of what :func:`recorders_of` takes did."""
+    if not isinstance(target, CompiledGraph | CUDAGraphWrapper | CudaGraphManager):
+        handle = target if isinstance(target, Backend) else handle_of(target)
+        if handle is not None:
+            return handle.counters
+    return sum([each.counters for each in recorders_of(target, function)], Counters())
 
 
 def sequences_of(target: Any, function: str) -> Iterator[GraphSequence]:

@@ -23,13 +23,12 @@ from cgcompile.piecewise.auto import AutoDispatch
 from cgcompile.piecewise.bindings import MOVED, Binding, Bindings
 from cgcompile.piecewise.recording import Batch
 from cgcompile.piecewise.roles import Roles
-from cgcompile.reasons import Ledger, Reason, Why
+from cgcompile.reasons import VARYING, Ledger, Reason, Why, varying_number
 
 log = logging.getLogger(__name__)
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
-_VARYING = 8  # calls in a row whose numbers no call before had, before that is called a reason
 _MOVING = 64  # bindings that were seen and never captured, before that is called a reason
 
 
@@ -182,22 +181,17 @@ class Admission:
     def _why_varying(self, binding: Binding, batch: Batch) -> Why | None:
         """Return why no key repeats: a number that is not a size is another one at each call."""
         in_key = batch.own_context or self._config.on_input_change == "recapture"
-        if binding.new_in_a_row <= _VARYING or not in_key:
+        if binding.new_in_a_row <= VARYING or not in_key:
             return None
         if binding.varying is not None:  # with the same detail, which is logged once
             return binding.varying
-        keys: list[Any] = list(binding.seen)[-_VARYING:]
+        keys: list[Any] = list(binding.seen)[-VARYING:]
         numbers = self._roles[batch.mode].numbers  # the last items of each key
         for position, *values in zip(numbers, *(key[-len(numbers) :] for key in keys), strict=True):
-            if position in self._arguments and len(set(values)) == len(values) == _VARYING:
-                value = self._inputs[position]
-                last = ", ".join(map(str, values[-3:]))
-                detail = (
-                    f"the number {value.source or value.name!r} is another one at each call (now "
-                    f"{last}), and each would need graphs of its own. Pass it as a tensor, or let "
-                    "splitting ops alone read it"
-                )
-                binding.varying = Why(Reason.VARYING_NUMBER, detail)
+            if position in self._arguments and len(set(values)) == len(values) == VARYING:
+                value, advice = self._inputs[position], ", or let splitting ops alone read it"
+                name = value.source or value.name
+                binding.varying = varying_number(name, values, "graphs", advice)
                 break
         return binding.varying
 

@@ -123,10 +123,6 @@ def full_support(split: SplitGraph) -> AttentionCGSupport:
     return min((piece.support for piece in split.pieces), default=AttentionCGSupport.ALWAYS)
 
 
-def _is_meta(value: Value) -> bool:
-    return isinstance(value.meta, torch.Tensor) and value.meta.device.type == "meta"
-
-
 def _why_eager(split: SplitGraph) -> Why:
     """Why a graph of eager pieces alone is not captured: what ``strict`` refuses comes first."""
     found = [
@@ -148,10 +144,6 @@ def why_never(split: SplitGraph, wanted: CUDAGraphMode, has_device: bool) -> Why
         return Why(Reason.NO_KERNEL, "this graph launches no kernel")
     if not captured and full_support(split) is AttentionCGSupport.NEVER:
         return _why_eager(split)
-    meta = next((each for each in split.inputs if _is_meta(each)), None)
-    if meta is not None and not (has_device and split.device.type == "meta"):  # see explain
-        detail = f"{meta.source or meta.name} is on the meta device; do without it"
-        return Why(Reason.UNSUPPORTED_INPUT, detail)
     if not has_device:
         detail = (
             f"tensors are on {str(split.device)!r}; graphs need a CUDA device, or "

@@ -19,7 +19,7 @@ from cgcompile.descriptors import BatchDescriptor
 from cgcompile.errors import ManagerError
 from cgcompile.forward_context import eager_region_is_open, set_forward_context
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.capture import capture_postponed, inside_capture
+from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import CUDAGraphEntry, Whole, gradients_due
 from cgcompile.graphs.pool import GraphPool
@@ -112,6 +112,7 @@ class StepRunner:
         self.pool = None if found is None else GraphPool(found)
         whole = Whole(model, self._whole)
         self.full = BreakableCUDAGraphWrapper(whole, config, FULL, pool=self.pool, name="step")
+        self.full.before_capture = self.hooks.before_full_capture
         self._pieces: Any = model
         if backend is None:
             self._pieces = BreakableCUDAGraphWrapper(
@@ -162,8 +163,6 @@ class StepRunner:
         if entry is not None and "inputs_ready" not in metadata.additional:
             result = self._rows.replayed(self._replay(entry), padded, real)
             return self._tracked(result, descriptor) if self._config.debug else result
-        if mode is FULL and entry is None and self._captures(descriptor):
-            self.hooks.before_full_capture()
         run = self._model if mode is NONE else self.full if mode is FULL else self._pieces
         across = metadata.num_tokens_across_dp
         with set_forward_context(
@@ -199,12 +198,6 @@ class StepRunner:
         what = f"the manager's step, {descriptor}"
         made = self._stale.hand_out(leaves, self.outputs.owns, None, what)
         return compat.tree_unflatten(made, spec)
-
-    def _captures(self, descriptor: BatchDescriptor) -> bool:
-        """Whether a FULL step is about to be captured."""
-        if self.pool is None or capture_postponed() or inside_capture():
-            return False
-        return self.full.entry_of(FULL, descriptor) is None
 
     def _remember(self, metadata: Metadata, descriptor: BatchDescriptor) -> None:
         """Just after a capture: where its metadata lies."""

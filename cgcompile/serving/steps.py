@@ -92,7 +92,10 @@ class GraphHooks:
         """Before each set of captures; ``pool`` is where memory comes from, None without graphs."""
 
     def before_full_capture(self) -> None:
-        """Before each capture of a whole step, between its warm-up and it: wait for copies here."""
+        """Right before each capture of a whole step that begins, after its warm-up.
+
+        Wait for copies here. Not called where the step cannot be captured and runs plain.
+        """
 
     def end_of_capture(self) -> None:
         """Inside the capture of a whole step, after the model: join other streams here."""

@@ -290,6 +290,22 @@ def _with_strides(sizes: Sequence[int | str]) -> tuple[list[int | None], list[in
     return fixed, [math.prod(lengths[dim:]) for dim in range(len(sizes))]
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that a trace takes for a constant; flags are few."""
+    return type(value) in (int, float, complex)
+
+
+def with_numbers(
+    args: tuple[Any, ...], kwargs: dict[str, Any], numbers: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with as many other numbers, in order."""
+    others = iter(numbers)
+    made: tuple[tuple[Any, ...], dict[str, Any]] = compat.tree_map(
+        lambda leaf: next(others) if is_number(leaf) else leaf, (args, kwargs)
+    )
+    return made
+
+
 def tensors_in(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors in arguments, which are given by path, by theirs."""
     return {

@@ -71,6 +71,7 @@ class Variant:
         start: what its start took.
         fits: whether a call is like the traced one, by its arguments and autocast.
         proven: whether a call has run to its end: only then is it known what it replaces.
+        repeated: whether it has served another call than the one that was traced.
         trusted: whether it is, and nothing but ``fits`` is looked at.
         frozen: the tensors that are bound, not looked up.
         is_free: whether nothing but ``fits`` is looked at.
@@ -90,7 +91,9 @@ class Variant:
         self.fits = fits
         self.frozen = trace.frozen
         self.start = start
-        self.proven = self.trusted = False
+        self.proven = self.trusted = self.repeated = False
+        self.number = 0  # of all traces of the function
+        self.numbers: tuple[Any, ...] = ()  # the numbers among the arguments that were traced
         self.keep: Callable[[], None] | None = None  # for another process, once it has served
         self.guards = self.dropped = None
         if isinstance(trace, compat.Trace):  # one from disk serves where guards are dropped

@@ -16,10 +16,17 @@ from torch import fx
 
 from cgcompile import compat
 from cgcompile.errors import RecompileError, TraceError
-from cgcompile.graphs.capture import without_garbage_collection
+from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
 from cgcompile.locks import new_lock
 from cgcompile.piecewise.again import ANOTHER, Turn
-from cgcompile.tracing.arguments import fits_function, tensors_elsewhere, tensors_in
+from cgcompile.reasons import VARYING, Why, varying_number
+from cgcompile.tracing.arguments import (
+    fits_function,
+    is_number,
+    tensors_elsewhere,
+    tensors_in,
+    with_numbers,
+)
 from cgcompile.tracing.dims import (
     DynamicDims,
     Found,
@@ -36,12 +43,16 @@ log = logging.getLogger(__name__)
 
 _RESTARTS = 4  # of one trace, as a compiler asks for them
 
+# Runs a call without a trace: (name, why, what to call) -> its result.
+RunPlain = Callable[[str, Why, Callable[[], Any]], Any]
+
 # Compiles a graph: (graph, its example inputs, how many of the last are frozen) -> callable.
 Compile = Callable[[fx.GraphModule, list[Any], int], Callable[..., Any]]
 
 # The smallest size that stays dynamic; see Note [Sizes of a symbol].
 _LEAST = {"backed": 2, "backed_size_oblivious": 1, "unbacked": 0}
 
+_REMEMBERED = 256  # calls with numbers of their own that are not traced
 _MANY = 256  # traces of one function: more than a class has layers, so worth a warning
 
 
@@ -54,6 +65,7 @@ class Traces:
         dims: which dimensions vary, by the name of the parameter.
         rules: how calls are told apart.
         kept: where traces without guards are kept; None: nowhere.
+        run_plain: counts and runs a call that is not traced; None: all are.
 
     Attributes:
         made: the traces, the one used last first.
@@ -68,6 +80,7 @@ class Traces:
         dims: Mapping[str, Any] | None,
         rules: Rules,
         kept: KeptTraces | None = None,
+        run_plain: RunPlain | None = None,
     ) -> None:
         self._called = called
         self._hooks = compat.hooks_of(called)
@@ -76,6 +89,8 @@ class Traces:
         self._spoken = inspect.signature(spoken)  # behind decorators and hooks
         self._dims = DynamicDims(dims, self._spoken, spoken)
         self._compile = compile_graph
+        self._run_plain = run_plain
+        self._refused: dict[str, int] = {}  # calls without a trace, by their numbers
         self._rules = rules
         self._kept = kept
         self._count = 0  # of all traces so far
@@ -111,13 +126,17 @@ class Traces:
                 if result is not ANOTHER:
                     return result
         if variant is not None and variant.proven:
+            variant.repeated = True  # short ways begin after such a call
             result = variant.run(*args, **kwargs)
             if variant.shortcut is not None and variant.shortcut.turn.again is not None:
                 variant.shortcut.learn(args, kwargs, self._bound, self._hooks)
             return result
         with self._lock:
-            variant = self._found(args, kwargs) or self._traced(args, kwargs)
-            return self._first(variant, args, kwargs)
+            variant = self._found(args, kwargs)
+            why = self._why_varying(args, kwargs) if variant is None else None
+            if why is None or self._run_plain is None:
+                return self._first(variant or self._traced(args, kwargs), args, kwargs)
+        return self._run_plain(self.name, why, lambda: self._called(*given, **kwargs))
 
     def _look(self) -> None:
         """What is to be traced: with hooks, what runs them as well."""
@@ -191,6 +210,7 @@ class Traces:
         """Forget all traces."""
         with self._lock:
             self._set_made(())
+            self._refused.clear()
             self._unfrozen = False
             compat.drop_size_caches()
 
@@ -223,6 +243,46 @@ class Traces:
                     return variant
         return self._made(args, kwargs, [each for each in dims if each not in small])
 
+    def _why_varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Why | None:
+        """Return why a call is not traced: a number among its arguments differs at each call.
+
+        Of the traces that would serve the call but for its numbers, ``VARYING`` have served one
+        call each. A number that comes as often without a trace gets one, in place of the oldest.
+        """
+        if self.is_closed or len(self.made) < VARYING or capture_postponed():
+            return None
+        self._signature.bind(*args, **kwargs)  # a call that Python refuses, refused by Python
+        numbers = self._numbers(args, kwargs)
+        key = tuple(number for _, number in numbers)
+        once = [
+            variant
+            for variant in self.made
+            if not variant.repeated
+            and len(variant.numbers) == len(key) > 0
+            and self._serves(variant, *with_numbers(args, kwargs, variant.numbers))
+        ]
+        if len(once) < VARYING:
+            return None
+        once.sort(key=lambda variant: variant.number)
+        if not self._is_rare(key, once[0]):
+            return None
+        columns = zip(*(variant.numbers for variant in once), strict=True)
+        varied = [(name, column) for (name, _), column in zip(numbers, columns, strict=True)]
+        name, values = max(varied, key=lambda each: len(set(map(repr, each[1]))))
+        return varying_number(name, values, "a trace")
+
+    def _is_rare(self, numbers: tuple[Any, ...], oldest: Variant) -> bool:
+        """Count a call with these numbers; whether they stay without a trace."""
+        key = repr(numbers)  # tells 1 from 1.0, and nan is itself
+        count = self._refused.pop(key, 0) + 1
+        if count > VARYING:
+            self._set_made(tuple(each for each in self.made if each is not oldest))
+            return False
+        self._refused[key] = count  # the last one
+        if len(self._refused) > _REMEMBERED:
+            del self._refused[next(iter(self._refused))]
+        return True
+
     def _serves(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not variant.fits(args, kwargs):
             return False
@@ -246,6 +306,7 @@ class Traces:
                         variant = self._new(args, kwargs, dims)
             variant = variant or self._new(args, kwargs, dims)
         log.info("%s: %s", self.name, variant.start)
+        variant.numbers = tuple(number for _, number in self._numbers(args, kwargs))
         self._add(variant)
         return variant
 
@@ -266,6 +327,7 @@ class Traces:
     def _add(self, variant: Variant) -> None:
         self._set_made((variant, *(each for each in self.made if each.is_alive)))
         self._count += 1
+        variant.number = self._count
         if self._count == _MANY:
             log.warning(
                 "%s has been traced %d times, and each was compiled. An object as an argument must "
@@ -375,6 +437,15 @@ class Traces:
         if trace.written_globals:
             raise TraceError.writes_globals(self.name, ", ".join(trace.written_globals))
         return trace
+
+    def _numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+        """(name, number) of the numbers among arguments, in the order of :func:`with_numbers`."""
+        return [
+            (f"{name}{path}", leaf)
+            for name, _, value in self._named(args, kwargs)
+            for path, leaf in compat.tree_paths(value)
+            if is_number(leaf)
+        ]
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, Any]]:
         """(name of the parameter, where Dynamo finds it, value) of each argument."""

@@ -1344,10 +1344,11 @@ def test_wrapper_serves_both_modes(device, wrap) -> None:
     assert_counters(wrapper, captures=2, replays=7)
 
 
-@pytest.mark.parametrize("mode", [NONE, CUDAGraphMode.FULL_AND_PIECEWISE])
+@pytest.mark.parametrize("mode", [NONE, CUDAGraphMode.FULL_AND_PIECEWISE, "FULL", 2, 0, "", False])
 def test_wrapper_refuses_modes_without_graphs(mode) -> None:
-    with pytest.raises(DispatchError):
+    with pytest.raises(DispatchError, match=r"BreakableCUDAGraphWrapper\(runtime_mode="):
         BreakableCUDAGraphWrapper(soft, runtime_mode=mode)
+    assert "PIECEWISE or FULL" in repr(BreakableCUDAGraphWrapper(soft, runtime_mode=None))
 
 
 def test_wrapper_without_descriptor_is_an_error(device, wrap) -> None:

@@ -105,7 +105,7 @@ def test_mode_without_descriptor_is_an_error(device, wrap) -> None:
     check_counters(wrapper, failures=1, plain={Reason.OTHER_MODE: 1})
 
 
-@pytest.mark.parametrize("mode", [NONE, CUDAGraphMode.FULL_AND_PIECEWISE, None])
+@pytest.mark.parametrize("mode", [NONE, CUDAGraphMode.FULL_AND_PIECEWISE, None, "FULL", 2])
 def test_wrapper_serves_one_mode_with_graphs(mode) -> None:
     with pytest.raises(DispatchError, match=r"PIECEWISE or CUDAGraphMode.FULL"):
         CUDAGraphWrapper(wave, runtime_mode=mode)

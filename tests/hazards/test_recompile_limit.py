@@ -1,6 +1,7 @@
-"""Dynamo gives a function up after some compilations; a warning, a count and ``strict`` tell it."""
+"""Dynamo gives a function up after some compilations: then a warning, a count and ``strict`` tell."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,44 +9,96 @@ import torch
 from hazard_support import ROWS, WIDTH, settings
 
 import cgcompile
+from cgcompile.errors import DispatchError
 from cgcompile.reasons import Reason
 
-
-def step(x: torch.Tensor, scale: float) -> torch.Tensor:
-    return x * scale + 1
+LIMITS = ["recompile_limit", "accumulated_recompile_limit"]
 
 
-def calls(backend: Any, count: int, device: str, **more: Any) -> None:
+def new_step() -> Callable[..., Any]:
+    """A function whose code Dynamo has not seen."""
+    scope: dict[str, Any] = {}
+    exec(compile("def step(x, scale):\n    return x * scale + 1\n", __file__, "exec"), scope)
+    return scope["step"]
+
+
+def calls(step: Any, backend: Any, numbers: Any, device: str, **more: Any) -> None:
+    options = more.pop("limits", {"recompile_limit": 3})
     compiled = torch.compile(step, backend=backend, **more)
-    with torch._dynamo.config.patch(recompile_limit=3), torch.inference_mode():
-        for number in range(count):
+    with torch._dynamo.config.patch(options), torch.inference_mode():
+        for number in numbers:
             x = torch.randn(ROWS, WIDTH, device=device)
             torch.testing.assert_close(compiled(x, number + 0.5), step(x, number + 0.5))
 
 
-def test_the_last_compilation_is_counted_and_told(caplog: Any, device: str) -> None:
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_call_that_runs_eager_is_counted_and_told(limit: str, caplog: Any, device: str) -> None:
+    step, limits = new_step(), {limit: 3}
     backend = cgcompile.Backend(settings(device))
-    calls(backend, 2, device)
+    calls(step, backend, [0, 1, 2] * 4, device, limits=limits)
     assert Reason.RECOMPILE_LIMIT not in backend.counters.degraded
-    calls(backend, 7, device)
+    before = backend.counters
+    assert (before.captures, before.replays) == (3, 6)
+    calls(step, backend, range(7), device, limits=limits)
     assert backend.counters.degraded == {Reason.RECOMPILE_LIMIT: 1}
     told = [r.getMessage() for r in caplog.records if r.name.startswith("cgcompile")]
-    (text,) = [text for text in told if "recompile_limit is 3" in text]
+    (text,) = [text for text in told if f"config.{limit} is 3" in text]
     assert text.startswith("step (test_recompile_limit.py:")
+    assert "scale" in text
+    assert "recompile_limit" in str(cgcompile.coverage(backend))
 
 
-def test_strict_refuses_the_last_compilation(device: str) -> None:
+@pytest.mark.parametrize("limit", LIMITS)
+def test_strict_refuses_the_call_that_would_run_eager(limit: str, device: str) -> None:
+    step, limits = new_step(), {limit: 3}
     backend = cgcompile.Backend(settings(device, strict=True))
-    calls(backend, 2, device)
-    with pytest.raises(Exception, match=r"recompile_limit.*step \(test_recompile_limit"):
-        calls(backend, 7, device)
+    calls(step, backend, [0, 1, 2] * 4, device, limits=limits)  # as many as are allowed
+    for _ in range(2):
+        with pytest.raises(DispatchError, match=rf"step \(test_recompile_limit.*{limit} is 3"):
+            calls(step, backend, [3], device, limits=limits)
+    before = backend.counters
+    assert (before.captures, before.replays) == (3, 6)
+    calls(step, backend, [0, 1, 2], device, limits=limits)  # these are served as before
+    assert backend.counters.replays == 9
+
+
+def test_strict_by_the_name_of_the_backend(device: str) -> None:
+    step, options = new_step(), {"strict": True, "compiler": "eager"}
+    options |= {"capture_device": "host"} if device == "cpu" else {}
+    calls(step, "cgcompile", [0, 1, 2], device, options=options)
+    with pytest.raises(DispatchError, match=r"recompile_limit.*step \(test_recompile_limit"):
+        calls(step, "cgcompile", [3], device, options=options)
 
 
 def test_torch_raises_with_fullgraph(device: str) -> None:
+    step = new_step()
     backend = cgcompile.Backend(settings(device, strict=True))
-    calls(backend, 3, device, fullgraph=True)
+    calls(step, backend, range(3), device, fullgraph=True)
     with pytest.raises(Exception, match="fullgraph=True"):
-        calls(backend, 7, device, fullgraph=True)
+        calls(step, backend, range(7), device, fullgraph=True)
+
+
+def test_a_compilation_inside_of_a_compilation(device: str) -> None:
+    """A piece compiler may run what another ``torch.compile`` made."""
+    inner = torch.compile(lambda x: x.sin(), backend="eager")
+
+    def compiler(gm: Any, inputs: Any) -> Any:
+        inner(torch.ones(len(used) + 2))
+        used.append(gm)
+        return gm
+
+    used: list[Any] = []
+    backend = cgcompile.Backend(settings(device, compiler=compiler))
+    calls(new_step(), backend, range(3), device)
+    assert used
+
+
+def test_functions_of_other_backends_are_not_told(caplog: Any) -> None:
+    backend = cgcompile.Backend(settings("cpu", strict=True))
+    calls(new_step(), backend, range(2), "cpu")
+    calls(new_step(), "eager", range(7), "cpu", dynamic=False)
+    assert not backend.counters.degraded
+    assert not [r for r in caplog.records if r.name.startswith("cgcompile") and r.levelno > 20]
 
 
 def test_equal_modules_are_no_recompilations(caplog: Any, device: str) -> None:

@@ -298,3 +298,38 @@ def test_a_capture_inside_of_a_break_raises_and_the_step_is_not_run_again(device
         wrapper(torch.randn(ROWS, WIDTH, device=device))
     assert count.item() == 1
     assert wrapper.counters.failures == 1
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_capture_that_waits_does_not_block_replays(name: str, device: str) -> None:
+    """Another buffer is captured anew: this call waits for the other capture, others replay."""
+    config = settings(device, on_input_change="recapture")
+    wrapper = getattr(cgcompile, name)(Model(), config, CUDAGraphMode.FULL)
+    known, new = (torch.rand(ROWS, WIDTH, device=device) for _ in range(2))
+    inputs = [torch.rand(ROWS, WIDTH, device=device) for _ in range(3)]
+
+    def step(x: torch.Tensor) -> Any:
+        with (
+            torch.inference_mode(),
+            set_forward_context(
+                cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(ROWS)
+            ),
+        ):
+            return wrapper(x).clone()
+
+    torch.testing.assert_close(step(known), Model()(known))
+    with Captures(device) as other:
+        thread, results = run_in_thread(lambda: step(new))
+        time.sleep(0.3)
+        assert thread.is_alive()
+        for x in inputs:
+            start = time.monotonic()
+            torch.testing.assert_close(step(known.copy_(x)), Model()(x))
+            assert time.monotonic() - start < 2
+        assert thread.is_alive()
+        other.go_on.set()
+        thread.join(30)
+    torch.testing.assert_close(results[0], Model()(new))
+    counters = wrapper.counters
+    assert (counters.captures, counters.replays) == (2, 3)
+    assert counters.plain[Reason.CAPTURE_BUSY] == 0

@@ -347,6 +347,27 @@ def test_a_lazy_capture_of_a_whole_step_is_announced_too(kind: str, device: str)
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_capture_that_does_not_begin_is_not_announced(kind: str, device: str) -> None:
+    calls: list[int] = []
+
+    class Noting(GraphHooks):
+        def before_full_capture(self) -> None:
+            calls.append(made.counters.captures)
+
+    made = manager("FULL_AND_PIECEWISE", kind, device, hooks=[Noting()], lazily=True)
+    check(made, requests(1, 1, device=device, decode=True))  # warms up
+    for closed in (True, False):
+        for wrapper in made._steps.wrappers:
+            wrapper.closed = closed
+        check(made, requests(1, 1, device=device, decode=True))
+        assert len(calls) == (not closed)
+    check(made, requests(1, 1, device=device, decode=True))
+    assert made.counters.captures >= 1
+    assert made.counters.replays >= 1
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("lazily", [False, True])
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL", "FULL_AND_PIECEWISE", "NONE"])
 def test_sizes_are_told_before_and_after_capture(mode: str, lazily: bool) -> None:
