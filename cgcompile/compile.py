@@ -157,7 +157,7 @@ class CompiledModel(Transparent):
         self._traces: Traces | None = None
         self._call = _untraced(runnable, backend.config)
         if self._call is None:
-            self._traces = Traces(runnable, self._compile, dynamic_dims, rules, backend.kept_traces)
+            self._traces = Traces(runnable, self._compile, dynamic_dims, rules)
             self._call = self._traces.__call__  # a method costs less to call than an object
             backend.remember(self._traces)
             backend.anticipate(runnable)

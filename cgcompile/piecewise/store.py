@@ -1,6 +1,6 @@
 """What was compiled, kept on disk: :class:`Store`, a folder of checked files.
 
-An entry has a kind (``"piece"``, ``"trace"``, ...), a key, and *facts*: every part of the key by
+An entry has a kind (``"piece"``), a key, and *facts*: every part of the key by
 name, in plain text, so that two entries can be compared (``cgcompile cache why``). The rule: a
 store never fails its caller. What cannot be read is a miss, what cannot be written is not kept, and
 a damaged file is removed; the log says so.
