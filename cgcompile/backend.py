@@ -36,7 +36,6 @@ from cgcompile.piecewise.traces import trace_code, trace_split
 from cgcompile.piecewise.verify import verifier
 from cgcompile.reasons import Counters, Ledger, Reason, Why
 from cgcompile.settings import checked
-from cgcompile.tracing.saved import KeptTraces
 
 log = logging.getLogger(__name__)
 
@@ -126,12 +125,6 @@ class Backend:
     def num_compilations(self) -> int:
         """How many graphs were compiled so far; those that are gone count as well."""
         return self._compiled
-
-    @property
-    def kept_traces(self) -> KeptTraces | None:
-        """Where traces are kept for other processes; None if they are not."""
-        store = self._pieces.store if self.config.keep_traces else None
-        return None if store is None else KeptTraces(store)
 
     @property
     def graphs(self) -> tuple[CompiledGraph, ...]:

@@ -157,8 +157,8 @@ class CompiledModel(Transparent):
         self._traces: Traces | None = None
         self._call = _untraced(runnable, backend.config)
         if self._call is None:
-            kept, plain = backend.kept_traces, backend.run_plain
-            self._traces = Traces(runnable, self._compile, dynamic_dims, rules, kept, plain)
+            plain = backend.run_plain
+            self._traces = Traces(runnable, self._compile, dynamic_dims, rules, plain)
             self._call = self._traces.__call__  # a method costs less to call than an object
             backend.remember(self._traces)
             backend.anticipate(runnable)

@@ -181,14 +181,6 @@ class CompilationConfig:
         "Which input dimension the sizes speak of, such as 'x.size()[0]'; needed if several vary.",
         needs=PIECES,
     )
-    keep_traces: bool = setting(
-        "keep_traces",
-        False,
-        parse_bool,
-        "Keep traces without guards in cache_dir, for cgcompile.compile() in later processes. They "
-        "are used where all that Dynamo says it had looked at is as it was; young, so not the "
-        "default.",
-    )
     dump_passes: str | None = setting(
         "dump_passes",
         None,

@@ -3,8 +3,7 @@
 The pipeline of a split is :data:`PIPELINE`, in order; the user's own passes run before it (over the
 whole graph) and after the cut (over each distinct captured piece). Read on in the same order:
 ``normalize``, ``eliminate`` (with ``memory``), ``assign`` (with ``capturable`` and ``regions``),
-``aliases``, ``partition``, ``split``, ``printer``. ``saved`` keeps the graph that comes in for
-another process.
+``aliases``, ``partition``, ``split``, ``printer``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,7 +23,6 @@ from cgcompile.passes.normalize import BindSymbols, PullItems
 from cgcompile.passes.partition import cut
 from cgcompile.passes.pieces import Piece, Value
 from cgcompile.passes.records import PassRecord
-from cgcompile.passes.saved import dump_graph, load_graph
 from cgcompile.passes.split import SplitGraph
 from cgcompile.settings import checked, parse_passes, parsed
 
@@ -41,8 +39,6 @@ __all__ = [
     "SplitGraph",
     "Value",
     "check_disabled",
-    "dump_graph",
-    "load_graph",
     "split_graph",
 ]
 

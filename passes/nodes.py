@@ -134,7 +134,7 @@ def subgraphs(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     return found
 
 
-def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+def attribute(gm: torch.nn.Module, node: fx.Node) -> Any:
     """What a ``get_attr`` node reads."""
     found: Any = gm
     for part in str(node.target).split("."):

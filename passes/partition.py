@@ -36,10 +36,10 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.normalize import bound_symbols, is_floating
 from cgcompile.passes.pieces import Piece, Ref, Value
+from cgcompile.passes.printer import GraphText
 from cgcompile.passes.regions import grad_mode_around
 from cgcompile.passes.sources import dotted_source, identifier
 from cgcompile.passes.split import SplitGraph
-from cgcompile.passes.structure import structural_key
 from cgcompile.passes.symbols import Symbols
 from cgcompile.reasons import Reason, Why
 
@@ -197,7 +197,7 @@ class _Cutter:
         graph, inputs = self._graph(members, outputs, self._before[index], self._after[index])
         if place.capture:
             self._take_scalars_on_device(graph, inputs)
-        key = (place.capture, place.compiled, structural_key(self._gm, graph))
+        key = (place.capture, place.compiled, GraphText(lasting=False).of(self._gm, graph))
         if key not in self._modules:
             self._modules[key] = (index, fx.GraphModule(self._gm, graph, class_name="Piece"))
         same_as, module = self._modules[key]

@@ -26,7 +26,6 @@ from torch import fx, nn
 import cgcompile
 from cgcompile import CompilationConfig, CUDAGraphMode, encoder, passes, serving, settings
 from cgcompile.errors import CGCompileError
-from cgcompile.passes.saved import dump_graph
 
 ROOT = Path(cgcompile.__file__).resolve().parents[1]
 OURS = (str(ROOT / "cgcompile"), str(ROOT / "passes"))
@@ -180,11 +179,6 @@ def graph() -> fx.GraphModule:
     torch._dynamo.reset()
     torch.compile(lambda x: x * 2 + 1, backend=keep)(X)
     return kept[0]
-
-
-@functools.cache
-def graph_bytes() -> bytes:
-    return dump_graph(graph())
 
 
 def wrapper(**more: Any) -> Any:
@@ -471,8 +465,6 @@ CALLS: dict[str, Valid] = {
     "FunctionPass": lambda: (passes.FunctionPass, {"name": "mine", "function": lambda gm: gm}),
     "PassManager": lambda: (passes.PassManager, {"passes": ()}),
     "check_disabled": lambda: (passes.check_disabled, {"disabled": (), "theirs": ()}),
-    "dump_graph": lambda: (passes.dump_graph, {"gm": graph()}),
-    "load_graph": lambda: (passes.load_graph, {"data": graph_bytes()}),
     "split_graph": lambda: (
         passes.split_graph,
         {"gm": graph(), "boundaries": cgcompile.Boundaries()},

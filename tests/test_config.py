@@ -35,7 +35,6 @@ def test_settings_are_a_decision() -> None:
         "compile_sizes",
         "compile_ranges_endpoints",
         "capture_dim",
-        "keep_traces",
         "dump_passes",
         "cache_dir",
         "capture_device",

@@ -34,11 +34,9 @@ from cgcompile.errors import (
     PassError,
     PieceCompileError,
     RecompileError,
-    SavedGraphError,
     SizesError,
     SymbolError,
     TraceError,
-    UnsavableGraphError,
     WeightsError,
 )
 
@@ -176,12 +174,6 @@ EXAMPLES: dict[str, CGCompileError] = {
         "piece_0, size 8", "m.py:4 in forward", ValueError("no")
     ),
     "PieceCompileError.bad_outputs": PieceCompileError.bad_outputs("piece_0", "mine", 2, "no list"),
-    "UnsavableGraphError.node": UnsavableGraphError.node("attend", "a value of type Cache"),
-    "UnsavableGraphError.whole": UnsavableGraphError.whole("it has a calling convention"),
-    "SavedGraphError.damaged": SavedGraphError.damaged("the checksum is another"),
-    "SavedGraphError.other_torch": SavedGraphError.other_torch("2.13.0", "2.15.0"),
-    "SavedGraphError.missing": SavedGraphError.missing("attend_1", "ns::attend"),
-    "SavedGraphError.differs": SavedGraphError.differs("sin", "float32 [2]", "float32 [3]"),
     "GradientError.of_a_capture": GradientError.of_a_capture("Decoder"),
     "GradientError.recomputes": GradientError.recomputes(),
     "CaptureError.refused": CaptureError.refused("aten._local_scalar_dense.default"),
@@ -428,30 +420,6 @@ ConfigError.not_compilable: cgcompile.compile(): found the class Decoder; expect
   Of a class, compile its instances, or decorate its forward.
 ConfigError.breakable_needs_no_trace: splitting='breakable' in torch.compile(): it traces nothing, and torch.compile has traced.
   Use cgcompile.compile(model, splitting='breakable').""",
-        )
-
-    def test_unsavable_graph(self) -> None:
-        self.check(
-            "UnsavableGraphError",
-            """\
-UnsavableGraphError.node: the graph cannot be saved: node 'attend': a value of type Cache.
-  It works as it is; every new process traces it again.
-UnsavableGraphError.whole: the graph cannot be saved: it has a calling convention.
-  It works as it is; every new process traces it again.""",
-        )
-
-    def test_saved_graph(self) -> None:
-        self.check(
-            "SavedGraphError",
-            """\
-SavedGraphError.damaged: the saved graph is damaged, or not one: the checksum is another.
-  Delete the file; the graph is traced and saved again.
-SavedGraphError.other_torch: the saved graph is of torch 2.13.0; expected 2.15.0, which runs here.
-  Trace the model again.
-SavedGraphError.missing: the saved graph calls ns::attend (node 'attend_1'), which does not exist here.
-  Import the library that defines it before the graph is loaded, or trace again.
-SavedGraphError.differs: the saved graph means something else here: node 'sin' should give float32 [2]; found float32 [3].
-  Trace the model again.""",
         )
 
     def test_descriptor(self) -> None:

@@ -7,7 +7,6 @@ that torch does not document. Callers write ``compat.name``, whatever file here 
 
 from cgcompile.compat.artifacts import (
     SizeGuards,
-    ambient_state,
     compile_direct,
     compile_saveable,
     compiler_settings,
@@ -69,19 +68,13 @@ from cgcompile.compat.dynamo import (
     copied,
     expression_nodes,
     fake_context,
-    fake_mode_of,
     graph_break,
     is_static_input,
     is_unbacked,
-    keep_graph_break,
-    keep_input,
-    known_size,
     make_floats_constant,
     original_of,
     present_size,
     restarts,
-    shape_env_of,
-    size_conditions,
     source_name,
     storage_key,
     watch_recompile_limit,
@@ -109,7 +102,7 @@ from cgcompile.compat.modes import (
     has_tangent,
     holds_compiled_code,
     inside_backward,
-    is_named,
+    is_wrapped,
     own_cached_casts,
     python_kernel,
     reads_on_host,
@@ -139,34 +132,8 @@ from cgcompile.compat.operators import (
     written_tensors,
 )
 from cgcompile.compat.presence import private_names
-from cgcompile.compat.saved import (
-    FUNCTORCH_STATE,
-    FUNCTORCH_STATE_WE_LEAVE_ALONE,
-    SizeState,
-    endless_numbers,
-    expression_heads,
-    fake_over,
-    has_plain_code,
-    higher_order_op,
-    is_fake_parameter,
-    is_wrapped,
-    key_path,
-    lazy_module,
-    making_fakes,
-    new_trace,
-    odd_fake,
-    op_of_name,
-    op_schema,
-    resize_storage,
-    running_on_fakes,
-    saved_key_path,
-    size_state,
-    symbolic_number,
-    trace_of,
-    traced_expression,
-)
 from cgcompile.compat.shapes import OwnShapes, Span, python_predicate, why_not_copied
-from cgcompile.compat.traced import TracedPython, alike, compiling, source_scope
+from cgcompile.compat.traced import alike
 from cgcompile.compat.traces import (
     PROFILING,
     current_compile_id,
@@ -177,14 +144,12 @@ from cgcompile.compat.traces import (
 )
 from cgcompile.compat.tracing import (
     CannotTrace,
-    FrozenTensor,
     Guards,
     Trace,
     current_shape_env,
     drop_fakes,
     drop_size_caches,
     hooks_of,
-    is_constant_result,
     size_caches_dropped,
     spoken_function,
     trace_call,

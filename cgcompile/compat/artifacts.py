@@ -300,24 +300,6 @@ def _setting_text(name: str, found: Any) -> str:
     return known
 
 
-def ambient_state() -> dict[str, Any]:
-    """Ambient state of this thread that tracing and lowering read."""
-    return {**_state(), "grad": torch.is_grad_enabled(), "rank": _rank(), "devices": _devices()}
-
-
-def _rank() -> str:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return "alone"
-    return f"{distributed.get_rank()} of {distributed.get_world_size()}"
-
-
-def _devices() -> list[str]:
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())]
-
-
 def _state() -> dict[str, Any]:
     cuda = torch.backends.cuda
     matmul = torch.backends.cuda.matmul

@@ -31,7 +31,7 @@ def source_name(placeholder: fx.Node) -> str | None:
     """Where Dynamo took an input from, such as ``L['x']``; None for graphs of other origin."""
     source = getattr(placeholder, "_dynamo_source", None)
     if source is None:
-        return placeholder.meta.get(_SAVED_SOURCE)
+        return None
     name = source.name  # a method once, a property since 2.9
     return str(name() if callable(name) else name)
 
@@ -40,32 +40,16 @@ def graph_break(gm: fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph early, with the user's line; None if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
-        return gm.meta.get(_SAVED_BREAK)
+        return None
     text = str(reason.reason).strip().splitlines()[0]
     stack = [frame for frame in reason.user_stack or () if frame.filename]
     return f"{text} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})" if stack else text
 
 
-def shape_env_of(values: Iterable[Any]) -> Any:
-    """The environment that the symbolic sizes among these values belong to; None without any."""
-    for value in values:
-        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-        for size in sizes:
-            if isinstance(size, torch.SymInt):
-                return size.node.shape_env
-    return None
-
-
-def fake_mode_of(values: Iterable[Any]) -> Any:
-    """The fake mode that some of these values belong to; None if none does."""
-    modes = (getattr(value, "fake_mode", None) for value in values)
-    return next((mode for mode in modes if mode is not None), None)
-
-
 def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:
     """The fake mode that some of these values belong to, as a context; nothing if none does."""
-    mode = fake_mode_of(values)
-    return nullcontext() if mode is None else mode
+    modes = (getattr(value, "fake_mode", None) for value in values)
+    return next((mode for mode in modes if mode is not None), nullcontext())
 
 
 def present_size(value: Any) -> Any:
@@ -149,28 +133,7 @@ def squeeze_conditions(graph: fx.Graph) -> list[tuple[str, tuple[str, ...]]]:
 def is_static_input(placeholder: fx.Node) -> bool:
     """Whether Dynamo says that this input keeps its address: a parameter, buffer or attribute."""
     marks = placeholder.meta.get("tensor_dict") or {}
-    saved: bool = placeholder.meta.get(_SAVED_STATIC, False)
-    return saved or marks.get("_dynamo_static_input_type") is not None
-
-
-# What a graph that was saved has of Dynamo's objects, in ``meta`` of its nodes and of itself.
-_SAVED_SOURCE = "cgcompile_source"
-_SAVED_STATIC = "cgcompile_static"
-_SAVED_BREAK = "cgcompile_graph_break"
-
-
-def keep_input(placeholder: fx.Node, source: str | None, static: bool) -> None:
-    """Give an input of a loaded graph what :func:`source_name` and :func:`is_static_input` told."""
-    if source is not None:
-        placeholder.meta[_SAVED_SOURCE] = source
-    if static:
-        placeholder.meta[_SAVED_STATIC] = True
-
-
-def keep_graph_break(gm: fx.GraphModule, why: str | None) -> None:
-    """Give a loaded graph what :func:`graph_break` told of the saved one."""
-    if why is not None:
-        gm.meta[_SAVED_BREAK] = why
+    return marks.get("_dynamo_static_input_type") is not None
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -196,7 +159,6 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     result = fx.GraphModule(gm, graph)
     if hasattr(gm, "compile_subgraph_reason"):
         result.compile_subgraph_reason = gm.compile_subgraph_reason
-    keep_graph_break(result, gm.meta.get(_SAVED_BREAK))
     return result
 
 

@@ -18,6 +18,11 @@ from cgcompile.locks import new_lock
 FORWARD_GRADIENTS = ("forward_ad._current_level >= 0", forward_ad)
 
 
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of functorch's wrappers, which live inside ``vmap`` and ``grad``."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def has_tangent(values: Any) -> bool:
     """Whether a tensor in a nest of containers carries a forward gradient, in whatever mode."""
     if forward_ad._current_level < 0:

@@ -8,15 +8,14 @@ import dis
 import importlib
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 _INSTALLED = re.compile(r"__builtins__$|__(compiled_fn|import|builtins_dict)_|___|\w*_\d+_c\d+$")
-_NUMBERED = re.compile(r"G\['(\w*_\d+_c\d+)'\]")  # Dynamo names an object by its address
 
 # Instructions that change nothing but local variables and what has just been made, by name; those
 # that name something; and what plain code names. Python 3.11 to 3.13.
@@ -87,13 +86,11 @@ class TracedPython:
         code: it has the arguments of the function, and calls the graph by a global name.
         modules: the names of modules, by the global names that stand for them.
         graph: the global name that the code calls; None if there is no graph.
-        extra: further globals, in place of those that Dynamo has put into this process.
     """
 
     code: types.CodeType
     modules: Mapping[str, str]
     graph: str | None
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def function(
         self, original: types.FunctionType, compiled: Callable[..., Any] | None
@@ -135,17 +132,7 @@ class TracedPython:
         found = _Globals(original.__globals__)
         found.update((n, v) for n, v in original.__globals__.items() if _INSTALLED.match(n))
         found.update((alias, _module(n)) for alias, n in self.modules.items())
-        found.update(self.extra)
         return found
-
-    def installed(self, original: types.FunctionType, sources: Iterable[str]) -> dict[str, Any]:
-        """Globals that Dynamo, not the user, has put there: the code or a source reads them."""
-        names = original.__globals__
-        read = _globals_read(self.code) - set(self.modules) - {self.graph}
-        put = {name for name in read if name.startswith("__")}
-        for source in sources:
-            put.update(_NUMBERED.findall(source))
-        return {name: names[name] for name in sorted(put) if name in names}
 
 
 def _globals_read(code: types.CodeType) -> set[str]:
@@ -155,19 +142,6 @@ def _globals_read(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             found |= _globals_read(constant)
     return found
-
-
-def source_scope(names: Mapping[str, Any], globals_: Mapping[str, Any]) -> dict[str, Any]:
-    """What the expressions of :attr:`Trace.sources` are evaluated in.
-
-    Args:
-        names: the locals of the call.
-        globals_: the globals of the traced code, with the modules that it names.
-    """
-    from torch._dynamo import guards
-
-    helpers = guards._get_closure_vars() if hasattr(guards, "_get_closure_vars") else {}
-    return {**helpers, "L": names, "G": globals_}
 
 
 def alike(
@@ -192,13 +166,12 @@ def alike(
 
 
 @contextmanager
-def compiling(fake_mode: Any, contexts: Any = None) -> Iterator[None]:
+def compiling(fake_mode: Any, contexts: Any) -> Iterator[None]:
     """The context in which a backend compiles a graph whose values belong to ``fake_mode``."""
     from torch._guards import TracingContext, tracing
 
     context = TracingContext(fake_mode)
-    if contexts is not None:
-        context.tensor_to_context = contexts
+    context.tensor_to_context = contexts
     with measured(), tracing(context):
         yield
 

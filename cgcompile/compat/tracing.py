@@ -110,24 +110,6 @@ class Trace:
         )
 
     @property
-    def sources(self) -> tuple[str, ...]:
-        """Python expressions over ``L`` and ``G`` of all that the trace depends on, sorted."""
-        guards = self._output.graph_capture_output.output_graph.guards
-        return tuple(sorted({_name(guard) for guard in guards} - {""}))
-
-    @property
-    def compared(self) -> frozenset[str]:
-        """Those of :attr:`sources` whose value or identity was compared, not the type alone."""
-        guards = self._output.graph_capture_output.output_graph.guards
-        kinds = ("EQUALS_MATCH", "CONSTANT_MATCH", "ID_MATCH")
-        return frozenset(_name(each) for each in guards if each.create_fn_name() in kinds)
-
-    @property
-    def code(self) -> tuple[types.CodeType, ...]:
-        """The code of all functions that were traced through."""
-        return (self.original.__code__, *self._output.graph_capture_output.traced_code)
-
-    @property
     def sizes(self) -> dict[str, tuple[int | str, ...]]:
         """The sizes of all tensors that were looked at, by path; those that vary as Python text."""
         return {path: tuple(map(known_size, fake.shape)) for path, fake in self._fakes()}
@@ -266,12 +248,6 @@ def _sizes_only(entries: Any) -> list[bool]:
 
 
 _OUTSIDE = ("L['self'].", "G[")  # where tensors of modules and globals are found
-
-
-def is_constant_result(function: Any) -> bool:
-    """Whether Dynamo calls a function while it traces, and takes what it gives for a constant."""
-    marks = function.__dict__ if isinstance(function, types.FunctionType) else {}
-    return bool(marks.get("_dynamo_marked_constant", False))
 
 
 def traced_function(called: Any) -> tuple[types.FunctionType, Any]:

@@ -48,7 +48,5 @@ from cgcompile.errors.serving import (
 from cgcompile.errors.tracing import (
     ArgumentsError,
     RecompileError,
-    SavedGraphError,
     TraceError,
-    UnsavableGraphError,
 )

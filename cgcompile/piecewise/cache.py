@@ -25,7 +25,8 @@ from torch import fx
 
 from cgcompile import compat
 from cgcompile.config import CompilationConfig
-from cgcompile.piecewise.keys import Unnameable, facts_of_piece, facts_of_process
+from cgcompile.passes.printer import Unnameable
+from cgcompile.piecewise.keys import facts_of_piece, facts_of_process
 from cgcompile.piecewise.store import Store, cache_folder, key_of
 from cgcompile.version import __version__
 

@@ -1,9 +1,9 @@
 """What was compiled, kept on disk: :class:`Store`, a folder of checked files.
 
-An entry has a kind (``"piece"``, ``"trace"``, ...), a key, and *facts*: every part of the key by
-name, in plain text, so that two entries can be compared (``cgcompile cache why``). The rule: a
-store never fails its caller. What cannot be read is a miss, what cannot be written is not kept, and
-a damaged file is removed; the log says so.
+An entry has a kind (``"piece"``), a key, and *facts*: every part of the key by name, in plain text,
+so that two entries can be compared (``cgcompile cache why``). The rule: a store never fails its
+caller. What cannot be read is a miss, what cannot be written is not kept, and a damaged file is
+removed; the log says so.
 
 Note [Trust in a folder]. A payload is code: its readers unpickle or execute it. So a folder or file
 is used only if it is owned by this user or by root, and writable by its owner alone; a file must

@@ -11,7 +11,6 @@ import torch
 from cgcompile import compat
 from cgcompile.entry import CompiledGraph
 from cgcompile.piecewise.frozen import Frozen
-from cgcompile.tracing.saved import SavedTrace
 from cgcompile.tracing.shortcut import Shortcut
 
 SHAPES = ("backed", "backed_size_oblivious", "unbacked")
@@ -38,28 +37,22 @@ class Start:
     """What the start of one trace took.
 
     Attributes:
-        tracing: seconds of Dynamo, or of reading a trace from disk.
+        tracing: seconds of Dynamo.
         compiling: seconds of splitting the graph and of compiling pieces, or reading them.
-        from_disk: whether the trace was read from disk.
-        why: why it is not kept there; empty if it is, or if nothing is kept.
     """
 
     tracing: float
     compiling: float
-    from_disk: bool = False
-    why: str = ""
 
     def __str__(self) -> str:
-        found = "read" if self.from_disk else "traced"
-        text = f"{found} in {self.tracing:.2f} s, compiled in {self.compiling:.2f} s"
-        return f"{text}; not kept: {self.why}" if self.why else text
+        return f"traced in {self.tracing:.2f} s, compiled in {self.compiling:.2f} s"
 
 
 class Variant:
     """One trace, compiled.
 
     Args:
-        trace: what Dynamo found, or what it found in another process.
+        trace: what Dynamo found.
         compiled: the compiled graph; None if there is nothing to compute.
         fits: whether a call is like the traced one, by its arguments.
         rules: how calls are told apart.
@@ -80,7 +73,7 @@ class Variant:
 
     def __init__(
         self,
-        trace: compat.Trace | SavedTrace,
+        trace: compat.Trace,
         compiled: Callable[..., Any] | None,
         fits: Callable[[tuple[Any, ...], dict[str, Any]], bool],
         rules: Rules,
@@ -94,13 +87,11 @@ class Variant:
         self.proven = self.trusted = self.repeated = False
         self.number = 0  # of all traces of the function
         self.numbers: tuple[Any, ...] = ()  # the numbers among the arguments that were traced
-        self.keep: Callable[[], None] | None = None  # for another process, once it has served
         self.guards = self.dropped = None
-        if isinstance(trace, compat.Trace):  # one from disk serves where guards are dropped
-            if rules.guards != "none" or not bound:
-                self.guards = trace.guards(sizes_only=rules.guards != "keep")
-            if rules.check_guards and rules.guards != "keep":
-                self.dropped = trace.guards(sizes_only=False)
+        if rules.guards != "none" or not bound:
+            self.guards = trace.guards(sizes_only=rules.guards != "keep")
+        if rules.check_guards and rules.guards != "keep":
+            self.dropped = trace.guards(sizes_only=False)
         run: Callable[..., Any] | None = compiled
         if compiled is not None and trace.frozen:
             tensors = tuple(each.tensor for each in trace.frozen)

@@ -36,7 +36,6 @@ from cgcompile.tracing.dims import (
     parameter_kinds,
     with_two_rows,
 )
-from cgcompile.tracing.saved import CannotSave, KeptTraces, SavedTrace, facts_of_call, saved
 from cgcompile.tracing.variant import Rules, Start, Variant
 
 log = logging.getLogger(__name__)
@@ -64,7 +63,6 @@ class Traces:
         compile_graph: compiles a traced graph.
         dims: which dimensions vary, by the name of the parameter.
         rules: how calls are told apart.
-        kept: where traces without guards are kept; None: nowhere.
         run_plain: counts and runs a call that is not traced; None: all are.
 
     Attributes:
@@ -79,7 +77,6 @@ class Traces:
         compile_graph: Compile,
         dims: Mapping[str, Any] | None,
         rules: Rules,
-        kept: KeptTraces | None = None,
         run_plain: RunPlain | None = None,
     ) -> None:
         self._called = called
@@ -92,7 +89,6 @@ class Traces:
         self._run_plain = run_plain
         self._refused: dict[str, int] = {}  # calls without a trace, by their numbers
         self._rules = rules
-        self._kept = kept
         self._count = 0  # of all traces so far
         self._lock = new_lock()
         self.is_closed = False
@@ -172,9 +168,6 @@ class Traces:
             log.info("%s replaces tensors of its own; they are looked up from now on", self.name)
             self._unfrozen = True
             self._set_made(tuple(each for each in self.made if not each.frozen))
-        elif variant.keep is not None:
-            variant.keep()
-            variant.keep = None
         return result
 
     def _holds(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -299,12 +292,13 @@ class Traces:
 
     def _attempt(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
         with self._tracing(dims):
-            variant = self._read(args, kwargs, dims)
             for _ in range(_RESTARTS):
-                if variant is None:  # a compiler may want another trace; Dynamo remembers how
-                    with suppress(*compat.restarts()):
-                        variant = self._new(args, kwargs, dims)
-            variant = variant or self._new(args, kwargs, dims)
+                # A compiler may want another trace; Dynamo remembers how.
+                with suppress(*compat.restarts()):
+                    variant = self._new(args, kwargs, dims)
+                    break
+            else:
+                variant = self._new(args, kwargs, dims)
         log.info("%s: %s", self.name, variant.start)
         variant.numbers = tuple(number for _, number in self._numbers(args, kwargs))
         self._add(variant)
@@ -336,58 +330,24 @@ class Traces:
                 _MANY,
             )
 
-    def _read(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]
-    ) -> Variant | None:
-        """The trace that another process has left for such a call; None if there is none."""
-        if self._keeps is None:
-            return None
-        start = time.perf_counter()
-        facts = facts_of_call(self._function, args, kwargs, dims, self._rules.shapes)
-        trace = self._keeps.find(facts, self._function, self._names(args, kwargs), dims)
-        if trace is None:
-            return None
-        try:
-            variant = self._variant(trace, args, kwargs, dims, start)
-        except Exception as error:  # what is wrong with the model, a new trace will tell
-            log.warning("%s: the trace on disk cannot be used: %s", self.name, error)
-            return None
-        return variant if variant.fits(args, kwargs) else None
-
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
-        start, why = time.perf_counter(), ""
+        start = time.perf_counter()
         with closing(self._trace(args, kwargs)) as trace:
             check_dims(self.name, dims, trace.sizes)
-            keep, keeps = None, self._keeps
-            if keeps is not None:
-                facts = facts_of_call(self._function, args, kwargs, dims, self._rules.shapes)
-                try:
-                    data = saved(trace, self._names(args, kwargs), dims)
-                    keep = lambda: keeps.keep(facts, data)  # noqa: E731
-                except CannotSave as error:
-                    why = str(error)
-            variant = self._variant(trace, args, kwargs, dims, start, why)
-            variant.keep = keep
-            return variant
+            return self._variant(trace, args, kwargs, dims, start)
 
     @property
     def _freezes(self) -> bool:
         """Whether tensors of the model are bound, not looked up."""
         return self._rules.guards == "none" and not self._unfrozen
 
-    @property
-    def _keeps(self) -> KeptTraces | None:
-        """Where such traces are kept: those that depend on nothing at later calls."""
-        return self._kept if self._freezes and not self._rules.check_guards else None
-
     def _variant(
         self,
-        trace: compat.Trace | SavedTrace,
+        trace: compat.Trace,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         dims: list[Found],
         start: float,
-        why: str = "",
     ) -> Variant:
         """Compile the graph of a trace."""
         traced = time.perf_counter()
@@ -398,12 +358,11 @@ class Traces:
         check_dims(self.name, dims, trace.sizes)  # a compiler may fix a size as well
         fits = self._fits(trace, args, kwargs, dims)
         seconds = traced - start, time.perf_counter() - traced
-        took = Start(*seconds, from_disk=isinstance(trace, SavedTrace), why=why)
-        return Variant(trace, compiled, fits, self._rules, took, self._freezes)
+        return Variant(trace, compiled, fits, self._rules, Start(*seconds), self._freezes)
 
     def _fits(
         self,
-        trace: compat.Trace | SavedTrace,
+        trace: compat.Trace,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         dims: list[Found],

@@ -87,7 +87,6 @@ def compiled_in(way: str, model: nn.Module) -> Callable[..., Any]:
         compiler=compiler,
         guards=guards,
         **OPTIONS,
-        keep_traces=True,
         dynamic_dims={"tokens": {0: "tokens"}, "positions": {0: "tokens"}},
     )
     return made

@@ -12,7 +12,8 @@ from cases import D, Decoder
 import cgcompile
 from cgcompile import compat
 from cgcompile.passes import FunctionPass
-from cgcompile.piecewise.keys import Unnameable, facts_of_piece
+from cgcompile.passes.printer import Unnameable
+from cgcompile.piecewise.keys import facts_of_piece
 from cgcompile.piecewise.store import key_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,6 @@ from cgcompile import CompilationConfig, compat
 from cgcompile.compat.guard_text import NotAGuard, guards_hold, require_guards
 from cgcompile.piecewise.cache import KIND, Compiling, PieceCache
 from cgcompile.piecewise.store import LARGEST, MAGIC, Store, cache_folder
-from cgcompile.tracing.saved import CannotUse, loaded
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -360,12 +359,6 @@ def test_guards_of_an_entry_are_not_evaluated(tmp_path: Path) -> None:
     assert results == [(None, False)]
     assert not marker.exists()
     assert cache.store.get(KIND, "k") is None  # removed
-
-
-@pytest.mark.parametrize("data", [b"", b"x", b"\0" * 8, b"\xff" * 64, (2).to_bytes(8, "little")])
-def test_traces_that_are_none(data: bytes) -> None:
-    with pytest.raises(CannotUse):
-        loaded(data, lambda x: x, {}, [])
 
 
 # ---------------------------------------------------------------- no home, full disks

@@ -1,6 +1,5 @@
 """Calls that were once served by a trace of something else."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import nn
 
 import cgcompile
-from cgcompile.errors import TraceError
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -104,93 +102,6 @@ def test_a_compiler_that_asks_for_another_trace_gets_it() -> None:
     assert torch.equal(one(x), x * 3.0)
 
 
-# ---------------------------------------------------------------- kept traces
-
-
-def two_processes(
-    tmp_path: Path, one: Any, other: Any, first: Any, second: Any, **given: Any
-) -> None:
-    """What one leaves, the other must not use unless it is right. (In one process: new objects.)"""
-    given = {"cache_dir": str(tmp_path), "keep_traces": True, **given}
-    for called, x in ((one, first), (other, second), (one, first)):
-        x = x if isinstance(x, tuple) else (x,)
-        found = compiled(called, **given)(*x)
-        assert torch.equal(torch.as_tensor(found), torch.as_tensor(called(*x)))
-
-
-class Attribute(nn.Module):
-    def __init__(self, kept: Any, use: Any) -> None:
-        super().__init__()
-        self.kept, self.use = kept, use
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.use(self.kept, x)
-
-
-class Whole(int):
-    pass
-
-
-def summed(kept: Any, x: torch.Tensor) -> torch.Tensor:
-    return x + sum(kept)
-
-
-def member(kept: Any, x: torch.Tensor) -> torch.Tensor:
-    return x + 1 if 3 in kept else x - 1
-
-
-def plus(kept: Any, x: torch.Tensor) -> torch.Tensor:
-    return x + int(kept)
-
-
-def called(kept: Any, x: torch.Tensor) -> torch.Tensor:
-    return kept(x)
-
-
-def keys(kept: Any, x: torch.Tensor) -> torch.Tensor:
-    return x + sum(a + b for a, b in kept)
-
-
-PAIRS = {
-    "set": (member, {3}, {4}),
-    "frozenset": (summed, frozenset({1}), frozenset({2})),
-    "keys": (keys, {(1, 2): 0}, {(5, 6): 0}),
-    "subclass": (plus, Whole(1), Whole(2)),
-    "lambda": (
-        called,
-        [lambda x: x + 1, lambda x: x * 5][0],
-        [lambda x: x + 1, lambda x: x * 5][1],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_an_attribute_of_another_value(tmp_path: Path, name: str) -> None:
-    use, one, other = PAIRS[name]
-    if name == "subclass" and torch.__version__ < "2.13":  # where Dynamo does not trace int() of it
-        with pytest.raises(TraceError, match="Whole"):
-            two_processes(
-                tmp_path, Attribute(one, use), Attribute(other, use), *[torch.ones(3)] * 2
-            )
-        return
-    two_processes(tmp_path, Attribute(one, use), Attribute(other, use), *[torch.ones(3)] * 2)
-
-
-def test_an_attribute_that_is_another_object(tmp_path: Path) -> None:
-    class Special(nn.Module):
-        def __init__(self, which: int) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.ReLU() for _ in range(2))
-            self.special = [self.layers[which]]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for number, layer in enumerate(self.layers):
-                x = layer(x) + (10.0 ** (number + 1) if layer is self.special[0] else 0)
-            return x
-
-    two_processes(tmp_path, Special(0), Special(1), *[torch.ones(3)] * 2)
-
-
 def by_size(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x + 1 if y.shape[0] > 4 else x - 1
 
@@ -203,38 +114,28 @@ def by_layout(x: torch.Tensor) -> torch.Tensor:
     return x + 1 if x.is_contiguous() else x - 1
 
 
-def test_sizes_and_layouts_that_no_kernel_uses(tmp_path: Path) -> None:
-    x, dims = torch.ones(3), {"y": 0}
-    given = (x, torch.ones(8)), (x, torch.ones(3))
-    two_processes(tmp_path, by_size, by_size, *given, dynamic_dims=dims)
-    sizes = torch.ones(8), torch.ones(3)
-    two_processes(tmp_path, number_by_size, number_by_size, *sizes, dynamic_dims={"x": 0})
-    layouts = torch.ones(3, 5).t(), torch.ones(5, 3)
-    two_processes(tmp_path, by_layout, by_layout, *layouts, dynamic_dims={"x": 0})
+def in_turns(called: Any, first: Any, second: Any, **given: Any) -> None:
+    """Two calls that differ, in turns: each has a trace of its own."""
+    one = compiled(called, **given)
+    for args in (first, second, first, second):
+        result, expected = one(*args), called(*args)
+        assert torch.equal(torch.as_tensor(result), torch.as_tensor(expected))
+    assert len(one.traces) == 2
 
 
-def test_sizes_of_one_name_are_kept(tmp_path: Path) -> None:
+def test_sizes_and_layouts_that_no_kernel_uses() -> None:
+    x = torch.ones(3)
+    in_turns(by_size, (x, torch.ones(8)), (x, torch.ones(3)), dynamic_dims={"y": 0})
+    in_turns(number_by_size, (torch.ones(8),), (torch.ones(3),), dynamic_dims={"x": 0})
+    in_turns(by_layout, (torch.ones(3, 5).t(),), (torch.ones(5, 3),), dynamic_dims={"x": 0})
+
+
+def test_sizes_of_one_name_share_a_trace() -> None:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x.sum(1) + y
 
-    dims = {"x": {0: "n"}, "y": {0: "n"}}
-    for from_disk in (False, True):
-        one = compiled(step, dynamic_dims=dims, cache_dir=str(tmp_path), keep_traces=True)
-        for n in (3, 5):
-            x, y = torch.randn(n, 4), torch.randn(n)
-            assert torch.equal(one(x, y), step(x, y))
-        assert [each.start.from_disk for each in one.traces] == [from_disk]
-
-
-def test_layers_that_differ_keep_a_trace_each(tmp_path: Path) -> None:
-    def starts() -> list[bool]:
-        layers = [Attribute(number, plus) for number in range(3)]
-        found = []
-        for layer in layers:
-            one = compiled(layer, cache_dir=str(tmp_path), keep_traces=True)
-            assert torch.equal(one(torch.ones(3)), layer(torch.ones(3)))
-            found.append(one.traces[0].start.from_disk)
-        return found
-
-    assert starts() == [False, False, False]
-    assert starts() == [True, True, True]
+    one = compiled(step, dynamic_dims={"x": {0: "n"}, "y": {0: "n"}})
+    for n in (3, 5):
+        x, y = torch.randn(n, 4), torch.randn(n)
+        assert torch.equal(one(x, y), step(x, y))
+    assert len(one.traces) == 1

@@ -1,7 +1,4 @@
-"""Cold and warm starts: each in a process of its own, by ``compile_time.py``.
-
-Without guards, cgcompile keeps its traces (``keep_traces``), so that a warm start needs no Dynamo.
-"""
+"""Cold and warm starts: each in a process of its own, by ``compile_time.py``."""
 
 import tempfile
 import time
