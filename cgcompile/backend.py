@@ -223,7 +223,7 @@ class Backend:
             after = self.counters
             whys = after.why_plain(before)
             whys += ["it has just been captured"] if after.captures > before.captures else []
-            raise DispatchError.nothing_verified("; ".join(whys) or "no graph of it was called")
+            raise DispatchError.nothing_verified(why="; ".join(whys) or "no graph of it was called")
         return [each for each in found if each is not None]
 
     @checked
@@ -306,7 +306,9 @@ class Backend:
             raise ConfigError.breakable_needs_no_trace()
         limit = compat.last_compilation()
         if limit is not None and self.config.strict:
-            raise DispatchError.strict("the model", Reason.RECOMPILE_LIMIT.value, limit)
+            raise DispatchError.strict(
+                what="the model", reason=Reason.RECOMPILE_LIMIT.value, detail=limit
+            )
         shape_env = compat.current_shape_env()
         if shape_env is not None:
             self._shape_envs.add(shape_env)
@@ -453,4 +455,4 @@ def runtime(compiled: Any) -> Backend:
     if isinstance(found, NamedBackend):
         return found.handle(mode, options)
     known = isinstance(getattr(compiled, "backend", None), Backend)
-    raise ConfigError.not_compiled_here(type(compiled).__name__, known)
+    raise ConfigError.not_compiled_here(found=type(compiled).__name__, knows_handle=known)

@@ -51,7 +51,7 @@ def _checked_target(target: Any) -> Any:
         return overload
     if (isinstance(target, str) and target) or callable(target):
         return target
-    raise BoundaryError.not_an_op(target)
+    raise BoundaryError.not_an_op(found=target)
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class SplittingOp:
         if self.predicate is None:
             _checked_target(self.target)
         elif not callable(self.predicate):
-            raise BoundaryError.not_an_op(self.predicate)
+            raise BoundaryError.not_an_op(found=self.predicate)
         if not isinstance(self.support, AttentionCGSupport):
-            raise BoundaryError.bad_support(self.name, self.support)
+            raise BoundaryError.bad_support(name=self.name, found=self.support)
         per_device = self.impl.values() if isinstance(self.impl, Mapping) else [self.impl]
         if self.impl is not None and not all(map(callable, per_device)):
-            raise BoundaryError.bad_impl(self.name, self.impl)
+            raise BoundaryError.bad_impl(name=self.name, found=self.impl)
 
     @checked
     def impl_for(self, device_type: str) -> Callable[..., Any] | None:
@@ -185,7 +185,7 @@ class _Table:
     def _claim(table: dict[Any, SplittingOp], key: Any, op: SplittingOp) -> None:
         present = table.setdefault(key, op)
         if replace(present, target=op.target, name=op.name) != op:
-            raise BoundaryError.declared_twice(op.name)
+            raise BoundaryError.declared_twice(name=op.name)
 
     def __iter__(self) -> Iterator[SplittingOp]:
         yield from (*self.names.values(), *self.functions.values())
@@ -211,7 +211,9 @@ class _Table:
                 if op.predicate(node):
                     return op
             except Exception as error:
-                raise BoundaryError.predicate_raised(op.name, node.name, error) from error
+                raise BoundaryError.predicate_raised(
+                    name=op.name, node=node.name, error=error
+                ) from error
         return None
 
 
@@ -397,7 +399,7 @@ def _resolved(name: str) -> Any:
         function = _imported(name)
         if function is not None:
             return function
-    raise BoundaryError.unknown(name, sorted({*packets, *higher}))
+    raise BoundaryError.unknown(name=name, known=sorted({*packets, *higher}))
 
 
 def _imported(path: str) -> Any:

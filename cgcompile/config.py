@@ -274,7 +274,7 @@ class CompilationConfig:
         said = [name for name in settings if not (replaces and name == "_origins")]
         for name in said:
             if name not in cls.names():
-                raise ConfigError.unknown_setting(name, "arguments", cls.names())
+                raise ConfigError.unknown_setting(name=name, where="arguments", known=cls.names())
         made = super().__new__(cls)
         object.__setattr__(made, "_origins", Origins(dict.fromkeys(said, "argument"), {}))
         return made
@@ -332,29 +332,30 @@ class CompilationConfig:
         known = [ENV_PREFIX + name.upper() for name in self.names()]
         for variable in sorted(os.environ):
             if variable.startswith(ENV_PREFIX) and variable not in known:
-                raise ConfigError.unknown_setting(variable, "environment", known)
+                raise ConfigError.unknown_setting(name=variable, where="environment", known=known)
 
     def _refuse_ignored_settings(self) -> None:
         if not self._has_sizes and self.capture_dim is not None:
             raise ConfigError.impossible(
-                f"capture_dim = {self.capture_dim!r} without cudagraph_capture_sizes, "
+                what=f"capture_dim = {self.capture_dim!r} without cudagraph_capture_sizes, "
                 "compile_sizes or compile_ranges_endpoints",
-                "it says which dimension those sizes speak of",
-                "Give the sizes, or leave capture_dim out; explain() takes both by themselves.",
+                because="it says which dimension those sizes speak of",
+                instead="Give the sizes, or leave capture_dim out; explain() takes both by "
+                "themselves.",
             )
         if self.inductor_options and not self._uses_inductor:
             raise ConfigError.impossible(
-                f"inductor_options with compiler {self.compiler!r} and mode {self.mode.name}",
-                "nothing there is compiled by Inductor",
-                "Leave inductor_options out, or use compiler 'inductor'.",
+                what=f"inductor_options with compiler {self.compiler!r} and mode {self.mode.name}",
+                because="nothing there is compiled by Inductor",
+                instead="Leave inductor_options out, or use compiler 'inductor'.",
             )
         for spec in dataclasses.fields(self):
             if self._ignores(spec) and getattr(self, spec.name) != spec.metadata["default"]:
                 because, instead = _IGNORED[spec.metadata["needs"]]
                 raise ConfigError.impossible(
-                    f"{spec.name} = {getattr(self, spec.name)!r} with mode {self.mode.name}",
-                    because,
-                    f"Leave {spec.name} out, or {instead}.",
+                    what=f"{spec.name} = {getattr(self, spec.name)!r} with mode {self.mode.name}",
+                    because=because,
+                    instead=f"Leave {spec.name} out, or {instead}.",
                 )
 
     @property
@@ -392,9 +393,10 @@ class CompilationConfig:
             object.__setattr__(self, "cudagraph_mode", settled)
         elif self._needs_a_split(self.cudagraph_mode):
             raise ConfigError.impossible(
-                f"cudagraph_mode {self.cudagraph_mode.name} with mode {self.mode.name}",
-                "piecewise graphs need a split graph",
-                "Use mode PIECEWISE, or one of the CUDA graph modes NONE, FULL, FULL_DECODE_ONLY.",
+                what=f"cudagraph_mode {self.cudagraph_mode.name} with mode {self.mode.name}",
+                because="piecewise graphs need a split graph",
+                instead="Use mode PIECEWISE, or one of the CUDA graph modes NONE, FULL, "
+                "FULL_DECODE_ONLY.",
             )
 
     @classmethod
@@ -421,14 +423,20 @@ class CompilationConfig:
         """
         if config is not None and not isinstance(config, cls):
             expected = "a CompilationConfig; give single settings by name"
-            raise ConfigError.bad_value("config", "Backend", config, expected)
+            raise ConfigError.bad_value(
+                name="config", where="Backend", value=config, expected=expected
+            )
         if torch_mode is not None and not isinstance(torch_mode, str):
-            raise ConfigError.bad_value("mode", "torch.compile", torch_mode, "a text or None")
+            raise ConfigError.bad_value(
+                name="mode", where="torch.compile", value=torch_mode, expected="a text or None"
+            )
         for name, settings in (("options", options), ("arguments", arguments)):
             if settings is not None and not isinstance(settings, Mapping):
-                raise ConfigError.no_mapping(name, settings, isinstance(settings, cls))
+                raise ConfigError.no_mapping(
+                    name=name, value=settings, is_config=isinstance(settings, cls)
+                )
         if torch_mode is not None and torch_mode not in TORCH_MODES:
-            raise ConfigError.unknown_torch_mode(torch_mode, tuple(TORCH_MODES))
+            raise ConfigError.unknown_torch_mode(mode=torch_mode, known=tuple(TORCH_MODES))
         given: dict[str, Any] = dict(TORCH_MODES[torch_mode or "default"])
         for where, settings in (("options", options or {}), ("arguments", arguments or {})):
             for name, value in settings.items():
@@ -443,6 +451,6 @@ class CompilationConfig:
     @classmethod
     def _parse_setting(cls, name: str, where: str, value: Any) -> Any:
         if name not in cls.names():
-            raise ConfigError.unknown_setting(str(name), where, cls.names())
+            raise ConfigError.unknown_setting(name=str(name), where=where, known=cls.names())
         spec = next(spec for spec in dataclasses.fields(cls) if spec.name == name)
         return parsed(name, where, value, spec.metadata["parse"])

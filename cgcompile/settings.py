@@ -49,7 +49,7 @@ def require(holds: bool, name: str, where: str, value: object, expected: str) ->
         ConfigError: says what is expected.
     """
     if not holds:
-        raise ConfigError.bad_value(name, where, value, expected)
+        raise ConfigError.bad_value(name=name, where=where, value=value, expected=expected)
 
 
 def require_callable(name: str, where: str, value: object) -> None:
@@ -145,7 +145,7 @@ def require_arguments(where: str, values: Mapping[str, Any], hints: Mapping[str,
             expected = _hint_text(hint)
             if isinstance(value, int) and not is_whole(value) and not isinstance(value, bool):
                 expected += " of at most 64 bits"
-            raise ConfigError.bad_value(name, where, value, expected)
+            raise ConfigError.bad_value(name=name, where=where, value=value, expected=expected)
 
 
 def checked(function: F_) -> F_:
@@ -386,16 +386,16 @@ def sizes_meant(
     """
     if captured is None and ALL_CAPTURE_SIZES in listed:
         raise ConfigError.impossible(
-            f"compile_sizes = {tuple(listed)!r} without cudagraph_capture_sizes",
-            "the text stands for the sizes of that setting",
-            "Give cudagraph_capture_sizes, or list the sizes.",
+            what=f"compile_sizes = {tuple(listed)!r} without cudagraph_capture_sizes",
+            because="the text stands for the sizes of that setting",
+            instead="Give cudagraph_capture_sizes, or list the sizes.",
         )
     numbers = [each for each in listed if isinstance(each, int)]
     for size in numbers:
         sizes = captured if pads and captured is not None else ()
         padded = next((each for each in sizes if each >= size), size)
         if padded != size:
-            raise ConfigError.padded_away(size, padded)
+            raise ConfigError.padded_away(size=size, padded=padded)
     alias = captured if captured is not None and ALL_CAPTURE_SIZES in listed else ()
     return tuple(sorted({*numbers, *alias}))
 
@@ -512,4 +512,6 @@ def parsed(name: str, where: str, value: Any, parse: Parser) -> Any:
     try:
         return parse(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError.bad_value(name, where, value, str(error)) from None
+        raise ConfigError.bad_value(
+            name=name, where=where, value=value, expected=str(error)
+        ) from None

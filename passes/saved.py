@@ -76,7 +76,7 @@ def dump_graph(gm: fx.GraphModule) -> bytes:
     except CGCompileError:
         raise
     except Exception as error:
-        raise UnsavableGraphError.whole(_told(error)) from error
+        raise UnsavableGraphError.whole(because=_told(error)) from error
     return _MAGIC + hashlib.sha256(body).digest() + body
 
 
@@ -101,21 +101,23 @@ def load_graph(data: bytes) -> fx.GraphModule:
     except CGCompileError:
         raise
     except Exception as error:  # whatever a file that is not ours leads to
-        raise SavedGraphError.damaged(f"{type(error).__name__}: {error}") from error
+        raise SavedGraphError.damaged(because=f"{type(error).__name__}: {error}") from error
 
 
 def _content(data: bytes) -> dict[str, Any]:
     begin = len(_MAGIC) + _DIGEST
     body = data[begin:]
     if data[: len(_MAGIC)] != _MAGIC or hashlib.sha256(body).digest() != data[len(_MAGIC) : begin]:
-        raise SavedGraphError.damaged("the checksum is another")
+        raise SavedGraphError.damaged(because="the checksum is another")
     try:
         content: dict[str, Any] = json.loads(zlib.decompress(body))
         version = content["torch"]
     except Exception as error:  # the checksum is right: another program wrote this
-        raise SavedGraphError.damaged(f"{type(error).__name__}: {error}") from error
+        raise SavedGraphError.damaged(because=f"{type(error).__name__}: {error}") from error
     if version != str(torch.version.__version__):
-        raise SavedGraphError.other_torch(str(version), str(torch.version.__version__))
+        raise SavedGraphError.other_torch(
+            found=str(version), expected=str(torch.version.__version__)
+        )
     return content
 
 
@@ -137,11 +139,13 @@ class _Writer:
     def graph(self, gm: fx.GraphModule, inside: bool = False) -> dict[str, Any]:
         """The saved form of a graph, or of one that a higher-order op holds (``inside``)."""
         if not compat.has_plain_code(gm.graph):
-            raise UnsavableGraphError.whole("it has a calling convention of its own")
+            raise UnsavableGraphError.whole(because="it has a calling convention of its own")
         numbers: dict[fx.Node, int] = {}
         runs = _nodes_to_run(gm)
         if runs and inside:
-            raise UnsavableGraphError.whole("the body of a higher-order op has functorch state")
+            raise UnsavableGraphError.whole(
+                because="the body of a higher-order op has functorch state"
+            )
         rows = []
         for number, node in enumerate(gm.graph.nodes):
             try:
@@ -149,7 +153,7 @@ class _Writer:
             except CGCompileError:
                 raise
             except Exception as error:  # ours, or whatever the code of a value's class raises
-                raise UnsavableGraphError.node(node.name, _told(error)) from error
+                raise UnsavableGraphError.node(node=node.name, because=_told(error)) from error
             numbers[node] = number
         held = {
             str(node.target): self._attribute_rows[id(attribute(gm, node))]
@@ -255,7 +259,9 @@ def _nodes_to_run(gm: fx.GraphModule) -> set[fx.Node]:
         depth += name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
         computes = node.op in ("call_function", "call_method")
         if name in compat.FUNCTORCH_STATE_WE_LEAVE_ALONE:
-            raise UnsavableGraphError.node(node.name, f"values inside of {name} are not kept")
+            raise UnsavableGraphError.node(
+                node=node.name, because=f"values inside of {name} are not kept"
+            )
         switches = name in compat.FUNCTORCH_STATE or toggles_state(node)
         if switches or (depth > 0 and computes and "example_value" not in node.meta):
             found.add(node)
@@ -325,7 +331,7 @@ class _Reader:
             type_expr=_INPUT_TYPES[meta["type"]] if "type" in meta else None,
         )
         if node.name != name:
-            raise SavedGraphError.differs(name, f"the name {name}", node.name)
+            raise SavedGraphError.differs(node=name, expected=f"the name {name}", found=node.name)
         if "value" in meta:
             node.meta["example_value"] = self._values.value(meta["value"], [])
         if "stack" in meta:
@@ -370,7 +376,9 @@ class _Reader:
                         node.meta["example_value"] = made[node]
                         found = _text(made[node])
                         if found != expected:
-                            raise SavedGraphError.differs(node.name, expected, found)
+                            raise SavedGraphError.differs(
+                                node=node.name, expected=expected, found=found
+                            )
             finally:
                 for node in reversed(entered):
                     compat.LEAVES[node.target](made[node])

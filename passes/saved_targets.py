@@ -108,7 +108,9 @@ def loaded_target(saved: tuple[str, ...], node: str) -> Callable[..., Any]:
     if kind == "op":
         found = compat.op_of_name(name)
         if found is not None and compat.op_schema(found) != saved[2]:
-            raise SavedGraphError.differs(node, saved[2], compat.op_schema(found))
+            raise SavedGraphError.differs(
+                node=node, expected=saved[2], found=compat.op_schema(found)
+            )
     elif kind == "higher":
         found = compat.higher_order_op(name)
         if found is None and _module(saved[2]) is not None:
@@ -117,7 +119,7 @@ def loaded_target(saved: tuple[str, ...], node: str) -> Callable[..., Any]:
         found = _found(name, saved[2])
         name = f"{name}.{saved[2]}"
     if not callable(found):
-        raise SavedGraphError.missing(node, name)
+        raise SavedGraphError.missing(node=node, name=name)
     made: Callable[..., Any] = found
     return made
 

@@ -27,7 +27,7 @@ from cgcompile.encoder.packing import Costs
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.sharding import Sharder
 from cgcompile.encoder.statistics import EncoderStatistics
-from cgcompile.errors import EncoderModelError
+from cgcompile.errors import EncoderError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
@@ -80,8 +80,8 @@ class EncoderCudaGraphManager:
         statistics: hits, misses, padding, reasons.
 
     Raises:
-        EncoderModelError: a method is missing, or no budgets are given and none can be inferred.
-        EncoderBudgetError: budgets, items or frames that cannot be.
+        EncoderError: a method is missing, or no budgets are given and none can be inferred.
+        EncoderError: budgets, items or frames that cannot be.
         ConfigError: ``token_budgets`` for paths that the model has not, or an argument of another
             kind than above.
     """
@@ -272,9 +272,9 @@ class EncoderCudaGraphManager:
             budget that is captured, or run eager.
 
         Raises:
-            EncoderBudgetError: ``max_graph_bytes`` is no whole number of at least 0.
-            EncoderModelError: what the model made or returned is not of the protocol.
-            EncoderBufferError: buffers of other keys, or offsets that do not end at the last row.
+            EncoderError: ``max_graph_bytes`` is no whole number of at least 0.
+            EncoderError: what the model made or returned is not of the protocol.
+            EncoderError: buffers of other keys, or offsets that do not end at the last row.
             CaptureError: called inside of a capture.
             DispatchError: ``strict``, and a graph could not be captured.
             BaseException: what the model raised in a warm-up.
@@ -322,9 +322,9 @@ class EncoderCudaGraphManager:
             nothing synchronises but the model.
 
         Raises:
-            EncoderModelError: the model returned what the protocol does not allow.
-            EncoderItemError: item specs that do not fit the configuration.
-            EncoderBufferError: replay buffers that do not fit those of a graph.
+            EncoderError: the model returned what the protocol does not allow.
+            EncoderError: item specs that do not fit the configuration.
+            EncoderError: replay buffers that do not fit those of a graph.
             AddressChangedError: a weight was replaced since the capture: clear() and capture().
             DispatchError: ``strict``, and an item would run eager; nothing ran then, on any rank.
             EncoderShardError: with a sharder: the share of another rank failed.
@@ -377,5 +377,7 @@ class EncoderCudaGraphManager:
 def _copied(config: object) -> EncoderCudaGraphConfig:
     if not isinstance(config, EncoderCudaGraphConfig):
         method, found = "get_encoder_cudagraph_config", type(config).__name__
-        raise EncoderModelError.returned(method, found, "an EncoderCudaGraphConfig")
+        raise EncoderError.returned(
+            method=method, found=found, expected="an EncoderCudaGraphConfig"
+        )
     return replace(config)

@@ -145,6 +145,6 @@ def tracing_ranges(
         push("cgcompile/ranges")
         pop()
     except RuntimeError as error:
-        raise CaptureError.no_ranges(str(error)) from error
+        raise CaptureError.no_ranges(found=str(error).strip().splitlines()[0]) from error
     with observing(_Ranges(push, pop)):
         yield

@@ -127,7 +127,7 @@ class CUDAGraphWrapper(Transparent):
         guarded: bool = True,
     ) -> None:
         if runtime_mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
-            raise DispatchError.bad_mode(str(getattr(runtime_mode, "name", runtime_mode)))
+            raise DispatchError.bad_mode(mode=str(getattr(runtime_mode, "name", runtime_mode)))
         check_kinds(type(self).__name__, runnable, config, cudagraph_options, pool)
         self.runnable = runnable
         self.config = CompilationConfig() if config is None else config
@@ -190,7 +190,7 @@ class CUDAGraphWrapper(Transparent):
             return self._plain(Reason.INSIDE_CAPTURE, "inside of a capture", args, kwargs)
         descriptor = context.batch_descriptor
         if descriptor is None:
-            raise DispatchError.no_descriptor(self.name, mode.name)
+            raise DispatchError.no_descriptor(what=self.name, mode=mode.name)
         if captured_elsewhere() and not self._is_free(mode, descriptor):
             return self._plain(Reason.CAPTURE_BUSY, "another thread is capturing", args, kwargs)
         with self._lock:
@@ -265,7 +265,7 @@ class CUDAGraphWrapper(Transparent):
             self._pool = GraphPool(found)
             self._pool.add_user(self)
         if self.config.on_input_change == "copy":
-            raise DispatchError.cannot_copy(self.name)
+            raise DispatchError.cannot_copy(what=self.name)
         if self._pool.lends(compat.tree_tensors((args, kwargs))):
             return self._plain(Reason.UNSUPPORTED_INPUT, LENT, args, kwargs)
         if self._guarded:
@@ -462,13 +462,13 @@ class CUDAGraphWrapper(Transparent):
         self, reason: Reason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self.config.strict and reason not in EXPECTED:
-            raise DispatchError.strict(self.name, reason.value, detail)
+            raise DispatchError.strict(what=self.name, reason=reason.value, detail=detail)
         return self._ran_plain(Why(reason, detail), self.runnable(*args, **kwargs))
 
     def _ran_plain(self, why: Why, result: Any) -> Any:
         """Count a step that ran without a graph; with ``strict`` that is an error."""
         if self.config.strict and why.reason not in EXPECTED:
-            raise DispatchError.strict(self.name, why.reason.value, why.detail)
+            raise DispatchError.strict(what=self.name, reason=why.reason.value, detail=why.detail)
         with self._lock:
             self.counters.plain[why.reason] += 1
             self.counters.details[why.reason] = why.detail

@@ -267,7 +267,9 @@ class CudagraphDispatcher:
         known = isinstance(descriptor, BatchDescriptor)
         slot = self._slots.get((mode, descriptor)) if known else None
         if slot is None:
-            raise BatchError.not_planned(getattr(mode, "name", str(mode)), str(descriptor))
+            raise BatchError.not_planned(
+                mode=getattr(mode, "name", str(mode)), descriptor=str(descriptor)
+            )
         return slot
 
     def dispatch(

@@ -214,9 +214,9 @@ class CudaGraphManager(Questions):
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
         if mode not in (PIECEWISE, FULL):
-            raise ManagerError.capture_mode(getattr(mode, "name", str(mode)))
+            raise ManagerError.capture_mode(mode=getattr(mode, "name", str(mode)))
         if (mode, descriptor) not in self.dispatcher.plan():
-            raise BatchError.not_planned(mode.name, str(descriptor))
+            raise BatchError.not_planned(mode=mode.name, descriptor=str(descriptor))
         self._graphs.refuse_twice([(mode, descriptor)])
         with self._alone("capture_graph"), together(self.agreement):
             self._capture_set(f"Capturing {mode.name}, {descriptor}", mode, [descriptor])
@@ -332,7 +332,7 @@ class CudaGraphManager(Questions):
         if batch is not None and type(batch) is not Batch:
             require_kind("batch", "run", batch, Batch, maybe=True)
         if not self._lock.acquire(False):
-            raise ManagerError.other_thread("run")
+            raise ManagerError.other_thread(method="run")
         try:
             if self.agreement is not None:
                 return self._run_agreed(batch or NO_WORK, restrictions)
@@ -348,7 +348,7 @@ class CudaGraphManager(Questions):
     def _alone(self, method: str) -> Iterator[None]:
         """No other thread is inside of a call of this manager."""
         if not self._lock.acquire(False):
-            raise ManagerError.other_thread(method)
+            raise ManagerError.other_thread(method=method)
         try:
             yield
         finally:
@@ -415,7 +415,7 @@ class CudaGraphManager(Questions):
             AgreementError: checked, and another rank runs something else.
         """
         if not self._lock.acquire(False):
-            raise ManagerError.other_thread("run_fullgraph")
+            raise ManagerError.other_thread(method="run_fullgraph")
         try:
             descriptor = self._graphs.full(num_tokens, uniform, num_active_loras, extra)
             self._graphs.check_weights(descriptor)
