@@ -267,12 +267,16 @@ class ForwardContextError(CGCompileError, RuntimeError):
         "Wrap the call of the model: with cgcompile.set_forward_context(...): model(...). A new "
         "thread or asyncio task starts with none.",
     )
-    traced = Template(
-        "{what} was called in code that torch.compile traces: its value would be frozen into the "
-        "graph or recompile it.",
-        "Read the context inside an opaque custom op (torch.library), and set it around the call "
-        "of the compiled model.",
-    )
+
+    @classmethod
+    def traced(cls, *, what: str) -> "ForwardContextError":  # Dynamo traces this, but no template
+        return cls(
+            f"{what} was called in code that torch.compile traces: its value would be frozen into "
+            "the graph or recompile it.\n"
+            "  Read the context inside an opaque custom op (torch.library), and set it around the "
+            "call of the compiled model."
+        )
+
     runtime_mode = Template(
         "set_forward_context(cudagraph_runtime_mode={found:shown}): a step runs in one mode; "
         "expected CUDAGraphMode.NONE, PIECEWISE or FULL.",
