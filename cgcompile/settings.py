@@ -11,14 +11,13 @@ import inspect
 import json
 import math
 import operator
-import os
 import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from cgcompile.errors import CGCompileError, ConfigError
 
@@ -460,47 +459,13 @@ COMPILERS = ("inductor", "aot", "eager")
 PIECES, GRAPHS = "pieces", "graphs"  # what a setting may need, or would be ignored
 
 
-class Origins(NamedTuple):
-    """Where settings come from.
-
-    Attributes:
-        names: ``environment`` and the like, by setting.
-        values: what the settings are.
-    """
-
-    names: dict[str, str]
-    values: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls, values: dict[str, Any], given: Mapping[str, str], start: "Origins | None"
-    ) -> "Origins":
-        """Those of all settings.
-
-        Args:
-            values: of all settings.
-            given: the origins of those that somebody gave.
-            start: of the settings that these were made from; what is equal keeps its origin.
-        """
-        found = {
-            name: "environment" if ENV_PREFIX + name.upper() in os.environ else "default"
-            for name in values
-        }
-        found |= given
-        if start is not None:
-            found |= {n: start.names[n] for n in values if start.values[n] == values[n]}
-        return cls(found, values)
+UNSET: Any = object()  # a setting that no argument gives
 
 
-def setting(name: str, default: Any, parse: Parser, doc: str, needs: str | None = None) -> Any:
-    """A field whose default is the environment variable, where there is one."""
-
-    def from_environment() -> Any:
-        text = os.environ.get(ENV_PREFIX + name.upper())
-        return default if text is None else parsed(name, ENV_PREFIX + name.upper(), text, parse)
-
+def setting(default: Any, parse: Parser, doc: str, needs: str | None = None) -> Any:
+    """Return a field that starts as ``UNSET``: an argument, the environment or the default."""
     metadata = {"parse": parse, "doc": doc, "default": default, "needs": needs}
-    return field(default_factory=from_environment, metadata=metadata)
+    return field(default_factory=lambda: UNSET, metadata=metadata)
 
 
 def parsed(name: str, where: str, value: Any, parse: Parser) -> Any:
