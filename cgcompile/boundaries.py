@@ -22,7 +22,7 @@ from cgcompile import compat
 from cgcompile.descriptors import allows_full as allows_full
 from cgcompile.errors import BoundaryError
 from cgcompile.modes import AttentionCGSupport
-from cgcompile.settings import checked, checked_but, items_of, require_flag, require_kind
+from cgcompile.settings import checked, checked_but, is_flag, items_of, require, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ class Boundaries:
             function: the function or op.
             in_place: whether it is told to write its argument, as ``relu(x, inplace=True)`` is.
         """
-        require_flag("in_place", "match_call", in_place)
+        require(is_flag(in_place), "in_place", "match_call", in_place, "bool")
         name = _aten_name(function)
         name = f"{name}_" if in_place and name is not None else name
         of_op = compat.is_op(function)

@@ -123,11 +123,6 @@ def is_flag(value: object) -> bool:
     return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 
 
-def require_flag(name: str, where: str, value: object) -> None:
-    """As :func:`require`, of a bool."""
-    require(is_flag(value), name, where, value, "bool")
-
-
 def require_arguments(where: str, values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Refuse arguments that do not match the annotations of their parameters.
 

@@ -34,7 +34,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.locks import new_lock
 from cgcompile.reasons import Counters
-from cgcompile.settings import checked_but, require, require_callable, require_kind
+from cgcompile.settings import checked_but, require
 
 log = logging.getLogger(__name__)
 
@@ -107,14 +107,9 @@ class EncoderCudaGraphManager:
         check_weights: bool = True,
     ) -> None:
         where = "EncoderCudaGraphManager"
-        expected = "a torch.dtype such as torch.float16"
-        require(isinstance(dtype, torch.dtype), "dtype", where, dtype, expected)
-        require_kind("pool", where, pool, GraphPool, maybe=True)
-        require_kind("costs", where, costs, Costs, maybe=True)
         shares = all(hasattr(sharder, each) for each in ("rank", "assign", "agree", "gather"))
         expected = "a Sharder, what has its methods, or None"
         require(sharder is None or shares, "sharder", where, sharder, expected)
-        require_callable("graph_capture", where, graph_capture)
         device = device_named(device, where)
         self._model = CheckedModel(model)
         self.config = _copied(self._model.get_encoder_cudagraph_config())

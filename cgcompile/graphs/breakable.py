@@ -33,7 +33,7 @@ from cgcompile.graphs.segments import SegmentRecorder
 from cgcompile.graphs.sequence import GraphSequence, Segment
 from cgcompile.graphs.storages import SameStorages
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.settings import checked, checked_but, require_callable, require_kind
+from cgcompile.settings import checked, checked_but, require_callable
 
 F_ = TypeVar("F_", bound=Callable[..., Any])
 
@@ -123,11 +123,8 @@ class BreakableCUDAGraphCapture:
         debug: bool = False,
         name: str = "step",
     ) -> None:
-        where = "BreakableCUDAGraphCapture"
-        require_kind("pool", where, pool, GraphPool, maybe=True)
-        require_kind("boundaries", where, boundaries, Boundaries, maybe=True)
         if pool is None:
-            pool = GraphPool(chosen_device(device, where))
+            pool = GraphPool(chosen_device(device, "BreakableCUDAGraphCapture"))
         self._pool = pool
         self._boundaries = Boundaries() if boundaries is None else boundaries
         self._debug = debug

@@ -42,7 +42,6 @@ from cgcompile.graphs.entries import (
     CUDAGraphEntry,
     CUDAGraphOptions,
     KeptOutput,
-    check_kinds,
     devices_of,
     gradients_due,
     holds_parameters_with_grad,
@@ -60,7 +59,7 @@ from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, Counters, Reason, Why
-from cgcompile.settings import checked_but
+from cgcompile.settings import checked_but, require_callable
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +127,7 @@ class CUDAGraphWrapper(Transparent):
     ) -> None:
         if runtime_mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             raise DispatchError.bad_mode(mode=str(getattr(runtime_mode, "name", runtime_mode)))
-        check_kinds(type(self).__name__, runnable, config, cudagraph_options, pool)
+        require_callable("runnable", type(self).__name__, runnable)
         self.runnable = runnable
         self.config = CompilationConfig() if config is None else config
         self.runtime_mode = runtime_mode

@@ -116,8 +116,6 @@ class CudagraphDispatcher:
     ) -> None:
         where = "CudagraphDispatcher"
         mode = mode_named(mode, where)
-        require_kind("support", where, support, AttentionCGSupport)
-        require_kind("lora", where, lora, LoraCases, maybe=True)
         axes = (axes,) if isinstance(axes, Axis) else axes
         require_items("axes", where, axes)
         for name, flag in (("piecewise", piecewise), ("only_captured", only_captured)):

@@ -14,7 +14,7 @@ import torch
 from cgcompile.backend import Backend, handle_of
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
-from cgcompile.errors import BatchError, ManagerError
+from cgcompile.errors import AgreementError, BatchError, ManagerError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.sets import capture_set
 from cgcompile.locks import new_lock
@@ -23,7 +23,6 @@ from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.captured import CapturedGraphs
 from cgcompile.serving.capturing import largest, sets_of
-from cgcompile.serving.checking import check_manager
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.fillers import Fillers
 from cgcompile.serving.memory import MemoryMeter, MemoryPlan, plan_memory
@@ -32,7 +31,7 @@ from cgcompile.serving.statistics import DispatchStatistics
 from cgcompile.serving.stepping import BuildMetadata, StepRunner
 from cgcompile.serving.steps import NO_WORK, Batch, GraphHooks
 from cgcompile.serving.tables import Dispatched
-from cgcompile.settings import checked, checked_but, require_kind
+from cgcompile.settings import checked, checked_but, require_callable, require_items, require_kind
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -112,8 +111,10 @@ class CudaGraphManager(Questions):
         check_metadata: bool = True,
         agreement: Agreement | None = None,
     ) -> None:
-        functions = {"prepare": prepare, "metadata": metadata, "graph_capture": graph_capture}
-        check_manager(model, dispatcher, inputs, agreement, functions)
+        require_callable("model", "CudaGraphManager", model)
+        require_items("inputs", "CudaGraphManager", inputs)
+        if agreement is not None and agreement.dispatcher is not dispatcher:
+            raise AgreementError.other_dispatcher()
         self.model = model
         self.dispatcher = dispatcher
         self.agreement = agreement
