@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.traceback:
             raise
         print(f"cgcompile: {_told(error)}", file=sys.stderr)
-        return 2 if isinstance(error, (CommandError, CommandError, ConfigError)) else 1
+        return 2 if isinstance(error, (CommandError, ConfigError)) else 1
     return int(answer.status)
 
 
