@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cgcompile.config import CompilationConfig
-from cgcompile.errors import CacheError, CGCompileError, CommandError, ConfigError
+from cgcompile.errors import CGCompileError, CommandError, ConfigError
 from cgcompile.observe.commands import Answer, add_commands
 from cgcompile.piecewise.store import Entry, Store, cache_folder
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.traceback:
             raise
         print(f"cgcompile: {_told(error)}", file=sys.stderr)
-        return 2 if isinstance(error, (CacheError, CommandError, ConfigError)) else 1
+        return 2 if isinstance(error, (CommandError, ConfigError)) else 1
     return int(answer.status)
 
 
@@ -159,16 +159,18 @@ def _why(given: argparse.Namespace) -> Iterator[str]:
 def _store(given: argparse.Namespace) -> Store:
     folder = given.dir or cache_folder(CompilationConfig())
     if folder is None:
-        raise CacheError.caching_is_off()
+        raise CommandError.caching_is_off()
     return Store(folder)
 
 
 def _find(store: Store, entries: Sequence[Entry], prefix: str) -> Entry:
     found = [each for each in entries if each.key.startswith(prefix)]
     if not found:
-        raise CacheError.unknown_entry(prefix, str(store.folder))
+        raise CommandError.unknown_entry(prefix=prefix, folder=str(store.folder))
     if len(found) > 1:
-        raise CacheError.ambiguous_entry(prefix, [each.key[: max(_SHOWN, 16)] for each in found])
+        raise CommandError.ambiguous_entry(
+            prefix=prefix, keys=[each.key[: max(_SHOWN, 16)] for each in found]
+        )
     return found[0]
 
 

@@ -220,7 +220,7 @@ class Backend:
             after = self.counters
             whys = after.why_plain(before)
             whys += ["it has just been captured"] if after.captures > before.captures else []
-            raise DispatchError.nothing_verified("; ".join(whys) or "no graph of it was called")
+            raise DispatchError.nothing_verified(why="; ".join(whys) or "no graph of it was called")
         return [each for each in found if each is not None]
 
     @checked
@@ -318,7 +318,9 @@ class Backend:
             DispatchError: ``strict``.
         """
         if self.config.strict:
-            raise DispatchError.strict("the model", Reason.RECOMPILE_LIMIT.value, detail)
+            raise DispatchError.strict(
+                what="the model", reason=Reason.RECOMPILE_LIMIT.value, detail=detail
+            )
         log.warning("%s. Let what varies be a tensor, or raise the limit", detail)
         self._ledger.degraded(Why(Reason.RECOMPILE_LIMIT, detail))
 
@@ -334,7 +336,7 @@ class Backend:
             wait_for_inputs(context.inputs_ready, None)
         try:
             if self.config.strict:
-                raise DispatchError.strict(name, why.reason.value, why.detail)
+                raise DispatchError.strict(what=name, reason=why.reason.value, detail=why.detail)
             result = function()
         except BaseException:
             self._ledger.failed()
@@ -488,4 +490,4 @@ def runtime(compiled: Any) -> Backend:
     if isinstance(found, NamedBackend):
         return found.handle(mode, options)
     known = isinstance(getattr(compiled, "backend", None), Backend)
-    raise ConfigError.not_compiled_here(type(compiled).__name__, known)
+    raise ConfigError.not_compiled_here(found=type(compiled).__name__, knows_handle=known)

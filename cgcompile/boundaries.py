@@ -22,7 +22,7 @@ from cgcompile import compat
 from cgcompile.descriptors import allows_full as allows_full
 from cgcompile.errors import BoundaryError
 from cgcompile.modes import AttentionCGSupport
-from cgcompile.settings import checked, checked_but, items_of, require_flag, require_kind
+from cgcompile.settings import checked, checked_but, is_flag, items_of, require, require_kind
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def _checked_target(target: Any) -> Any:
         return overload
     if (isinstance(target, str) and target) or callable(target):
         return target
-    raise BoundaryError.not_an_op(target)
+    raise BoundaryError.not_an_op(found=target)
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class SplittingOp:
         if self.predicate is None:
             _checked_target(self.target)
         elif not callable(self.predicate):
-            raise BoundaryError.not_an_op(self.predicate)
+            raise BoundaryError.not_an_op(found=self.predicate)
         if not isinstance(self.support, AttentionCGSupport):
-            raise BoundaryError.bad_support(self.name, self.support)
+            raise BoundaryError.bad_support(name=self.name, found=self.support)
         per_device = self.impl.values() if isinstance(self.impl, Mapping) else [self.impl]
         if self.impl is not None and not all(map(callable, per_device)):
-            raise BoundaryError.bad_impl(self.name, self.impl)
+            raise BoundaryError.bad_impl(name=self.name, found=self.impl)
 
     @checked
     def impl_for(self, device_type: str) -> Callable[..., Any] | None:
@@ -185,7 +185,7 @@ class _Table:
     def _claim(table: dict[Any, SplittingOp], key: Any, op: SplittingOp) -> None:
         present = table.setdefault(key, op)
         if replace(present, target=op.target, name=op.name) != op:
-            raise BoundaryError.declared_twice(op.name)
+            raise BoundaryError.declared_twice(name=op.name)
 
     def __iter__(self) -> Iterator[SplittingOp]:
         yield from (*self.names.values(), *self.functions.values())
@@ -211,7 +211,9 @@ class _Table:
                 if op.predicate(node):
                     return op
             except Exception as error:
-                raise BoundaryError.predicate_raised(op.name, node.name, error) from error
+                raise BoundaryError.predicate_raised(
+                    name=op.name, node=node.name, error=error
+                ) from error
         return None
 
 
@@ -288,7 +290,7 @@ class Boundaries:
             function: the function or op.
             in_place: whether it is told to write its argument, as ``relu(x, inplace=True)`` is.
         """
-        require_flag("in_place", "match_call", in_place)
+        require(is_flag(in_place), "in_place", "match_call", in_place, "bool")
         name = _aten_name(function)
         name = f"{name}_" if in_place and name is not None else name
         of_op = compat.is_op(function)
@@ -397,7 +399,7 @@ def _resolved(name: str) -> Any:
         function = _imported(name)
         if function is not None:
             return function
-    raise BoundaryError.unknown(name, sorted({*packets, *higher}))
+    raise BoundaryError.unknown(name=name, known=sorted({*packets, *higher}))
 
 
 def _imported(path: str) -> Any:

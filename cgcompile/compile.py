@@ -109,7 +109,7 @@ def check_compilable(model: Any, function: str) -> None:
         model, (torch.nn.Module, types.FunctionType, types.MethodType)
     ):
         found = f"the class {model.__name__}" if isinstance(model, type) else repr(model)
-        raise ConfigError.not_compilable(found, function)
+        raise ConfigError.not_compilable(found=found, function=function)
 
 
 def _rules(config: CompilationConfig, guards: str | None, check_guards: bool, shapes: str) -> Rules:
@@ -117,12 +117,14 @@ def _rules(config: CompilationConfig, guards: str | None, check_guards: bool, sh
     chosen = guards or ("none" if once else "keep")
     for name, value, known in (("guards", chosen, GUARDS), ("dynamic_shapes", shapes, SHAPES)):
         if value not in known:
-            raise ConfigError.bad_value(name, "compile", value, "one of " + ", ".join(known))
+            raise ConfigError.bad_value(
+                name=name, where="compile", value=value, expected="one of " + ", ".join(known)
+            )
     if once and chosen != "none":
         raise ConfigError.impossible(
-            f"guards={chosen!r} with mode DYNAMO_TRACE_ONCE",
-            "it traces once and drops them",
-            "Use mode STOCK_TORCH_COMPILE, or guards='none'.",
+            what=f"guards={chosen!r} with mode DYNAMO_TRACE_ONCE",
+            because="it traces once and drops them",
+            instead="Use mode STOCK_TORCH_COMPILE, or guards='none'.",
         )
     return Rules(chosen, check_guards, shapes)
 
@@ -164,9 +166,9 @@ class CompiledModel(Transparent):
             backend.anticipate(runnable)
         elif dynamic_dims or rules != Rules():
             raise ConfigError.impossible(
-                "dynamic_dims, guards, check_guards or dynamic_shapes without a trace",
-                "mode NONE and splitting='breakable' trace nothing",
-                "Leave them out, or use mode PIECEWISE with splitting='fx'.",
+                what="dynamic_dims, guards, check_guards or dynamic_shapes without a trace",
+                because="mode NONE and splitting='breakable' trace nothing",
+                instead="Leave them out, or use mode PIECEWISE with splitting='fx'.",
             )
         self._given = (dict(dynamic_dims or {}), rules)
         if self.wrapper is not None:

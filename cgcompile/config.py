@@ -17,7 +17,7 @@ from cgcompile.settings import (
     ENV_PREFIX,
     GRAPHS,
     PIECES,
-    Origins,
+    UNSET,
     enum_parser,
     one_of,
     optional,
@@ -41,6 +41,10 @@ _IGNORED = {  # why a setting would be, and what to do
     PIECES: ("only mode PIECEWISE splits the graph and compiles pieces", "use mode PIECEWISE"),
     GRAPHS: ("nothing is captured", "set cudagraph_mode, for example to FULL"),
 }
+
+
+class _Origins(dict[str, tuple[str, Any]]):
+    """The origin and the value of each setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,19 +79,16 @@ class CompilationConfig:
     """
 
     mode: CompilationMode = setting(
-        "mode",
         CompilationMode.PIECEWISE,
         enum_parser(CompilationMode),
         "How much is compiled, and in how many parts.",
     )
     cudagraph_mode: CUDAGraphMode | None = setting(
-        "cudagraph_mode",
         None,
         optional(enum_parser(CUDAGraphMode)),
         "Which CUDA graphs serve a step. Unset: the first that the table above lists for mode.",
     )
     compiler: str | Callable[..., Any] = setting(
-        "compiler",
         "inductor",
         parse_compiler,
         "What compiles a piece: 'inductor', 'aot' (functorch's ATen graph, run op by op), 'eager', "
@@ -95,7 +96,6 @@ class CompilationConfig:
         needs=PIECES,
     )
     on_compile_error: str = setting(
-        "on_compile_error",
         "raise",
         one_of("raise", "eager"),
         "Where a compiler raises: 'raise', with the piece and your line, or let the piece run "
@@ -103,13 +103,11 @@ class CompilationConfig:
         needs=PIECES,
     )
     inductor_options: tuple[tuple[str, Any], ...] = setting(
-        "inductor_options",
         (),
         parse_mapping,
         "Settings of torch._inductor.config for the compiled code, as a mapping or JSON text.",
     )
     splitting: str = setting(
-        "splitting",
         "fx",
         one_of("fx", "breakable"),
         "'fx': the traced graph is cut at its boundaries. 'breakable': nothing is traced, capture "
@@ -117,49 +115,42 @@ class CompilationConfig:
         needs=PIECES,
     )
     splitting_ops: tuple[Any, ...] = setting(
-        "splitting_ops",
         (),
         parse_ops,
         "Boundaries beside the built-in ones: names, ops, functions or SplittingOp objects.",
         needs=PIECES,
     )
     builtin_splitting_ops: bool = setting(
-        "builtin_splitting_ops",
         True,
         parse_bool,
         "Whether the built-in attention ops are boundaries.",
         needs=PIECES,
     )
     graph_passes: tuple[Any, ...] = setting(
-        "graph_passes",
         (),
         parse_passes,
         "Your passes over the whole graph, before it is split.",
         needs=PIECES,
     )
     piece_passes: tuple[Any, ...] = setting(
-        "piece_passes",
         (),
         parse_passes,
         "Your passes over each distinct captured piece, after the split.",
         needs=PIECES,
     )
     disabled_passes: tuple[str, ...] = setting(
-        "disabled_passes",
         (),
         parse_names,
         "Passes to leave out, by name: yours, 'eliminate_noops', 'eliminate_clones'.",
         needs=PIECES,
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(
-        "cudagraph_capture_sizes",
         None,
         optional(parse_sizes),
         "Sizes of the batch dimension that will be captured; each is checked against the guards.",
         needs=PIECES,
     )
     compile_sizes: tuple[int | str, ...] | None = setting(
-        "compile_sizes",
         None,
         optional(parse_compile_sizes),
         "Sizes of the batch dimension for which each piece is compiled once more, for that size "
@@ -167,7 +158,6 @@ class CompilationConfig:
         needs=PIECES,
     )
     compile_ranges_endpoints: tuple[int, ...] | None = setting(
-        "compile_ranges_endpoints",
         None,
         optional(parse_endpoints),
         "Where the batch dimension is cut into ranges that are compiled apart: 32, 512 for 1 to "
@@ -175,14 +165,12 @@ class CompilationConfig:
         needs=PIECES,
     )
     capture_dim: str | None = setting(
-        "capture_dim",
         None,
         optional(parse_text),
         "Which input dimension the sizes speak of, such as 'x.size()[0]'; needed if several vary.",
         needs=PIECES,
     )
     dump_passes: str | None = setting(
-        "dump_passes",
         None,
         optional(parse_text),
         "A folder for the graph before and after every pass, as readable text.",
@@ -190,14 +178,12 @@ class CompilationConfig:
     )
 
     cache_dir: str | None = setting(
-        "cache_dir",
         None,
         optional(parse_text),
         "The folder that keeps compiled pieces for other processes, or 'off'. Unset: cgcompile in "
         "$XDG_CACHE_HOME, or in ~/.cache. It is loaded as code: you or root must own it, alone.",
     )
     capture_device: str = setting(
-        "capture_device",
         "auto",
         one_of("auto", "host"),
         "'auto': CUDA graphs for CUDA tensors, nothing for CPU tensors. 'host': graphs of CPU "
@@ -205,14 +191,12 @@ class CompilationConfig:
         needs=GRAPHS,
     )
     strict: bool = setting(
-        "strict",
         False,
         parse_bool,
         "Raise where a step would otherwise run without a graph and count a reason.",
         needs=GRAPHS,
     )
     on_input_change: str = setting(
-        "on_input_change",
         "raise",
         one_of("raise", "copy", "recapture", "eager"),
         "Under a forward context, where an input of a graph lies elsewhere, or a number in it is "
@@ -222,58 +206,77 @@ class CompilationConfig:
         needs=GRAPHS,
     )
     poison: bool = setting(
-        "poison",
         False,
         parse_bool,
         "Fill the memory of graphs with NaN before each replay, so that stale reads show. Slow.",
         needs=GRAPHS,
     )
     debug: bool = setting(
-        "debug",
         False,
         parse_bool,
         "Raise where a result is touched whose memory a later step has overwritten. Slow.",
         needs=GRAPHS,
     )
     num_warmups: int = setting(
-        "num_warmups",
         1,
         parse_count(0),
         "Calls of a new shape that run plain before one is captured.",
         needs=GRAPHS,
     )
     max_captured_shapes: int = setting(
-        "max_captured_shapes",
         64,
         parse_count(0),
         "How many shapes are captured without a forward context, per graph and set of weights.",
         needs=GRAPHS,
     )
     max_bindings: int = setting(
-        "max_bindings",
         128,
         parse_count(1),
         "For how many sets of weights and written inputs one compiled graph keeps CUDA graphs.",
         needs=GRAPHS,
     )
 
-    # No field: where settings come from makes no two configurations different.
-    # ``dataclasses.replace`` hands on what the configuration that it starts from has here.
-    _origins: InitVar[Origins | None] = None
+    # Origin and value by setting, which ``dataclasses.replace`` hands on. No field: where settings
+    # come from makes no two configurations different.
+    _origins: InitVar[_Origins | None] = None
 
     def __new__(cls, *args: Any, **settings: Any) -> "CompilationConfig":
-        replaces = isinstance(settings.get("_origins"), Origins)
-        said = [name for name in settings if not (replaces and name == "_origins")]
-        for name in said:
-            if name not in cls.names():
-                raise ConfigError.unknown_setting(name, "arguments", cls.names())
-        made = super().__new__(cls)
-        object.__setattr__(made, "_origins", Origins(dict.fromkeys(said, "argument"), {}))
-        return made
+        known = cls.names()
+        for name, value in settings.items():
+            if name not in known and not (name == "_origins" and isinstance(value, _Origins)):
+                raise ConfigError.unknown_setting(name=name, where="arguments", known=known)
+        return super().__new__(cls)
 
-    def _say_origins(self, given: Mapping[str, str], start: Origins | None = None) -> None:
-        values = {name: getattr(self, name) for name in self.names()}
-        object.__setattr__(self, "_origins", Origins.of(values, given, start))
+    def __post_init__(self, _origins: _Origins | None) -> None:
+        self._refuse_unknown_environment()
+        origins = {}
+        for spec in dataclasses.fields(self):
+            value, origin = self._parsed_with_origin(spec)
+            object.__setattr__(self, spec.name, value)
+            origins[spec.name] = origin
+            if _origins is not None and _origins[spec.name][1] == value:
+                origins[spec.name] = _origins[spec.name][0]
+        for name, origin in origins.items():
+            if origin == "environment" and self._drop(name):
+                origins[name] = "default"
+        self._refuse_ignored_settings()
+        self._settle_cudagraph_mode()
+        _ = self.sizes_to_compile  # raises where they cannot be
+        self._keep_origins(origins)
+
+    def _parsed_with_origin(self, spec: dataclasses.Field[Any]) -> tuple[Any, str]:
+        """Return the value of an argument, else of the environment, else the default."""
+        value, parse = getattr(self, spec.name), spec.metadata["parse"]
+        if value is not UNSET:
+            return parsed(spec.name, "CompilationConfig", value, parse), "argument"
+        variable = ENV_PREFIX + spec.name.upper()
+        if variable in os.environ:
+            return parsed(spec.name, variable, os.environ[variable], parse), "environment"
+        return spec.metadata["default"], "default"
+
+    def _keep_origins(self, origins: Mapping[str, str]) -> None:
+        pairs = {name: (origins[name], getattr(self, name)) for name in self.names()}
+        object.__setattr__(self, "_origins", _Origins(pairs))
 
     @property
     def origins(self) -> dict[str, str]:
@@ -282,25 +285,7 @@ class CompilationConfig:
         ``argument``, ``options`` or ``mode`` of ``torch.compile``, ``environment``, ``default``.
         What ``dataclasses.replace`` does not change keeps its origin.
         """
-        return dict(self.__dict__["_origins"].names)
-
-    def __post_init__(self, _origins: Origins | None) -> None:
-        self._refuse_unknown_environment()
-        for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            checked = parsed(spec.name, "CompilationConfig", value, spec.metadata["parse"])
-            object.__setattr__(self, spec.name, checked)
-        origins = self._origins_so_far(_origins)
-        dropped = [name for name in origins if origins[name] == "environment" and self._drop(name)]
-        self._refuse_ignored_settings()
-        self._settle_cudagraph_mode()
-        _ = self.sizes_to_compile  # raises where they cannot be
-        self._say_origins({**self.origins, **dict.fromkeys(dropped, "default")}, _origins)
-
-    def _origins_so_far(self, start: Origins | None) -> dict[str, str]:
-        """Where the settings come from, before any is refused."""
-        values = {name: getattr(self, name) for name in self.names()}
-        return Origins.of(values, self.origins, start).names
+        return {name: origin for name, (origin, _) in self.__dict__["_origins"].items()}
 
     def _drop(self, name: str) -> bool:
         """Set a setting from the environment to its default if this mode would ignore it.
@@ -324,29 +309,30 @@ class CompilationConfig:
         known = [ENV_PREFIX + name.upper() for name in self.names()]
         for variable in sorted(os.environ):
             if variable.startswith(ENV_PREFIX) and variable not in known:
-                raise ConfigError.unknown_setting(variable, "environment", known)
+                raise ConfigError.unknown_setting(name=variable, where="environment", known=known)
 
     def _refuse_ignored_settings(self) -> None:
         if not self._has_sizes and self.capture_dim is not None:
             raise ConfigError.impossible(
-                f"capture_dim = {self.capture_dim!r} without cudagraph_capture_sizes, "
+                what=f"capture_dim = {self.capture_dim!r} without cudagraph_capture_sizes, "
                 "compile_sizes or compile_ranges_endpoints",
-                "it says which dimension those sizes speak of",
-                "Give the sizes, or leave capture_dim out; explain() takes both by themselves.",
+                because="it says which dimension those sizes speak of",
+                instead="Give the sizes, or leave capture_dim out; explain() takes both by "
+                "themselves.",
             )
         if self.inductor_options and not self._uses_inductor:
             raise ConfigError.impossible(
-                f"inductor_options with compiler {self.compiler!r} and mode {self.mode.name}",
-                "nothing there is compiled by Inductor",
-                "Leave inductor_options out, or use compiler 'inductor'.",
+                what=f"inductor_options with compiler {self.compiler!r} and mode {self.mode.name}",
+                because="nothing there is compiled by Inductor",
+                instead="Leave inductor_options out, or use compiler 'inductor'.",
             )
         for spec in dataclasses.fields(self):
             if self._ignores(spec) and getattr(self, spec.name) != spec.metadata["default"]:
                 because, instead = _IGNORED[spec.metadata["needs"]]
                 raise ConfigError.impossible(
-                    f"{spec.name} = {getattr(self, spec.name)!r} with mode {self.mode.name}",
-                    because,
-                    f"Leave {spec.name} out, or {instead}.",
+                    what=f"{spec.name} = {getattr(self, spec.name)!r} with mode {self.mode.name}",
+                    because=because,
+                    instead=f"Leave {spec.name} out, or {instead}.",
                 )
 
     @property
@@ -384,9 +370,10 @@ class CompilationConfig:
             object.__setattr__(self, "cudagraph_mode", settled)
         elif self._needs_a_split(self.cudagraph_mode):
             raise ConfigError.impossible(
-                f"cudagraph_mode {self.cudagraph_mode.name} with mode {self.mode.name}",
-                "piecewise graphs need a split graph",
-                "Use mode PIECEWISE, or one of the CUDA graph modes NONE, FULL, FULL_DECODE_ONLY.",
+                what=f"cudagraph_mode {self.cudagraph_mode.name} with mode {self.mode.name}",
+                because="piecewise graphs need a split graph",
+                instead="Use mode PIECEWISE, or one of the CUDA graph modes NONE, FULL, "
+                "FULL_DECODE_ONLY.",
             )
 
     @classmethod
@@ -413,28 +400,33 @@ class CompilationConfig:
         """
         if config is not None and not isinstance(config, cls):
             expected = "a CompilationConfig; give single settings by name"
-            raise ConfigError.bad_value("config", "Backend", config, expected)
+            raise ConfigError.bad_value(
+                name="config", where="Backend", value=config, expected=expected
+            )
         if torch_mode is not None and not isinstance(torch_mode, str):
-            raise ConfigError.bad_value("mode", "torch.compile", torch_mode, "a text or None")
+            raise ConfigError.bad_value(
+                name="mode", where="torch.compile", value=torch_mode, expected="a text or None"
+            )
         for name, settings in (("options", options), ("arguments", arguments)):
             if settings is not None and not isinstance(settings, Mapping):
-                raise ConfigError.no_mapping(name, settings, isinstance(settings, cls))
+                raise ConfigError.no_mapping(
+                    name=name, value=settings, is_config=isinstance(settings, cls)
+                )
         if torch_mode is not None and torch_mode not in TORCH_MODES:
-            raise ConfigError.unknown_torch_mode(torch_mode, tuple(TORCH_MODES))
+            raise ConfigError.unknown_torch_mode(mode=torch_mode, known=tuple(TORCH_MODES))
         given: dict[str, Any] = dict(TORCH_MODES[torch_mode or "default"])
         for where, settings in (("options", options or {}), ("arguments", arguments or {})):
             for name, value in settings.items():
                 given[name] = cls._parse_setting(name, where, value)
-        made = dataclasses.replace(config, **given) if config is not None else cls(**given)
-        origins = {} if config is None else config.origins
-        origins |= dict.fromkeys(TORCH_MODES[torch_mode or "default"], "mode")
+        resolved = dataclasses.replace(config, **given) if config is not None else cls(**given)
+        origins = resolved.origins | dict.fromkeys(TORCH_MODES[torch_mode or "default"], "mode")
         origins |= dict.fromkeys(options or {}, "options")
-        made._say_origins({**origins, **dict.fromkeys(arguments or {}, "argument")})
-        return made
+        resolved._keep_origins(origins | dict.fromkeys(arguments or {}, "argument"))
+        return resolved
 
     @classmethod
     def _parse_setting(cls, name: str, where: str, value: Any) -> Any:
         if name not in cls.names():
-            raise ConfigError.unknown_setting(str(name), where, cls.names())
+            raise ConfigError.unknown_setting(name=str(name), where=where, known=cls.names())
         spec = next(spec for spec in dataclasses.fields(cls) if spec.name == name)
         return parsed(name, where, value, spec.metadata["parse"])

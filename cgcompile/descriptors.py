@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from cgcompile.errors import DescriptorError
+from cgcompile.errors import BatchError
 from cgcompile.modes import AttentionCGSupport
 from cgcompile.settings import is_flag, whole
 
@@ -30,7 +30,7 @@ class BatchDescriptor(_Fields):
         extra: further key axes of the user's own (a ``max_seqlen`` bucket, a kernel id); hashable.
 
     Raises:
-        DescriptorError: a field is out of range, or ``uniform`` does not divide.
+        BatchError: a field is out of range, or ``uniform`` does not divide.
     """
 
     __slots__ = ()
@@ -54,10 +54,12 @@ class BatchDescriptor(_Fields):
         if flags != _FLAGS:
             _check_flags(uniform, has_lora)
         if uniform and (num_reqs is None or num_tokens % num_reqs):
-            raise DescriptorError.not_uniform(num_tokens, num_reqs)
+            raise BatchError.descriptor_not_uniform(num_tokens=num_tokens, num_reqs=num_reqs)
         if num_active_loras and not has_lora:
             expected = "0 where has_lora is False"
-            raise DescriptorError.field("num_active_loras", num_active_loras, expected)
+            raise BatchError.descriptor_field(
+                name="num_active_loras", value=num_active_loras, expected=expected
+            )
         fields = (num_tokens, num_reqs, uniform, has_lora, num_active_loras, max_query_len, extra)
         return tuple.__new__(cls, fields)
 
@@ -112,23 +114,25 @@ def _checked_counts(
             continue
         if number is None or number < least:
             expected = f"a whole number of at least {least}" + (" or None" if optional else "")
-            raise DescriptorError.field(name, value, expected)
+            raise BatchError.descriptor_field(name=name, value=value, expected=expected)
     return tuple(numbers)
 
 
 def _check_flags(uniform: Any, has_lora: Any) -> None:
     for name, value in (("uniform", uniform), ("has_lora", has_lora)):
         if not is_flag(value):
-            raise DescriptorError.field(name, value, "bool")
+            raise BatchError.descriptor_field(name=name, value=value, expected="bool")
 
 
 def _check_extra(extra: Any) -> None:
     if not isinstance(extra, tuple):
-        raise DescriptorError.field("extra", extra, "a tuple")
+        raise BatchError.descriptor_field(name="extra", value=extra, expected="a tuple")
     try:
         hash(extra)
     except TypeError:
-        raise DescriptorError.field("extra", _kinds(extra), "a tuple of hashable values") from None
+        raise BatchError.descriptor_field(
+            name="extra", value=_kinds(extra), expected="a tuple of hashable values"
+        ) from None
 
 
 def allows_full(support: AttentionCGSupport, descriptor: BatchDescriptor | None) -> bool:

@@ -407,7 +407,9 @@ class CompiledGraph:
         overlap = self._overlaps.why(inputs)
         why = overlap or why
         if self._config.strict and why.reason not in EXPECTED:
-            raise DispatchError.strict("the compiled step", why.reason.value, why.detail)
+            raise DispatchError.strict(
+                what="the compiled step", reason=why.reason.value, detail=why.detail
+            )
         uncompiled = overlap is not None or why.reason in (Reason.GRADIENTS, Reason.EAGER_REGION)
         run = self._run_compared if why.reason is Reason.WARMING else self._run
         run = self._run_differentiable if uncompiled else run

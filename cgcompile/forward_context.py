@@ -69,7 +69,7 @@ class ForwardContext:
         if cudagraph_runtime_mode not in _RUNTIME_MODES:
             cudagraph_runtime_mode = _runtime_mode(cudagraph_runtime_mode)
         if batch_descriptor is not None and not isinstance(batch_descriptor, BatchDescriptor):
-            raise ForwardContextError.batch_descriptor(batch_descriptor)
+            raise ForwardContextError.batch_descriptor(found=batch_descriptor)
         if num_unpadded_tokens is not None:
             num_unpadded_tokens = _real_rows(num_unpadded_tokens, batch_descriptor)
         if additional:
@@ -103,7 +103,7 @@ def _runtime_mode(named: Any) -> CUDAGraphMode:
     for mode in _RUNTIME_MODES:
         if mode.name == text:
             return mode
-    raise ForwardContextError.runtime_mode(named)
+    raise ForwardContextError.runtime_mode(found=named)
 
 
 _PARAMETERS = (
@@ -138,7 +138,9 @@ def _refuse_near_misses(*names: str) -> None:
         near = difflib.get_close_matches(name, _PARAMETERS, n=1, cutoff=0.85)
         meant = _MEANT.get(name, near[0] if near else None)
         if meant is not None:
-            raise ForwardContextError.near_miss(name, meant)
+            if meant == "batch_descriptor":
+                meant = "batch_descriptor=cgcompile.BatchDescriptor(num_tokens)"
+            raise ForwardContextError.near_miss(name=name, meant=meant)
 
 
 def _real_rows(found: Any, descriptor: BatchDescriptor | None) -> int:
@@ -147,7 +149,7 @@ def _real_rows(found: Any, descriptor: BatchDescriptor | None) -> int:
     rows = whole(found)
     if rows is not None and rows >= 0 and (most is None or rows <= most):
         return rows
-    raise ForwardContextError.unpadded(found, most)
+    raise ForwardContextError.unpadded(found=found, most=most)
 
 
 # (context, the same if a caller has set it, the thread and the task that set it, whether it was set
@@ -253,9 +255,9 @@ class override_forward_context:
 
     def __init__(self, context: ForwardContext | None) -> None:
         if is_dynamo_compiling():
-            raise ForwardContextError.traced(type(self).__name__ + "()")
+            raise ForwardContextError.traced(what=type(self).__name__ + "()")
         if context is not None and not isinstance(context, ForwardContext):
-            raise ForwardContextError.no_context(context)
+            raise ForwardContextError.no_context(found=context)
         self._context = context
         self._callers = None if context is None or context.is_synthetic else context
         self._tokens = None
@@ -324,7 +326,7 @@ class set_forward_context(override_forward_context):
         **additional: Any,
     ) -> None:
         if is_dynamo_compiling():
-            raise ForwardContextError.traced(type(self).__name__ + "()")
+            raise ForwardContextError.traced(what=type(self).__name__ + "()")
         self._context = self._callers = ForwardContext(
             attn_metadata,
             cudagraph_runtime_mode=cudagraph_runtime_mode,
@@ -346,7 +348,7 @@ def is_forward_context_available() -> bool:
         ForwardContextError: called in code that torch.compile traces.
     """
     if is_dynamo_compiling():
-        raise ForwardContextError.traced("is_forward_context_available()")
+        raise ForwardContextError.traced(what="is_forward_context_available()")
     context = current_forward_context()
     return context is not None and not context.is_synthetic
 
@@ -358,7 +360,7 @@ def get_forward_context() -> ForwardContext:
         ForwardContextError: none is set, or the caller is being traced by torch.compile.
     """
     if is_dynamo_compiling():
-        raise ForwardContextError.traced("get_forward_context()")
+        raise ForwardContextError.traced(what="get_forward_context()")
     context = current_forward_context()
     if context is None or context.is_synthetic:
         raise ForwardContextError.missing()

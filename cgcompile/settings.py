@@ -11,14 +11,13 @@ import inspect
 import json
 import math
 import operator
-import os
 import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from cgcompile.errors import CGCompileError, ConfigError
 
@@ -49,7 +48,7 @@ def require(holds: bool, name: str, where: str, value: object, expected: str) ->
         ConfigError: says what is expected.
     """
     if not holds:
-        raise ConfigError.bad_value(name, where, value, expected)
+        raise ConfigError.bad_value(name=name, where=where, value=value, expected=expected)
 
 
 def require_callable(name: str, where: str, value: object) -> None:
@@ -124,11 +123,6 @@ def is_flag(value: object) -> bool:
     return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 
 
-def require_flag(name: str, where: str, value: object) -> None:
-    """As :func:`require`, of a bool."""
-    require(is_flag(value), name, where, value, "bool")
-
-
 def require_arguments(where: str, values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Refuse arguments that do not match the annotations of their parameters.
 
@@ -145,7 +139,7 @@ def require_arguments(where: str, values: Mapping[str, Any], hints: Mapping[str,
             expected = _hint_text(hint)
             if isinstance(value, int) and not is_whole(value) and not isinstance(value, bool):
                 expected += " of at most 64 bits"
-            raise ConfigError.bad_value(name, where, value, expected)
+            raise ConfigError.bad_value(name=name, where=where, value=value, expected=expected)
 
 
 def checked(function: F_) -> F_:
@@ -386,16 +380,16 @@ def sizes_meant(
     """
     if captured is None and ALL_CAPTURE_SIZES in listed:
         raise ConfigError.impossible(
-            f"compile_sizes = {tuple(listed)!r} without cudagraph_capture_sizes",
-            "the text stands for the sizes of that setting",
-            "Give cudagraph_capture_sizes, or list the sizes.",
+            what=f"compile_sizes = {tuple(listed)!r} without cudagraph_capture_sizes",
+            because="the text stands for the sizes of that setting",
+            instead="Give cudagraph_capture_sizes, or list the sizes.",
         )
     numbers = [each for each in listed if isinstance(each, int)]
     for size in numbers:
         sizes = captured if pads and captured is not None else ()
         padded = next((each for each in sizes if each >= size), size)
         if padded != size:
-            raise ConfigError.padded_away(size, padded)
+            raise ConfigError.padded_away(size=size, padded=padded)
     alias = captured if captured is not None and ALL_CAPTURE_SIZES in listed else ()
     return tuple(sorted({*numbers, *alias}))
 
@@ -460,47 +454,13 @@ COMPILERS = ("inductor", "aot", "eager")
 PIECES, GRAPHS = "pieces", "graphs"  # what a setting may need, or would be ignored
 
 
-class Origins(NamedTuple):
-    """Where settings come from.
-
-    Attributes:
-        names: ``environment`` and the like, by setting.
-        values: what the settings are.
-    """
-
-    names: dict[str, str]
-    values: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls, values: dict[str, Any], given: Mapping[str, str], start: "Origins | None"
-    ) -> "Origins":
-        """Those of all settings.
-
-        Args:
-            values: of all settings.
-            given: the origins of those that somebody gave.
-            start: of the settings that these were made from; what is equal keeps its origin.
-        """
-        found = {
-            name: "environment" if ENV_PREFIX + name.upper() in os.environ else "default"
-            for name in values
-        }
-        found |= given
-        if start is not None:
-            found |= {n: start.names[n] for n in values if start.values[n] == values[n]}
-        return cls(found, values)
+UNSET: Any = object()  # a setting that no argument gives
 
 
-def setting(name: str, default: Any, parse: Parser, doc: str, needs: str | None = None) -> Any:
-    """A field whose default is the environment variable, where there is one."""
-
-    def from_environment() -> Any:
-        text = os.environ.get(ENV_PREFIX + name.upper())
-        return default if text is None else parsed(name, ENV_PREFIX + name.upper(), text, parse)
-
+def setting(default: Any, parse: Parser, doc: str, needs: str | None = None) -> Any:
+    """Return a field that starts as ``UNSET``: an argument, the environment or the default."""
     metadata = {"parse": parse, "doc": doc, "default": default, "needs": needs}
-    return field(default_factory=from_environment, metadata=metadata)
+    return field(default_factory=lambda: UNSET, metadata=metadata)
 
 
 def parsed(name: str, where: str, value: Any, parse: Parser) -> Any:
@@ -512,4 +472,6 @@ def parsed(name: str, where: str, value: Any, parse: Parser) -> Any:
     try:
         return parse(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError.bad_value(name, where, value, str(error)) from None
+        raise ConfigError.bad_value(
+            name=name, where=where, value=value, expected=str(error)
+        ) from None

@@ -111,9 +111,9 @@ def check_disabled(disabled: Collection[str], theirs: Iterable[Any]) -> None:
     choices = [*(str(each.name) for each in theirs), *OPTIONAL]
     for name in disabled:
         if name in PIPELINE and name not in OPTIONAL:
-            raise ConfigError.needed_pass(name, choices)
+            raise ConfigError.needed_pass(name=name, known=choices)
         if name not in choices:
-            raise ConfigError.unknown_pass(name, choices)
+            raise ConfigError.unknown_pass(name=name, known=choices)
 
 
 def _check_sizes_are_bound(split: SplitGraph) -> None:

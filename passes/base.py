@@ -105,7 +105,7 @@ class PassManager:
         given = tuple(passes)
         for candidate in given:
             if not isinstance(candidate, GraphPass):
-                raise PassError.not_a_pass(candidate)
+                raise PassError.not_a_pass(found=candidate)
         self.passes: tuple[GraphPass, ...] = tuple(p for p in given if p.name not in disabled)
         require("\0" not in (dump_dir or ""), "dump_dir", "PassManager", dump_dir, "a path")
         self._dump_dir = dump_dir
@@ -145,14 +145,17 @@ class PassManager:
             except Exception as error:
                 if isinstance(error, (CGCompileError, *compat.restarts())):
                     raise
-                raise PassError.raised(each.name, error) from error
+                raise PassError.raised(name=each.name, error=error) from error
             seconds = time.perf_counter() - started
             problem = problem_in(gm, expected) or fill_values(gm, calls)
             if problem is not None:
-                raise PassError.invalid(each.name, problem)
+                raise PassError.invalid(name=each.name, problem=problem)
             changed = changed_output(gm, outputs, strided)
             if changed is not None:
-                raise PassError.changed_output(each.name, label, *changed)
+                place, found, wanted = changed
+                raise PassError.changed_output(
+                    name=each.name, graph=label, place=place, found=found, expected=wanted
+                )
             after = op_counts(gm)
             changes = difference(before, after)
             record = PassRecord(each.name, label, seconds, before.total(), after.total(), changes)
@@ -172,7 +175,9 @@ class PassManager:
                 file.write(graph_text(gm) + "\n")
         except OSError as error:
             expected = f"a folder that can be written ({error})"
-            raise ConfigError.bad_value("dump_passes", "dump", self._dump_dir, expected) from None
+            raise ConfigError.bad_value(
+                name="dump_passes", where="dump", value=self._dump_dir, expected=expected
+            ) from None
 
 
 def graph_text(gm: fx.GraphModule) -> str:

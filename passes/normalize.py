@@ -63,7 +63,7 @@ class BindSymbols:
                 binder.visit(node)
         problem = fill_values(gm, before)
         if problem is not None:
-            raise PassError.invalid(self.name, problem)
+            raise PassError.invalid(name=self.name, problem=problem)
         _lift_numbers(gm)
         return gm
 

@@ -111,7 +111,7 @@ class Symbols:
         """Refuse a value whose size depends on a symbol that no input gives."""
         free = symbols_of(found) - self._dims.keys()
         if free:
-            raise SymbolError.free(name, sorted(map(str, free)), where)
+            raise SymbolError.free(value=name, symbols=sorted(map(str, free)), where=where)
 
     def specialised(self) -> dict[str, str]:
         """The dimensions that were fixed to a number since they were traced, with that number."""
@@ -215,7 +215,9 @@ class Symbols:
 
     def _refuse(self, setting: str, size: int, symbol: sympy.Symbol, guard: str, line: str) -> None:
         where = f" ({line})" if line else ""
-        raise SymbolError.size_refused(setting, size, self.text_of(symbol), guard, where)
+        raise SymbolError.size_refused(
+            setting=setting, size=size, dim=self.text_of(symbol), guard=guard, where=where
+        )
 
     def text_of(self, symbol: sympy.Symbol) -> str:
         """``s0 = x.size()[0]``."""
@@ -232,7 +234,7 @@ class Symbols:
         if dim is None and len(self._dims) == 1:
             return next(iter(self._dims))
         if dim is None:
-            raise ConfigError.which_dimension(list(self._dims.values()))
+            raise ConfigError.which_dimension(dims=list(self._dims.values()))
         for symbol, name in self._dims.items():
             if name == dim:
                 return symbol

@@ -1,30 +1,28 @@
 """Every message, as a user sees it. To accept a change: ``EXPECTTEST_ACCEPT=1``."""
 
+import ast
 import inspect
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from expecttest import TestCase
 
 from cgcompile import errors
+from cgcompile.encoder.packing import Capacity
 from cgcompile.errors import (
     AddressChangedError,
     AgreementError,
     ArgumentsError,
     BatchError,
     BoundaryError,
-    CacheError,
     CaptureBusyError,
     CaptureError,
     CGCompileError,
     CommandError,
     ConfigError,
-    DescriptorError,
     DispatchError,
-    EncoderBudgetError,
-    EncoderBufferError,
-    EncoderItemError,
-    EncoderModelError,
-    EncoderPackError,
+    EncoderError,
     EncoderShardError,
     ForwardContextError,
     GradientError,
@@ -36,298 +34,499 @@ from cgcompile.errors import (
     RecompileError,
     SizesError,
     SymbolError,
+    Template,
     TraceError,
     WeightsError,
 )
 
+ROOT = Path(__file__).resolve().parents[1]
 KNOWN = ("compiler", "splitting_ops")
 
 EXAMPLES: dict[str, CGCompileError] = {
-    "ConfigError.unknown_setting": ConfigError.unknown_setting("compilr", "options", KNOWN),
-    "ConfigError.bad_value": ConfigError.bad_value("compiler", "options", "gcc", "a compiler"),
+    "ConfigError.unknown_setting": ConfigError.unknown_setting(
+        name="compilr", where="options", known=KNOWN
+    ),
+    "ConfigError.bad_value": ConfigError.bad_value(
+        name="compiler", where="options", value="gcc", expected="a compiler"
+    ),
     "ConfigError.backend_class": ConfigError.backend_class(),
-    "ConfigError.no_mapping": ConfigError.no_mapping("options", 3, True),
-    "ConfigError.impossible": ConfigError.impossible("X", "of Y", "Use Z."),
-    "ConfigError.unknown_torch_mode": ConfigError.unknown_torch_mode("reduce", ("default",)),
+    "ConfigError.no_mapping": ConfigError.no_mapping(name="options", value=3, is_config=True),
+    "ConfigError.impossible": ConfigError.impossible(what="X", because="of Y", instead="Use Z."),
+    "ConfigError.unknown_torch_mode": ConfigError.unknown_torch_mode(
+        mode="reduce", known=("default",)
+    ),
     "ConfigError.settings_are_fixed": ConfigError.settings_are_fixed(),
-    "ConfigError.not_compiled_here": ConfigError.not_compiled_here("Linear", False),
-    "ConfigError.captures_nothing": ConfigError.captures_nothing("coverage", "Attention"),
+    "ConfigError.not_compiled_here": ConfigError.not_compiled_here(
+        found="Linear", knows_handle=False
+    ),
+    "ConfigError.captures_nothing": ConfigError.captures_nothing(
+        function="coverage", found="Attention"
+    ),
     "ConfigError.unknown_inductor_option": ConfigError.unknown_inductor_option(
-        "max_autotun", ("max_autotune",)
+        name="max_autotun", known=("max_autotune",)
     ),
     "ConfigError.trace_once_needs_guards_dropped": ConfigError.trace_once_needs_guards_dropped(),
-    "ConfigError.padded_away": ConfigError.padded_away(6, 8),
-    "ConfigError.unknown_pass": ConfigError.unknown_pass("eliminate_noop", ("eliminate_noops",)),
-    "ConfigError.needed_pass": ConfigError.needed_pass("bind_symbols", ("eliminate_noops",)),
-    "ConfigError.which_dimension": ConfigError.which_dimension(["x.size()[0]", "y.size()[0]"]),
-    "ConfigError.sizes_of_which": ConfigError.sizes_of_which(["x.size()[0]", "y.size()[0]"]),
-    "DescriptorError.field": DescriptorError.field("num_reqs", 0, "a whole number"),
-    "DescriptorError.not_uniform": DescriptorError.not_uniform(7, 2),
+    "ConfigError.padded_away": ConfigError.padded_away(size=6, padded=8),
+    "ConfigError.unknown_pass": ConfigError.unknown_pass(
+        name="eliminate_noop", known=("eliminate_noops",)
+    ),
+    "ConfigError.needed_pass": ConfigError.needed_pass(
+        name="bind_symbols", known=("eliminate_noops",)
+    ),
+    "ConfigError.which_dimension": ConfigError.which_dimension(dims=["x.size()[0]", "y.size()[0]"]),
+    "ConfigError.sizes_of_which": ConfigError.sizes_of_which(dims=["x.size()[0]", "y.size()[0]"]),
+    "BatchError.descriptor_field": BatchError.descriptor_field(
+        name="num_reqs", value=0, expected="a whole number"
+    ),
+    "BatchError.descriptor_not_uniform": BatchError.descriptor_not_uniform(
+        num_tokens=7, num_reqs=2
+    ),
     "ForwardContextError.missing": ForwardContextError.missing(),
-    "ForwardContextError.traced": ForwardContextError.traced("get_forward_context()"),
-    "ForwardContextError.runtime_mode": ForwardContextError.runtime_mode("FULL_DECODE_ONLY"),
+    "ForwardContextError.traced": ForwardContextError.traced(what="get_forward_context()"),
+    "ForwardContextError.runtime_mode": ForwardContextError.runtime_mode(found="FULL_DECODE_ONLY"),
     "ForwardContextError.near_miss": ForwardContextError.near_miss(
-        "cudagraph_mode", "cudagraph_runtime_mode"
+        name="cudagraph_mode", meant="cudagraph_runtime_mode"
     ),
-    "ForwardContextError.batch_descriptor": ForwardContextError.batch_descriptor(8),
-    "ForwardContextError.no_context": ForwardContextError.no_context(3),
-    "ForwardContextError.unpadded": ForwardContextError.unpadded(-1, 8),
+    "ForwardContextError.batch_descriptor": ForwardContextError.batch_descriptor(found=8),
+    "ForwardContextError.no_context": ForwardContextError.no_context(found=3),
+    "ForwardContextError.unpadded": ForwardContextError.unpadded(found=-1, most=8),
     "ForwardContextError.not_entered": ForwardContextError.not_entered(),
-    "BoundaryError.unknown": BoundaryError.unknown("ns::atend", ["ns::attend"]),
-    "BoundaryError.not_an_op": BoundaryError.not_an_op(3),
+    "BoundaryError.unknown": BoundaryError.unknown(name="ns::atend", known=["ns::attend"]),
+    "BoundaryError.not_an_op": BoundaryError.not_an_op(found=3),
     "BoundaryError.target_or_predicate": BoundaryError.target_or_predicate(),
-    "BoundaryError.bad_support": BoundaryError.bad_support("ns::attend", "ALWAYS"),
-    "BoundaryError.bad_impl": BoundaryError.bad_impl("ns::attend", 3),
-    "BoundaryError.predicate_raised": BoundaryError.predicate_raised("mine", "add", KeyError("x")),
-    "BoundaryError.declared_twice": BoundaryError.declared_twice("ns::attend"),
-    "BatchError.field": BatchError.field("num_tokens", -1, "at least 0"),
-    "BatchError.not_uniform": BatchError.not_uniform(7, 3, None),
-    "BatchError.which_query_len": BatchError.which_query_len(12, (1, 3)),
-    "BatchError.axes": BatchError.axes((3,), ["max_seqlen", "kernel"]),
-    "BatchError.not_planned": BatchError.not_planned("FULL", "num_tokens=7"),
-    "BatchError.lengths_differ": BatchError.lengths_differ(3, 2),
-    "CommandError.target_form": CommandError.target_form("model.py"),
-    "CommandError.no_module": CommandError.no_module("mine", "No module named 'mine'"),
-    "CommandError.no_function": CommandError.no_function("model.py", "mak", ("make", "run")),
-    "CommandError.takes_arguments": CommandError.takes_arguments("model.py:run", "(x, *, scale)"),
-    "CommandError.bad_result": CommandError.bad_result("model.py:make", "a tuple of 4"),
-    "CommandError.no_inputs": CommandError.no_inputs("model.py:make", "verify"),
-    "CommandError.bad_setting": CommandError.bad_setting("compiler"),
-    "CommandError.bad_splitting_ops": CommandError.bad_splitting_ops("splitting op 'x': unknown."),
-    "CommandError.no_page": CommandError.no_page("/page.html", "Permission denied"),
-    "CommandError.settings_are_fixed": CommandError.settings_are_fixed("model.py:make"),
-    "CacheError.unknown_entry": CacheError.unknown_entry("77", "/home/me/.cache/cgcompile"),
-    "CacheError.ambiguous_entry": CacheError.ambiguous_entry("7", ["7a00", "7b00"]),
-    "CacheError.caching_is_off": CacheError.caching_is_off(),
-    "EncoderBudgetError.number": EncoderBudgetError.number("max_items", 0, 1),
-    "EncoderBudgetError.not_a_budget": EncoderBudgetError.not_a_budget(True),
-    "EncoderBudgetError.empty": EncoderBudgetError.empty(),
-    "EncoderBudgetError.range": EncoderBudgetError.range((0, 64)),
-    "EncoderBudgetError.range_order": EncoderBudgetError.range_order(200, 100),
-    "EncoderBudgetError.path_above_range": EncoderBudgetError.path_above_range("global", 272, 256),
-    "EncoderBudgetError.items_above_range": EncoderBudgetError.items_above_range(256, 128),
-    "EncoderBudgetError.items_above_budget": EncoderBudgetError.items_above_budget(256, 64),
-    "EncoderBudgetError.ratio": EncoderBudgetError.ratio(1),
-    "EncoderBudgetError.no_sizes": EncoderBudgetError.no_sizes(),
-    "EncoderModelError.missing": EncoderModelError.missing("Tower", "get_encoder_cudagraph_config"),
-    "EncoderModelError.older": EncoderModelError.older(
-        "Tower", ["get_encoder_cudagraph_num_items"]
+    "BoundaryError.bad_support": BoundaryError.bad_support(name="ns::attend", found="ALWAYS"),
+    "BoundaryError.bad_impl": BoundaryError.bad_impl(name="ns::attend", found=3),
+    "BoundaryError.predicate_raised": BoundaryError.predicate_raised(
+        name="mine", node="add", error=KeyError("x")
     ),
-    "EncoderModelError.no_range": EncoderModelError.no_range("Tower"),
-    "EncoderModelError.returned": EncoderModelError.returned(
-        "encoder_cudagraph_forward", "[60, 8]", "tensors of at least 64 rows each"
+    "BoundaryError.declared_twice": BoundaryError.declared_twice(name="ns::attend"),
+    "BatchError.field": BatchError.field(name="num_tokens", value=-1, expected="at least 0"),
+    "BatchError.not_uniform": BatchError.not_uniform(num_tokens=7, num_reqs=3, max_query_len=None),
+    "BatchError.which_query_len": BatchError.which_query_len(num_tokens=12, known=(1, 3)),
+    "BatchError.axes": BatchError.axes(extra=(3,), names=["max_seqlen", "kernel"]),
+    "BatchError.not_planned": BatchError.not_planned(mode="FULL", descriptor="num_tokens=7"),
+    "BatchError.lengths_differ": BatchError.lengths_differ(lengths=3, flags=2),
+    "CommandError.target_form": CommandError.target_form(target="model.py"),
+    "CommandError.no_module": CommandError.no_module(name="mine", why="No module named 'mine'"),
+    "CommandError.no_function": CommandError.no_function(
+        module="model.py", name="mak", known=("make", "run")
     ),
-    "EncoderModelError.modality": EncoderModelError.modality(["ids"], [], ["image", "video"]),
-    "EncoderModelError.nothing_to_run_on": EncoderModelError.nothing_to_run_on("max_seqlen"),
-    "EncoderModelError.columns": EncoderModelError.columns(
-        "encoder_cudagraph_forward", [8, 16, 8], 999
+    "CommandError.takes_arguments": CommandError.takes_arguments(
+        target="model.py:run", signature="(x, *, scale)"
     ),
-    "EncoderModelError.no_keyword": EncoderModelError.no_keyword(
-        "Tower.encoder_cudagraph_forward", "path", "paths global, local"
+    "CommandError.bad_result": CommandError.bad_result(
+        target="model.py:make", found="a tuple of 4"
     ),
-    "EncoderModelError.no_buffer": EncoderModelError.no_buffer("positon", ["x", "position"]),
-    "EncoderItemError.number": EncoderItemError.number("output_tokens", -1),
-    "EncoderItemError.unknown_path": EncoderItemError.unknown_path(2, "lokal", ["global", "local"]),
-    "EncoderItemError.no_path": EncoderItemError.no_path(2, 7, ["global", "local"]),
-    "EncoderItemError.no_axis": EncoderItemError.no_axis(2, "tier", []),
-    "EncoderItemError.not_a_call": EncoderItemError.not_a_call("list"),
-    "EncoderItemError.no_input": EncoderItemError.no_input(
-        "image_grid_thw", ["pixel_values", "image_grid"]
+    "CommandError.no_inputs": CommandError.no_inputs(target="model.py:make", command="verify"),
+    "CommandError.bad_setting": CommandError.bad_setting(given="compiler"),
+    "CommandError.bad_splitting_ops": CommandError.bad_splitting_ops(
+        why="splitting op 'x': unknown."
     ),
-    "EncoderItemError.rows": EncoderItemError.rows("pixel_values", [1.0]),
-    "EncoderItemError.grid": EncoderItemError.grid("image_grid_thw", 1, (1, 3, 3), 2),
-    "EncoderItemError.patches": EncoderItemError.patches("pixel_values", 9, "image_grid_thw", 16),
-    "EncoderBufferError.missing": EncoderBufferError.missing("replay", "cu_seqlens", ["x"]),
-    "EncoderBufferError.unknown": EncoderBufferError.unknown("replay", "cu_seqlen", ["cu_seqlens"]),
-    "EncoderBufferError.value": EncoderBufferError.value(
-        "x", "[9, 3]", "at most the rows of [8, 3]"
+    "CommandError.no_page": CommandError.no_page(path="/page.html", why="Permission denied"),
+    "CommandError.settings_are_fixed": CommandError.settings_are_fixed(target="model.py:make"),
+    "CommandError.unknown_entry": CommandError.unknown_entry(
+        prefix="77", folder="/home/me/.cache/cgcompile"
     ),
-    "EncoderBufferError.layout": EncoderBufferError.layout(
-        "x", "[9, 2] of float32", "at most the rows of [16, 3] of float32"
+    "CommandError.ambiguous_entry": CommandError.ambiguous_entry(prefix="7", keys=["7a00", "7b00"]),
+    "CommandError.caching_is_off": CommandError.caching_is_off(),
+    "EncoderError.budget_number": EncoderError.budget_number(name="max_items", found=0, least=1),
+    "EncoderError.not_a_budget": EncoderError.not_a_budget(found=True),
+    "EncoderError.no_budgets": EncoderError.no_budgets(),
+    "EncoderError.budget_range": EncoderError.budget_range(found=(0, 64)),
+    "EncoderError.range_order": EncoderError.range_order(least=200, most=100),
+    "EncoderError.path_above_range": EncoderError.path_above_range(
+        path="global", least=272, most=256
     ),
-    "EncoderBufferError.no_room": EncoderBufferError.no_room("cu_seqlens", 9),
-    "EncoderBufferError.no_end": EncoderBufferError.no_end("cu_seqlens", 0),
-    "EncoderBufferError.padding": EncoderBufferError.padding("x", "[3]", "[4]", "RuntimeError: no"),
-    "EncoderBufferError.moved": EncoderBufferError.moved("x", "[3]", "[4]"),
+    "EncoderError.items_above_range": EncoderError.items_above_range(max_items=256, most=128),
+    "EncoderError.items_above_budget": EncoderError.items_above_budget(max_items=256, budget=64),
+    "EncoderError.ratio": EncoderError.ratio(found=1),
+    "EncoderError.nothing_observed": EncoderError.nothing_observed(),
+    "EncoderError.no_method": EncoderError.no_method(
+        model="Tower", method="get_encoder_cudagraph_config"
+    ),
+    "EncoderError.older_protocol": EncoderError.older_protocol(
+        model="Tower", found=["get_encoder_cudagraph_num_items"]
+    ),
+    "EncoderError.no_range": EncoderError.no_range(model="Tower"),
+    "EncoderError.returned": EncoderError.returned(
+        method="encoder_cudagraph_forward",
+        found="[60, 8]",
+        expected="tensors of at least 64 rows each",
+    ),
+    "EncoderError.modality": EncoderError.modality(
+        keys=["ids"], found=[], known=["image", "video"]
+    ),
+    "EncoderError.nothing_to_run_on": EncoderError.nothing_to_run_on(key="max_seqlen"),
+    "EncoderError.columns": EncoderError.columns(
+        method="encoder_cudagraph_forward", found=[8, 16], expected=999
+    ),
+    "EncoderError.no_keyword": EncoderError.no_keyword(
+        method="Tower.encoder_cudagraph_forward", keyword="path", why="paths global, local"
+    ),
+    "EncoderError.no_buffer": EncoderError.no_buffer(key="positon", known=["x", "position"]),
+    "EncoderError.item_number": EncoderError.item_number(name="output_tokens", found=-1),
+    "EncoderError.unknown_path": EncoderError.unknown_path(
+        item=2, path="lokal", known=["global", "local"]
+    ),
+    "EncoderError.no_path": EncoderError.no_path(item=2, tokens=7, known=["global", "local"]),
+    "EncoderError.no_axis": EncoderError.no_axis(item=2, axis="tier", known=[]),
+    "EncoderError.not_a_call": EncoderError.not_a_call(found="list"),
+    "EncoderError.no_input": EncoderError.no_input(
+        name="image_grid_thw", known=["pixel_values", "image_grid"]
+    ),
+    "EncoderError.rows": EncoderError.rows(name="pixel_values", found=[1.0]),
+    "EncoderError.grid": EncoderError.grid(name="image_grid_thw", item=1, found=(1, 3, 3), merge=2),
+    "EncoderError.patches": EncoderError.patches(
+        name="pixel_values", found=9, grid="image_grid_thw", expected=16
+    ),
+    "EncoderError.no_value": EncoderError.no_value(where="replay", key="cu_seqlens", known=["x"]),
+    "EncoderError.unknown_buffer": EncoderError.unknown_buffer(
+        where="replay", key="cu_seqlen", known=["cu_seqlens"]
+    ),
+    "EncoderError.buffer_value": EncoderError.buffer_value(
+        key="x", found="[9, 3]", expected="at most the rows of [8, 3]"
+    ),
+    "EncoderError.buffer_layout": EncoderError.buffer_layout(
+        key="x", found="[9, 2] of float32", expected="at most the rows of [16, 3] of float32"
+    ),
+    "EncoderError.no_offset_room": EncoderError.no_offset_room(key="cu_seqlens", entries=9),
+    "EncoderError.no_offset_end": EncoderError.no_offset_end(key="cu_seqlens", last=0),
+    "EncoderError.padding_failed": EncoderError.padding_failed(
+        key="x", found="[3]", room="[4]", error="RuntimeError: no"
+    ),
+    "EncoderError.buffer_moved": EncoderError.buffer_moved(key="x", found="[3]", room="[4]"),
     "EncoderShardError.no_group": EncoderShardError.no_group(),
-    "EncoderShardError.structure": EncoderShardError.structure(1),
-    "EncoderShardError.failed": EncoderShardError.failed(0, {0: None, 1: "ValueError: no"}),
-    "EncoderPackError.need": EncoderPackError.need(3, (-1,), 1),
-    "EncoderPackError.paths": EncoderPackError.paths(3, 1, 2),
-    "EncoderPackError.capacity": EncoderPackError.capacity(((128, 64),), 8, None),
-    "EncoderPackError.cost": EncoderPackError.cost("fixed", -1),
+    "EncoderShardError.structure": EncoderShardError.structure(rank=1),
+    "EncoderShardError.failed": EncoderShardError.failed(rank=0, shares="rank 1: ValueError: no"),
+    "EncoderError.item_need": EncoderError.item_need(item=3, tokens=(-1,), frames=1),
+    "EncoderError.item_paths": EncoderError.item_paths(item=3, found=1, paths=2),
+    "EncoderError.capacity": EncoderError.capacity(capacity=Capacity(((128, 64),), 8, None)),
+    "EncoderError.cost": EncoderError.cost(name="fixed", found=-1),
     "PassError.changed_output": PassError.changed_output(
-        "half", "piece_0", 0, "f64[s0, 16] on cpu", "f32[s0, 16] on cpu"
+        name="half",
+        graph="piece_0",
+        place=0,
+        found="f64[s0, 16] on cpu",
+        expected="f32[s0, 16] on cpu",
     ),
-    "PassError.invalid": PassError.invalid("mine", "it has 2 outputs, expected 1"),
-    "PassError.raised": PassError.raised("mine", KeyError("x")),
-    "PassError.not_a_pass": PassError.not_a_pass(3),
-    "SymbolError.free": SymbolError.free("rows", ["u0"], "piece_2"),
-    "SymbolError.specialised": SymbolError.specialised("x.size()[0]", "8", "piece_0 (m.py:4)"),
+    "PassError.invalid": PassError.invalid(name="mine", problem="it has 2 outputs, expected 1"),
+    "PassError.raised": PassError.raised(name="mine", error=KeyError("x")),
+    "PassError.not_a_pass": PassError.not_a_pass(found=3),
+    "SymbolError.free": SymbolError.free(value="rows", symbols=["u0"], where="piece_2"),
+    "SymbolError.specialised": SymbolError.specialised(
+        dim="x.size()[0]", size="8", where="piece_0 (m.py:4)"
+    ),
     "SymbolError.size_refused": SymbolError.size_refused(
-        "cudagraph_capture_sizes", 6, "s0 = x.size()[0]", "Eq(Mod(s0, 4), 0)", " (m.py:4)"
+        setting="cudagraph_capture_sizes",
+        size=6,
+        dim="s0 = x.size()[0]",
+        guard="Eq(Mod(s0, 4), 0)",
+        where=" (m.py:4)",
     ),
     "PieceCompileError.raised": PieceCompileError.raised(
-        "piece_0", "inductor", "m.py:4 in forward", ValueError("no")
+        piece="piece_0", compiler="inductor", where="m.py:4 in forward", error=ValueError("no")
     ),
     "PieceCompileError.not_traced": PieceCompileError.not_traced(
-        "piece_0, size 8", "m.py:4 in forward", ValueError("no")
+        piece="piece_0, size 8", where="m.py:4 in forward", error=ValueError("no")
     ),
-    "PieceCompileError.bad_outputs": PieceCompileError.bad_outputs("piece_0", "mine", 2, "no list"),
-    "GradientError.of_a_capture": GradientError.of_a_capture("Decoder"),
+    "PieceCompileError.bad_outputs": PieceCompileError.bad_outputs(
+        piece="piece_0", compiler="mine", expected=2, found="no list"
+    ),
+    "GradientError.of_a_capture": GradientError.of_a_capture(what="Decoder"),
     "GradientError.recomputes": GradientError.recomputes(),
-    "CaptureError.refused": CaptureError.refused("aten._local_scalar_dense.default"),
-    "CaptureError.nested": CaptureError.nested("capture of piece_0"),
-    "CaptureError.no_segment": CaptureError.no_segment("add_eager()"),
-    "CaptureError.no_device": CaptureError.no_device("cuda"),
-    "CaptureError.no_ranges": CaptureError.no_ranges("NVTX functions not installed."),
-    "CaptureError.twice": CaptureError.twice("CudaGraph"),
-    "CaptureError.rebinds": CaptureError.rebinds("step", "self.buf", "a tensor (2,)", "None"),
-    "CaptureError.empty": CaptureError.empty(),
-    "CaptureError.freed_input": CaptureError.freed_input("aten.mm.default", "(2, 3) torch.float32"),
-    "CaptureError.pageable": CaptureError.pageable("aten.lift_fresh.default", "(2,) torch.int64"),
-    "CaptureError.replaces_memory": CaptureError.replaces_memory("step", "'weight'", 2),
-    "CaptureError.replaces_argument": CaptureError.replaces_argument(
-        "aten.set_.source_Tensor", "(2,) torch.float32"
+    "CaptureError.refused": CaptureError.refused(op="aten._local_scalar_dense.default"),
+    "CaptureError.nested": CaptureError.nested(what="capture of piece_0"),
+    "CaptureError.no_segment": CaptureError.no_segment(what="add_eager()"),
+    "CaptureError.no_device": CaptureError.no_device(found="cuda"),
+    "CaptureError.no_ranges": CaptureError.no_ranges(found="NVTX functions not installed."),
+    "CaptureError.twice": CaptureError.twice(what="CudaGraph", advice="Call reset() first."),
+    "CaptureError.rebinds": CaptureError.rebinds(
+        what="step", field="self.buf", before="a tensor (2,)", after="None"
     ),
-    "CaptureError.seeded": CaptureError.seeded(1, 2),
-    "CaptureError.ended_recording": CaptureError.ended_recording("aten.mul.Tensor"),
-    "CaptureError.break_in_backward": CaptureError.break_in_backward("attend"),
-    "CaptureError.opaque_result": CaptureError.opaque_result("attend", "a Cache object"),
-    "CaptureError.under_transform": CaptureError.under_transform("attend", "Vmap"),
+    "CaptureError.empty": CaptureError.empty(),
+    "CaptureError.freed_input": CaptureError.freed_input(
+        what="aten.mm.default", shape="(2, 3) torch.float32"
+    ),
+    "CaptureError.pageable": CaptureError.pageable(
+        op="aten.lift_fresh.default", shape="(2,) torch.int64"
+    ),
+    "CaptureError.replaces_memory": CaptureError.replaces_memory(
+        what="step", name="'weight' (and 1 more)"
+    ),
+    "CaptureError.replaces_argument": CaptureError.replaces_argument(
+        op="aten.set_.source_Tensor", shape="(2,) torch.float32"
+    ),
+    "CaptureError.seeded": CaptureError.seeded(op="torch.manual_seed", before=1, after=2),
+    "CaptureError.ended_recording": CaptureError.ended_recording(op="aten.mul.Tensor"),
+    "CaptureError.break_in_backward": CaptureError.break_in_backward(name="attend"),
+    "CaptureError.opaque_result": CaptureError.opaque_result(name="attend", found="a Cache object"),
+    "CaptureError.under_transform": CaptureError.under_transform(name="attend", transform="Vmap"),
     "CaptureError.math_attention": CaptureError.math_attention(),
-    "CaptureError.no_breaks": CaptureError.no_breaks("Decoder", "ns::attend"),
-    "CaptureError.inside_full": CaptureError.inside_full("ns::attend", "NEVER", "num_tokens=8"),
+    "CaptureError.no_breaks": CaptureError.no_breaks(what="Decoder", names="ns::attend"),
+    "CaptureError.inside_full": CaptureError.inside_full(
+        op="ns::attend", support="NEVER", batch="num_tokens=8"
+    ),
     "CaptureError.unjoined_stream": CaptureError.unjoined_stream(),
-    "CaptureError.swallowed": CaptureError.swallowed("Decoder", "attend", KeyError("x")),
-    "CaptureError.open_break": CaptureError.open_break("step"),
-    "CaptureError.other_thread": CaptureError.other_thread("attend", "Decoder"),
-    "CaptureError.escaped": CaptureError.escaped("aten.mm.default", "attend"),
-    "CaptureError.writes_a_copy": CaptureError.writes_a_copy("aten.add_.Tensor", "get_cache"),
-    "CaptureError.mode_in_between": CaptureError.mode_in_between("FlopCounterMode"),
+    "CaptureError.swallowed": CaptureError.swallowed(
+        what="Decoder", name="attend", error=KeyError("x")
+    ),
+    "CaptureError.open_break": CaptureError.open_break(what="step"),
+    "CaptureError.other_thread": CaptureError.other_thread(name="attend", what="Decoder"),
+    "CaptureError.escaped": CaptureError.escaped(op="aten.mm.default", name="attend"),
+    "CaptureError.writes_a_copy": CaptureError.writes_a_copy(
+        op="aten.add_.Tensor", name="get_cache"
+    ),
+    "CaptureError.mode_in_between": CaptureError.mode_in_between(found="FlopCounterMode"),
     "CaptureError.release_inside": CaptureError.release_inside(),
-    "CaptureError.mutates_arguments": CaptureError.mutates_arguments("attend"),
-    "CaptureError.stale_copy": CaptureError.stale_copy("get_cache"),
+    "CaptureError.mutates_arguments": CaptureError.mutates_arguments(name="attend"),
+    "CaptureError.stale_copy": CaptureError.stale_copy(name="get_cache"),
     "CaptureError.reentered": CaptureError.reentered(),
     "CaptureError.region_inside": CaptureError.region_inside(),
-    "CaptureBusyError.busy": CaptureBusyError.busy("piece_1", "piece_0", True),
-    "DispatchError.no_descriptor": DispatchError.no_descriptor("Linear", "FULL"),
-    "DispatchError.bad_mode": DispatchError.bad_mode("CUDAGraphWrapper", "NONE"),
-    "DispatchError.cannot_copy": DispatchError.cannot_copy("Decoder"),
-    "DispatchError.other_breaks": DispatchError.other_breaks("Decoder", ["attend"], []),
-    "DispatchError.nothing_verified": DispatchError.nothing_verified("warming: call 1 of 1"),
-    "DispatchError.no_such_rows": DispatchError.no_such_rows("num_tokens=16", 16, [(8, 4), (8,)]),
-    "DispatchError.strict": DispatchError.strict("the step", "host_sync", "item() reads a tensor"),
-    "WeightsError.unknown": WeightsError.unknown("up.wieght", ("up.weight",)),
-    "WeightsError.shape": WeightsError.shape("up.weight", "(4, 2)", "(2, 4)"),
+    "CaptureBusyError.busy": CaptureBusyError.busy(
+        what="piece_1", running="piece_0", same_thread=True
+    ),
+    "DispatchError.no_descriptor": DispatchError.no_descriptor(what="Linear", mode="FULL"),
+    "DispatchError.bad_mode": DispatchError.bad_mode(where="CUDAGraphWrapper", mode="NONE"),
+    "DispatchError.cannot_copy": DispatchError.cannot_copy(what="Decoder"),
+    "DispatchError.other_breaks": DispatchError.other_breaks(
+        what="Decoder", now=["attend"], before=[]
+    ),
+    "DispatchError.nothing_verified": DispatchError.nothing_verified(why="warming: call 1 of 1"),
+    "DispatchError.no_such_rows": DispatchError.no_such_rows(
+        batch="num_tokens=16", rows=16, shapes=["[8, 4]", "[8]"]
+    ),
+    "DispatchError.strict": DispatchError.strict(
+        what="the step", reason="host_sync", detail="item() reads a tensor"
+    ),
+    "WeightsError.unknown": WeightsError.unknown(name="up.wieght", known=("up.weight",)),
+    "WeightsError.shape": WeightsError.shape(name="up.weight", found="(4, 2)", expected="(2, 4)"),
     "AddressChangedError.moved": AddressChangedError.moved(
-        "piece_2", "num_tokens=64", "input 0 'out_1'", 0x7F3A80, 0x7F3A00
+        what="piece_2", batch="num_tokens=64", path="input 0 'out_1'", now=0x7F3A80, before=0x7F3A00
     ),
     "AddressChangedError.moved_in_wrapper": AddressChangedError.moved_in_wrapper(
-        "step", "num_tokens=64", "input 0", 0x7F3A80, 0x7F3A00
+        what="step", batch="num_tokens=64", path="input 0", now=0x7F3A80, before=0x7F3A00
     ),
-    "AddressChangedError.grown": AddressChangedError.grown(0x7F3A80, 0x7F3A00),
+    "AddressChangedError.grown": AddressChangedError.grown(now=0x7F3A80, before=0x7F3A00),
     "AddressChangedError.metadata": AddressChangedError.metadata(
-        "num_tokens=8, num_reqs=8", "attn_metadata.seq_lens", 0x7F3A80, 0x7F3A00
+        batch="num_tokens=8, num_reqs=8",
+        path="attn_metadata.seq_lens",
+        now=0x7F3A80,
+        before=0x7F3A00,
     ),
-    "AddressChangedError.weight": AddressChangedError.weight("step", "num_tokens=64", "up.weight"),
+    "AddressChangedError.weight": AddressChangedError.weight(
+        what="step", batch="num_tokens=64", path="up.weight"
+    ),
     "HostValueChangedError.other_arguments": HostValueChangedError.other_arguments(
-        "step", "num_tokens=64", "0 arguments by position", "1 arguments by position"
+        what="step",
+        batch="num_tokens=64",
+        now="0 arguments by position",
+        before="1 arguments by position",
     ),
     "HostValueChangedError.changed": HostValueChangedError.changed(
-        "piece_2", "num_tokens=64", "input 1", 3, 2
+        what="piece_2", batch="num_tokens=64", path="input 1", now=3, before=2
     ),
     "HostValueChangedError.cpu_scalar": HostValueChangedError.cpu_scalar(
-        "step", "num_tokens=64", "model.scale", 4.0, 1.5
+        what="step", batch="num_tokens=64", path="model.scale", now=4.0, before=1.5
     ),
-    "ConfigError.unknown_parameter": ConfigError.unknown_parameter("y", ["self", "x"]),
-    "ConfigError.not_compilable": ConfigError.not_compilable("the class Decoder"),
+    "ConfigError.unknown_parameter": ConfigError.unknown_parameter(name="y", known=["self", "x"]),
+    "ConfigError.not_compilable": ConfigError.not_compilable(
+        found="the class Decoder", function="compile"
+    ),
     "ConfigError.breakable_needs_no_trace": ConfigError.breakable_needs_no_trace(),
     "TraceError.refused": TraceError.refused(
-        "Decoder.forward", "Unsupported: graph break\n  m.py:4 in forward"
+        name="Decoder.forward", why="Unsupported: graph break\n  m.py:4 in forward"
     ),
     "TraceError.sizes_differ": TraceError.sizes_differ(
-        "tokens", "x.shape[0] is 4", "y.shape[0] is 5"
+        name="tokens", one="x.shape[0] is 4", other="y.shape[0] is 5"
     ),
-    "TraceError.no_such_dimension": TraceError.no_such_dimension("x", 2, "[4, 8]"),
-    "TraceError.fixed": TraceError.fixed("Decoder.forward", "x.shape[0] is 8"),
-    "TraceError.writes_globals": TraceError.writes_globals("step", "count"),
+    "TraceError.no_such_dimension": TraceError.no_such_dimension(path="x", dim=2, shape="[4, 8]"),
+    "TraceError.fixed": TraceError.fixed(name="Decoder.forward", dim="x.shape[0] is 8"),
+    "TraceError.writes_globals": TraceError.writes_globals(name="step", names="count"),
     "ArgumentsError.refused": ArgumentsError.refused(
-        "Decoder.forward", "(x, scale=1.0)", "missing a required argument: 'x'"
+        name="Decoder.forward", signature="(x, scale=1.0)", why="missing a required argument: 'x'"
     ),
-    "RecompileError.closed": RecompileError.closed("Decoder.forward", "L['x'].size()[0] == 8"),
+    "RecompileError.closed": RecompileError.closed(
+        name="Decoder.forward", why="L['x'].size()[0] == 8"
+    ),
     "RecompileError.dropped_guard": RecompileError.dropped_guard(
-        "Decoder.forward", "L['self'].scale == 2.0"
+        name="Decoder.forward", guard="L['self'].scale == 2.0"
     ),
-    "SizesError.number": SizesError.number("max_num_reqs", 0, 1),
-    "SizesError.not_a_size": SizesError.not_a_size(True),
+    "SizesError.number": SizesError.number(name="max_num_reqs", found=0, least=1),
+    "SizesError.not_a_size": SizesError.not_a_size(found=True),
     "SizesError.empty": SizesError.empty(),
-    "SizesError.above": SizesError.above(range(16, 176, 16), 8),
-    "SizesError.no_multiple": SizesError.no_multiple(6, 4),
-    "SizesError.bad_entry": SizesError.bad_entry(0, 12),
+    "SizesError.above": SizesError.above(sizes=range(16, 176, 16), maximum=8),
+    "SizesError.no_multiple": SizesError.no_multiple(multiple=6, maximum=4),
+    "SizesError.bad_entry": SizesError.bad_entry(batch=0, steps=12),
     "SizesError.no_steps": SizesError.no_steps(),
     "SizesError.no_budget": SizesError.no_budget(),
-    "SizesError.bytes_unknown": SizesError.bytes_unknown(4096),
-    "SizesError.bad_measure": SizesError.bad_measure("cost_of", 8, None, "a finite number"),
-    "SizesError.too_few_bytes": SizesError.too_few_bytes(4096, 512, 8192),
-    "SizesError.not_covered": SizesError.not_covered(500, 496),
+    "SizesError.bytes_unknown": SizesError.bytes_unknown(nbytes=4096),
+    "SizesError.bad_measure": SizesError.bad_measure(
+        name="cost_of", size=8, found=None, expected="a finite number"
+    ),
+    "SizesError.too_few_bytes": SizesError.too_few_bytes(nbytes=4096, size=512, needed=8192),
+    "SizesError.not_covered": SizesError.not_covered(batch=500, largest=496),
     "PieceCompileError.unlike_traced": PieceCompileError.unlike_traced(
-        "piece_1", "model.py:12 in forward", "mylib::twice", "f32[4, 8]", "f32[4, 16]"
+        piece="piece_1",
+        where="model.py:12 in forward",
+        op="mylib::twice",
+        found="f32[4, 8]",
+        traced="f32[4, 16]",
     ),
-    "PieceCompileError.not_callable": PieceCompileError.not_callable("piece_0", "mine", None),
-    "InputBufferError.shape": InputBufferError.shape("slots", (3, 4)),
-    "InputBufferError.tail": InputBufferError.tail("slots", 0.5, "torch.int64"),
-    "InputBufferError.dummy_value": InputBufferError.dummy_value("lens", "tokens", "torch.int32"),
-    "InputBufferError.twice": InputBufferError.twice("slots"),
-    "InputBufferError.unknown": InputBufferError.unknown("slot", ["positions", "slots"]),
-    "InputBufferError.missing": InputBufferError.missing("positions"),
+    "PieceCompileError.not_callable": PieceCompileError.not_callable(
+        piece="piece_0", compiler="mine", found=None
+    ),
+    "InputBufferError.shape": InputBufferError.shape(name="slots", shape=(3, 4)),
+    "InputBufferError.tail": InputBufferError.tail(name="slots", tail=0.5, dtype="torch.int64"),
+    "InputBufferError.dummy_value": InputBufferError.dummy_value(
+        name="lens", found="tokens", dtype="torch.int32"
+    ),
+    "InputBufferError.twice": InputBufferError.twice(name="slots"),
+    "InputBufferError.unknown": InputBufferError.unknown(name="slot", known=["positions", "slots"]),
+    "InputBufferError.missing": InputBufferError.missing(name="positions"),
     "InputBufferError.value": InputBufferError.value(
-        "slots", "torch.int64 [3]", "torch.int64 [4]", "tokens"
+        name="slots", expected="torch.int64 [3]", found="torch.int64 [4]", counts="tokens"
     ),
-    "InputBufferError.too_large": InputBufferError.too_large(9, 1, 8, 4),
-    "InputBufferError.gradients": InputBufferError.gradients("inputs_embeds"),
-    "InputBufferError.not_padded": InputBufferError.not_padded(4, 6, 4, 4),
-    "AgreementError.tables": AgreementError.tables([1, 3]),
-    "AgreementError.differs": AgreementError.differs(1, "NONE, 0 tokens", "FULL, 8 tokens"),
+    "InputBufferError.too_large": InputBufferError.too_large(real=(9, 1), most=(8, 4)),
+    "InputBufferError.gradients": InputBufferError.gradients(name="inputs_embeds"),
+    "InputBufferError.not_padded": InputBufferError.not_padded(real=(4, 6), padded=(4, 4)),
+    "AgreementError.tables": AgreementError.tables(ranks=[1, 3]),
+    "AgreementError.differs": AgreementError.differs(
+        rank=1, found="NONE, 0 tokens", first="FULL, 8 tokens"
+    ),
     "AgreementError.no_group": AgreementError.no_group(),
-    "AgreementError.backend": AgreementError.backend("nccl"),
+    "AgreementError.backend": AgreementError.backend(found="nccl"),
     "AgreementError.missing": AgreementError.missing(
-        0, "asks for the graph of a step", [1, 3], "Connection closed by peer"
+        rank=0,
+        does="asks for the graph of a step",
+        missing=[1, 3],
+        said="Connection closed by peer",
     ),
-    "AgreementError.gave_up": AgreementError.gave_up(1),
+    "AgreementError.gave_up": AgreementError.gave_up(rank=1),
     "AgreementError.out_of_step": AgreementError.out_of_step(
-        1, "has captured a set of graphs", "asks for the graph of a step"
+        rank=1, found="has captured a set of graphs", first="asks for the graph of a step"
     ),
     "AgreementError.other_dispatcher": AgreementError.other_dispatcher(),
-    "ManagerError.no_graph": ManagerError.no_graph(5, [1, 2, 4, 8]),
-    "ManagerError.capture_mode": ManagerError.capture_mode("NONE"),
-    "ManagerError.other_thread": ManagerError.other_thread("run"),
-    "ManagerError.twice": ManagerError.twice("FULL", "num_tokens=4, num_reqs=4"),
-    "ManagerError.no_metadata": ManagerError.no_metadata("num_tokens=4, num_reqs=4"),
-    "ManagerError.too_few_bytes": ManagerError.too_few_bytes(2**20, 3 * 2**20),
-    "ManagerError.no_replay": ManagerError.no_replay("num_tokens=4, num_reqs=4"),
-    "ManagerError.nothing_verified": ManagerError.nothing_verified("no batch has a FULL graph"),
-    "ManagerError.no_axis": ManagerError.no_axis("inputs_embeds"),
-    "ManagerError.presence": ManagerError.presence("inputs_embeds", True),
-    "ManagerError.rows": ManagerError.rows("rows"),
-    "ManagerError.count": ManagerError.count(1, 2),
-    "ManagerError.output": ManagerError.output("[8, 16]", "tokens", 16),
+    "ManagerError.no_graph": ManagerError.no_graph(num_tokens=5, captured=[1, 2, 4, 8]),
+    "ManagerError.capture_mode": ManagerError.capture_mode(mode="NONE"),
+    "ManagerError.other_thread": ManagerError.other_thread(method="run"),
+    "ManagerError.twice": ManagerError.twice(mode="FULL", batch="num_tokens=4, num_reqs=4"),
+    "ManagerError.no_metadata": ManagerError.no_metadata(batch="num_tokens=4, num_reqs=4"),
+    "ManagerError.too_few_bytes": ManagerError.too_few_bytes(budget=2**20, needed=3 * 2**20),
+    "ManagerError.no_replay": ManagerError.no_replay(batch="num_tokens=4, num_reqs=4"),
+    "ManagerError.nothing_verified": ManagerError.nothing_verified(why="no batch has a FULL graph"),
+    "ManagerError.no_axis": ManagerError.no_axis(name="inputs_embeds"),
+    "ManagerError.presence": ManagerError.presence(name="inputs_embeds", said=True),
+    "ManagerError.rows": ManagerError.rows(found="rows"),
+    "ManagerError.count": ManagerError.count(declared=1, found=2),
+    "ManagerError.output": ManagerError.output(found="[8, 16]", rows="tokens", size=16),
     "ManagerError.other_outputs": ManagerError.other_outputs(),
 }
 
 
-def _messages() -> set[str]:
-    return {
-        f"{name}.{method}"
-        for name, kind in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(kind, CGCompileError)
-        for method, function in vars(kind).items()
-        if isinstance(function, classmethod)
-    }
+def _classes() -> dict[str, type[CGCompileError]]:
+    found = inspect.getmembers(errors, inspect.isclass)
+    return {name: kind for name, kind in found if issubclass(kind, CGCompileError)}
+
+
+def _constructors() -> dict[str, frozenset[str]]:
+    """The fields of every template and every other constructor, by its full name."""
+    found = {}
+    for name, kind in _classes().items():
+        for method, value in vars(kind).items():
+            if isinstance(value, Template):
+                found[f"{name}.{method}"] = value.fields
+            elif isinstance(value, classmethod):
+                parameters = inspect.signature(getattr(kind, method)).parameters
+                found[f"{name}.{method}"] = frozenset(parameters)
+    return found
 
 
 def test_every_message_has_an_example() -> None:
-    assert _messages() == set(EXAMPLES)
+    assert set(_constructors()) == set(EXAMPLES)
+
+
+def _uses(tree: ast.Module) -> Iterator[tuple[str, ast.Call | None]]:
+    """Each constructor that code names, and the call of it, if it is called right there."""
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in _classes():
+            yield ast.unparse(node), calls.get(id(node))
+
+
+def test_every_call_in_the_library_gives_the_fields_of_its_message() -> None:
+    constructors, used = _constructors(), set()
+    for path in (*ROOT.glob("cgcompile/**/*.py"), *ROOT.glob("passes/*.py")):
+        for name, call in _uses(ast.parse(path.read_text())):
+            assert name in constructors, f"{path}: {name}"
+            assert call is not None, f"{path}: {name} must be called where it is named"
+            where = f"{path}:{call.lineno} {name}"
+            assert not call.args, f"{where}: give the fields by name"
+            assert {keyword.arg for keyword in call.keywords} == constructors[name], where
+            used.add(name)
+    assert used == set(constructors), "a message that nothing raises"
+
+
+class ExampleError(CGCompileError):
+    op = ""
+    one = Template("{op!r} took {size:#x}{known:close {op}}", "{names:list nothing}", sets=("op",))
+    none = Template("plain {{}}")
+
+
+def test_a_template_formats_and_sets() -> None:
+    error = ExampleError.one(op="mul", size=16, known=("mull", "add"), names=())
+    assert type(error) is ExampleError
+    assert error.op == "mul"
+    assert str(error) == "'mul' took 0x10 Did you mean 'mull'?\n  nothing"
+    assert str(ExampleError.none()) == "plain {}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"op": "mul", "size": 16, "known": ()},
+        {"op": "mul", "size": 16, "known": (), "names": (), "other": 1},
+    ],
+)
+def test_a_template_refuses_other_fields(fields: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match=r"ExampleError\.one\(\) takes known, names, op, size; it"):
+        ExampleError.one(**fields)
+    with pytest.raises(TypeError, match=r"takes no fields; it was given size"):
+        ExampleError.none(size=1)
+    with pytest.raises(TypeError, match="positional"):
+        ExampleError.none("mul")
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "expected"),
+    [
+        ("{x:shown}", "a" * 500, "'" + "a" * 399 + "..."),
+        ("{x:type}", 3, "int"),
+        ("{x:kind}", 3, "an int"),
+        ("{x:a}", "Attention", "an Attention"),
+        ("{x:a}", "NoneType", "None"),
+        ("{x:error}", KeyError("k"), "KeyError: 'k'"),
+        ("{x:address}", 255, "at 0xff"),
+        ("{x:address}", None, "missing"),
+        ("{x:count}", (1, 2), "2"),
+        ("{x:list}", (1, 2), "1, 2"),
+        ("{x:list}", (), "(none)"),
+        ("{x:first 2}", (1, 2, 3), "1, 2 and 1 more"),
+        ("{x:first 3}", (1, 2, 3), "1, 2, 3"),
+        ("{x:plural rank}", (1,), "rank 1"),
+        ("{x:plural rank}", (1, 2), "ranks 1, 2"),
+        ("{x:if up to {x}|any}", 0, "up to 0"),
+        ("{x:if up to {x}|any}", "a|b", "up to a|b"),
+        ("{x:if up to {x}|any}", None, "any"),
+        ("{x:if yes|no}", True, "yes"),
+        ("{x:if yes|no}", False, "no"),
+        ("{x:if yes|no}", (), "no"),
+        ("{x[1]}", (1, 2), "2"),
+    ],
+)
+def test_the_specs_of_templates(text: str, value: object, expected: str) -> None:
+    error = Template(text).__get__(None, CGCompileError)(x=value)
+    assert str(error) == expected
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -424,11 +623,20 @@ ConfigError.breakable_needs_no_trace: splitting='breakable' in torch.compile(): 
 
     def test_descriptor(self) -> None:
         self.check(
-            "DescriptorError",
+            "BatchError",
             """\
-DescriptorError.field: BatchDescriptor: num_reqs = 0; expected a whole number.
-DescriptorError.not_uniform: BatchDescriptor(num_tokens=7, num_reqs=2, uniform=True): a uniform batch needs num_reqs, and num_tokens must be a multiple of it.
-  The query length of each request is num_tokens // num_reqs, exactly.""",
+BatchError.descriptor_field: BatchDescriptor: num_reqs = 0; expected a whole number.
+BatchError.descriptor_not_uniform: BatchDescriptor(num_tokens=7, num_reqs=2, uniform=True): a uniform batch needs num_reqs, and num_tokens must be a multiple of it.
+  The query length of each request is num_tokens // num_reqs, exactly.
+BatchError.field: dispatch: num_tokens = -1; expected at least 0.
+BatchError.not_uniform: dispatch(num_tokens=7, num_reqs=3, max_query_len=None, uniform_decode=True): requests of one length need num_tokens == num_reqs * max_query_len.
+  Give the numbers before padding, or uniform_decode=False.
+BatchError.which_query_len: dispatch(num_tokens=12, uniform_decode=True): there are graphs for several query lengths (1, 3), and nothing says which one this is.
+  Give num_reqs or max_query_len.
+BatchError.axes: dispatch: extra = (3,); expected a tuple with one hashable value per axis, each comparable with the listed ones: max_seqlen, kernel.
+BatchError.not_planned: no graph is planned for mode FULL and num_tokens=7.
+  Take modes and descriptors from plan().
+BatchError.lengths_differ: is_uniform_decode: 3 query lengths and 2 flags of prefill; expected one of each per request.""",
         )
 
     def test_forward_context(self) -> None:
@@ -468,30 +676,33 @@ BoundaryError.predicate_raised: splitting op 'mine': its predicate raised KeyErr
 BoundaryError.declared_twice: splitting op 'ns::attend' is declared twice with different settings. Declare it once.""",
         )
 
-    def test_batch(self) -> None:
-        self.check(
-            "BatchError",
-            """\
-BatchError.field: dispatch: num_tokens = -1; expected at least 0.
-BatchError.not_uniform: dispatch(num_tokens=7, num_reqs=3, max_query_len=None, uniform_decode=True): requests of one length need num_tokens == num_reqs * max_query_len.
-  Give the numbers before padding, or uniform_decode=False.
-BatchError.which_query_len: dispatch(num_tokens=12, uniform_decode=True): there are graphs for several query lengths (1, 3), and nothing says which one this is.
-  Give num_reqs or max_query_len.
-BatchError.axes: dispatch: extra = (3,); expected a tuple with one hashable value per axis, each comparable with the listed ones: max_seqlen, kernel.
-BatchError.not_planned: no graph is planned for mode FULL and num_tokens=7.
-  Take modes and descriptors from plan().
-BatchError.lengths_differ: is_uniform_decode: 3 query lengths and 2 flags of prefill; expected one of each per request.""",
-        )
-
     def test_cache(self) -> None:
         self.check(
-            "CacheError",
+            "CommandError",
             """\
-CacheError.unknown_entry: no entry of /home/me/.cache/cgcompile has a key that starts with '77'.
+CommandError.target_form: 'model.py' is no target; expected module:function or path/to/file.py:function.
+  The function takes nothing and returns a model and its inputs: (model, args).
+CommandError.no_module: cannot import 'mine': No module named 'mine'.
+  Give a module that Python finds from here, or the path of a file: path/to/file.py:function.
+CommandError.no_function: model.py has no function 'mak'. Did you mean 'make'?
+  Functions: make, run.
+CommandError.takes_arguments: model.py:run takes arguments, (x, *, scale); expected a function that takes nothing.
+  Give one that makes the model and its inputs: def make(): return Model(), (torch.randn(8, 16),)
+CommandError.bad_result: model.py:make returned a tuple of 4; expected a model and its inputs.
+  Return (model, args), (model, args, kwargs) or a dict with 'model', 'args' and 'kwargs'; args is a tuple, or one tensor.
+CommandError.no_inputs: model.py:make returned a model without inputs, and verify calls it.
+  Return (model, args) or (model, args, kwargs).
+CommandError.bad_setting: --set compiler: expected key=value, such as --set compiler=eager.
+CommandError.bad_splitting_ops: splitting_ops: splitting op 'x': unknown.
+CommandError.no_page: --html /page.html: no page can be written there: Permission denied.
+  Give the path of a file, such as page.html.
+CommandError.settings_are_fixed: --set for a model that model.py:make has compiled already: its settings are fixed.
+  Give them where it is compiled, or return the model before that.
+CommandError.unknown_entry: no entry of /home/me/.cache/cgcompile has a key that starts with '77'.
   'cgcompile cache list' shows what is there; --dir names another folder.
-CacheError.ambiguous_entry: 2 entries have a key that starts with '7': 7a00, 7b00.
+CommandError.ambiguous_entry: 2 entries have a key that starts with '7': 7a00, 7b00.
   Give more of the key.
-CacheError.caching_is_off: cache_dir is 'off': there is no cache folder to look at.
+CommandError.caching_is_off: cache_dir is 'off': there is no cache folder to look at.
   Name one with --dir, or unset CGCOMPILE_CACHE_DIR.""",
         )
 
@@ -548,70 +759,84 @@ PieceCompileError.not_callable: piece_0: compiler 'mine' returned None; expected
 
     def test_encoder_model(self) -> None:
         self.check(
-            "EncoderModelError",
+            "EncoderError",
             """\
-EncoderModelError.missing: Tower has no method get_encoder_cudagraph_config(), which encoder graphs need.
+EncoderError.budget_number: max_items = 0; expected a whole number of at least 1.
+EncoderError.not_a_budget: encoder budgets: True is none; expected whole numbers of at least 1.
+  A budget is the number of output tokens of one graph.
+EncoderError.no_budgets: encoder budgets: the list is empty; expected at least one.
+  Give budgets=None to have them generated from budget_range.
+EncoderError.budget_range: budget_range = (0, 64); expected the least and the most output tokens of a graph.
+  Both must be positive whole numbers.
+EncoderError.range_order: budget_range = (200, 100): the least, 200, is above the most, 100.
+  Swap them, or raise the most: it is the largest budget that is captured.
+EncoderError.path_above_range: path 'global': its budgets begin at 272 (min_token_budget), which is above 256, the largest budget of budget_range.
+  Raise the most of get_encoder_cudagraph_budget_range(), lower min_token_budget (with enable_dual_path_graph: global_token_per_image or local_token_per_patch), or give token_budgets=.
+EncoderError.items_above_range: max_items = 256 is above 128, the largest budget of budget_range.
+  Each item needs at least one token of every budget. Lower max_items, or raise the most of budget_range.
+EncoderError.items_above_budget: max_items = 256; it must be <= the smallest token budget, 64.
+  Each item needs at least one token of every budget: a graph whose share per item is empty cannot be captured. Lower max_items, or leave the small budgets out.
+EncoderError.ratio: ratio = 1; expected a finite number above 1.
+  It is how much larger each budget is than the one before.
+EncoderError.nothing_observed: fitted_budgets(): nothing was observed, so there is nothing to fit.
+  Count the output tokens of real groups of items, or take generated_budgets().
+EncoderError.no_method: Tower has no method get_encoder_cudagraph_config(), which encoder graphs need.
   SupportsEncoderCudaGraph tells what it takes and returns; PatchEncoder has all of them for flattened patches with a grid.
-EncoderModelError.older: Tower has get_encoder_cudagraph_num_items, of an older protocol.
+EncoderError.older_protocol: Tower has get_encoder_cudagraph_num_items, of an older protocol.
   One method replaces the three: get_encoder_cudagraph_item_specs(mm_kwargs) returns [EncoderItemSpec(input_size=..., output_tokens=...), ...], one for each item.
-EncoderModelError.no_range: Tower has no get_encoder_cudagraph_budget_range(), and no token budgets are given.
+EncoderError.no_range: Tower has no get_encoder_cudagraph_budget_range(), and no token budgets are given.
   Give token_budgets=, or let the method return (least, most) output tokens of a call.
-EncoderModelError.returned: encoder_cudagraph_forward() returned [60, 8]; expected tensors of at least 64 rows each.
-EncoderModelError.modality: an input of no known modality: keys ids; expected those of one of image, video.
+EncoderError.returned: encoder_cudagraph_forward() returned [60, 8]; expected tensors of at least 64 rows each.
+EncoderError.modality: an input of no known modality: keys ids; expected those of one of image, video.
   Give each modality in a call of its own, or override get_input_modality().
-EncoderModelError.nothing_to_run_on: encoder_eager_forward(): the replay buffers have None for 'max_seqlen', so the forward that graphs record cannot run on them as they are.
+EncoderError.nothing_to_run_on: encoder_eager_forward(): the replay buffers have None for 'max_seqlen', so the forward that graphs record cannot run on them as they are.
   Override encoder_eager_forward(), or always give this buffer a value.
-EncoderModelError.columns: encoder_cudagraph_forward() returned tensors of 8, 16 columns; out_hidden_size of EncoderCudaGraphConfig is 999.
+EncoderError.columns: encoder_cudagraph_forward() returned tensors of 8, 16 columns; out_hidden_size of EncoderCudaGraphConfig is 999.
   Set out_hidden_size to the columns of the result; of several tensors, to those of one of them.
-EncoderModelError.no_keyword: Tower.encoder_cudagraph_forward() takes no path=, and the configuration has paths global, local.
+EncoderError.no_keyword: Tower.encoder_cudagraph_forward() takes no path=, and the configuration has paths global, local.
   Add the keyword argument path to the method: the manager gives it by name, so that the method can tell the graphs apart.
-EncoderModelError.no_buffer: the forward of an encoder raised KeyError: 'positon'; its buffers are x, position. Did you mean 'position'?
-  If it is a buffer, add it to buffer_keys and to what both prepare methods return (tables= or offsets= of PatchEncoder).""",
-        )
-
-    def test_encoder_item(self) -> None:
-        self.check(
-            "EncoderItemError",
-            """\
-EncoderItemError.number: EncoderItemSpec: output_tokens = -1; expected a whole number of at least 0.
+EncoderError.no_buffer: the forward of an encoder raised KeyError: 'positon'; its buffers are x, position. Did you mean 'position'?
+  If it is a buffer, add it to buffer_keys and to what both prepare methods return (tables= or offsets= of PatchEncoder).
+EncoderError.item_number: EncoderItemSpec: output_tokens = -1; expected a whole number of at least 0.
   Read grids from the host once per call: grid_thw.tolist().
-EncoderItemError.unknown_path: item 2: output tokens on path 'lokal', which the configuration does not have; paths: global, local. Did you mean 'local' or 'global'?
-EncoderItemError.no_path: item 2: 7 output tokens, and none of them on a path; paths: global, local.
+EncoderError.unknown_path: item 2: output tokens on path 'lokal', which the configuration does not have; paths: global, local. Did you mean 'local' or 'global'?
+EncoderError.no_path: item 2: 7 output tokens, and none of them on a path; paths: global, local.
   Say how many each path makes: global_output_tokens and local_output_tokens, or path_output_tokens={...}.
-EncoderItemError.no_axis: item 2: nothing is said for capture axis 'tier'; it says (none).
+EncoderError.no_axis: item 2: nothing is said for capture axis 'tier'; it says (none).
   Give EncoderItemSpec(axes={...}) the value that the item needs at least.
-EncoderItemError.not_a_call: a call of an encoder is a list; expected a mapping from names to inputs.
+EncoderError.not_a_call: a call of an encoder is a list; expected a mapping from names to inputs.
   For images: {"pixel_values": [rows, C], "image_grid_thw": [items, 3]}.
-EncoderItemError.no_input: a call of an encoder has no 'image_grid_thw'; it has pixel_values, image_grid. Rename 'image_grid' to 'image_grid_thw'?
+EncoderError.no_input: a call of an encoder has no 'image_grid_thw'; it has pixel_values, image_grid. Rename 'image_grid' to 'image_grid_thw'?
   Patches of all items and the grid of each go together. inputs= of PatchEncoder says what they are called.
-EncoderItemError.rows: 'pixel_values' is a list; expected a tensor [rows, C].
+EncoderError.rows: 'pixel_values' is a list; expected a tensor [rows, C].
   Give all patches of all items, one after the other, in the order of the grids.
-EncoderItemError.grid: 'image_grid_thw': item 1 is (1, 3, 3); expected (t, h, w), whole numbers of at least 0, h and w divisible by merge_size = 2.
+EncoderError.grid: 'image_grid_thw': item 1 is (1, 3, 3); expected (t, h, w), whole numbers of at least 0, h and w divisible by merge_size = 2.
   A token is made of merge_size * merge_size patches: resize the image, or pad its patches.
-EncoderItemError.patches: 'pixel_values' has 9 rows; the grids of 'image_grid_thw' have 16 patches.
-  Give all patches of all items, one after the other, in the order of the grids.""",
-        )
-
-    def test_encoder_buffer(self) -> None:
-        self.check(
-            "EncoderBufferError",
-            """\
-EncoderBufferError.missing: replay: no value for buffer 'cu_seqlens'; there are x.
+EncoderError.patches: 'pixel_values' has 9 rows; the grids of 'image_grid_thw' have 16 patches.
+  Give all patches of all items, one after the other, in the order of the grids.
+EncoderError.no_value: replay: no value for buffer 'cu_seqlens'; there are x.
   Each of buffer_keys is written before a replay. None leaves a buffer as it is.
-EncoderBufferError.unknown: replay: 'cu_seqlen' is not among buffer_keys (cu_seqlens). Did you mean 'cu_seqlens'?
+EncoderError.unknown_buffer: replay: 'cu_seqlen' is not among buffer_keys (cu_seqlens). Did you mean 'cu_seqlens'?
   Add it to buffer_keys, or leave it out: it would never be refreshed.
-EncoderBufferError.value: buffer 'x': the value is [9, 3]; expected at most the rows of [8, 3].
+EncoderError.buffer_value: buffer 'x': the value is [9, 3]; expected at most the rows of [8, 3].
   Give real rows alone; the rows behind them are the manager's.
-EncoderBufferError.layout: buffer 'x': the value is [9, 2] of float32; expected at most the rows of [16, 3] of float32.
+EncoderError.buffer_layout: buffer 'x': the value is [9, 2] of float32; expected at most the rows of [16, 3] of float32.
   Sizes behind the first must be those of the buffer, and the dtype must cast to its: give such a value, or another buffer in prepare_encoder_cudagraph_capture_inputs() (in_features=, PatchTable).
-EncoderBufferError.no_room: buffer 'cu_seqlens': 9 offsets fill it, so that none is left for the padding.
+EncoderError.no_offset_room: buffer 'cu_seqlens': 9 offsets fill it, so that none is left for the padding.
   Capture offset buffers with max_frames_per_batch + 2 entries: padded rows are one sequence at the end.
-EncoderBufferError.no_end: prepare_encoder_cudagraph_capture_inputs(): buffer 'cu_seqlens' is among offset_keys, and its last entry is 0; expected the number of rows, no entry above it.
+EncoderError.no_offset_end: prepare_encoder_cudagraph_capture_inputs(): buffer 'cu_seqlens' is among offset_keys, and its last entry is 0; expected the number of rows, no entry above it.
   Padding goes on to what the last entry is at capture. Rows behind it would be written by no kernel.
-EncoderBufferError.padding: buffer 'x' [4]: its padding logic failed on a value [3]: RuntimeError: no
+EncoderError.padding_failed: buffer 'x' [4]: its padding logic failed on a value [3]: RuntimeError: no
   It is called as logic(dst, src), and writes all of dst in place.
-EncoderBufferError.moved: buffer 'x' [4]: its padding logic left [3] in its place.
-  A graph reads the shape and address that it recorded: write dst in place.""",
+EncoderError.buffer_moved: buffer 'x' [4]: its padding logic left [3] in its place.
+  A graph reads the shape and address that it recorded: write dst in place.
+EncoderError.item_need: item 3: tokens=(-1,), frames=1; expected whole numbers of at least 0.
+  An item without part in a path has 0 tokens there.
+EncoderError.item_paths: item 3: 1 numbers of tokens; the capacity has 2 paths.
+  Give one number per path, in the order of the paths.
+EncoderError.capacity: Capacity(budgets=((128, 64),), max_items=8, max_frames=None); expected the budgets of one path or more, each ascending from at least 1, at least one item, and frames of at least 0 or None.
+EncoderError.cost: Costs: fixed = -1; expected a finite number of at least 0, in tokens.
+  Divide measured times by the time of one token more in a graph.""",
         )
 
     def test_encoder_shard(self) -> None:
@@ -653,66 +878,4 @@ SizesError.too_few_bytes: fit_sizes(nbytes=4096): the graph of size 512, which a
   Raise nbytes, lower maximum, or give cost_without_graph=, so that large batches may run without a graph.
 SizesError.not_covered: fit_sizes(): the largest candidate is 496, and batches of 500 were observed.
   Add a candidate, or give maximum=496: larger batches then run without a graph.""",
-        )
-
-    def test_command(self) -> None:
-        self.check(
-            "CommandError",
-            """\
-CommandError.target_form: 'model.py' is no target; expected module:function or path/to/file.py:function.
-  The function takes nothing and returns a model and its inputs: (model, args).
-CommandError.no_module: cannot import 'mine': No module named 'mine'.
-  Give a module that Python finds from here, or the path of a file: path/to/file.py:function.
-CommandError.no_function: model.py has no function 'mak'. Did you mean 'make'?
-  Functions: make, run.
-CommandError.takes_arguments: model.py:run takes arguments, (x, *, scale); expected a function that takes nothing.
-  Give one that makes the model and its inputs: def make(): return Model(), (torch.randn(8, 16),)
-CommandError.bad_result: model.py:make returned a tuple of 4; expected a model and its inputs.
-  Return (model, args), (model, args, kwargs) or a dict with 'model', 'args' and 'kwargs'; args is a tuple, or one tensor.
-CommandError.no_inputs: model.py:make returned a model without inputs, and verify calls it.
-  Return (model, args) or (model, args, kwargs).
-CommandError.bad_setting: --set compiler: expected key=value, such as --set compiler=eager.
-CommandError.bad_splitting_ops: splitting_ops: splitting op 'x': unknown.
-CommandError.no_page: --html /page.html: no page can be written there: Permission denied.
-  Give the path of a file, such as page.html.
-CommandError.settings_are_fixed: --set for a model that model.py:make has compiled already: its settings are fixed.
-  Give them where it is compiled, or return the model before that.""",
-        )
-
-    def test_encoder_budget(self) -> None:
-        self.check(
-            "EncoderBudgetError",
-            """\
-EncoderBudgetError.number: max_items = 0; expected a whole number of at least 1.
-EncoderBudgetError.not_a_budget: encoder budgets: True is none; expected whole numbers of at least 1.
-  A budget is the number of output tokens of one graph.
-EncoderBudgetError.empty: encoder budgets: the list is empty; expected at least one.
-  Give budgets=None to have them generated from budget_range.
-EncoderBudgetError.range: budget_range = (0, 64); expected the least and the most output tokens of a graph.
-  Both must be positive whole numbers.
-EncoderBudgetError.range_order: budget_range = (200, 100): the least, 200, is above the most, 100.
-  Swap them, or raise the most: it is the largest budget that is captured.
-EncoderBudgetError.path_above_range: path 'global': its budgets begin at 272 (min_token_budget), which is above 256, the largest budget of budget_range.
-  Raise the most of get_encoder_cudagraph_budget_range(), lower min_token_budget (with enable_dual_path_graph: global_token_per_image or local_token_per_patch), or give token_budgets=.
-EncoderBudgetError.items_above_range: max_items = 256 is above 128, the largest budget of budget_range.
-  Each item needs at least one token of every budget. Lower max_items, or raise the most of budget_range.
-EncoderBudgetError.items_above_budget: max_items = 256; it must be <= the smallest token budget, 64.
-  Each item needs at least one token of every budget: a graph whose share per item is empty cannot be captured. Lower max_items, or leave the small budgets out.
-EncoderBudgetError.ratio: ratio = 1; expected a finite number above 1.
-  It is how much larger each budget is than the one before.
-EncoderBudgetError.no_sizes: fitted_budgets(): nothing was observed, so there is nothing to fit.
-  Count the output tokens of real groups of items, or take generated_budgets().""",
-        )
-
-    def test_encoder_pack(self) -> None:
-        self.check(
-            "EncoderPackError",
-            """\
-EncoderPackError.need: item 3: tokens=(-1,), frames=1; expected whole numbers of at least 0.
-  An item without part in a path has 0 tokens there.
-EncoderPackError.paths: item 3: 1 numbers of tokens; the capacity has 2 paths.
-  Give one number per path, in the order of the paths.
-EncoderPackError.capacity: Capacity(budgets=((128, 64),), max_items=8, max_frames=None); expected the budgets of one path or more, each ascending from at least 1, at least one item, and frames of at least 0 or None.
-EncoderPackError.cost: Costs: fixed = -1; expected a finite number of at least 0, in tokens.
-  Divide measured times by the time of one token more in a graph.""",
         )

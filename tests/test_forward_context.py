@@ -22,7 +22,7 @@ from cgcompile import (
     override_forward_context,
     set_forward_context,
 )
-from cgcompile.errors import DescriptorError, ForwardContextError
+from cgcompile.errors import BatchError, ForwardContextError
 
 
 @given(st.integers(1, 64), st.integers(1, 16))
@@ -31,12 +31,12 @@ def test_uniform_query_length(num_reqs: int, query_len: int) -> None:
     assert descriptor.query_len == query_len
     assert BatchDescriptor(num_reqs * query_len, num_reqs).query_len is None
     if num_reqs > 1:
-        with pytest.raises(DescriptorError, match="must be a multiple"):
+        with pytest.raises(BatchError, match="must be a multiple"):
             BatchDescriptor(num_reqs * query_len + 1, num_reqs, uniform=True)
 
 
 def test_uniform_needs_num_reqs() -> None:
-    with pytest.raises(DescriptorError, match="needs num_reqs"):
+    with pytest.raises(BatchError, match="needs num_reqs"):
         BatchDescriptor(8, uniform=True)
 
 
@@ -56,7 +56,7 @@ def test_uniform_needs_num_reqs() -> None:
     ],
 )
 def test_bad_fields_are_named(name: str, value: object) -> None:
-    with pytest.raises(DescriptorError, match=f"{name} = .*expected"):
+    with pytest.raises(BatchError, match=f"{name} = .*expected"):
         BatchDescriptor(**{"num_tokens": 1, name: value})
 
 
@@ -79,7 +79,7 @@ def test_descriptor_survives_copy_and_pickle_and_replace_validates() -> None:
         assert same == one
         assert type(same) is BatchDescriptor
     assert one._replace(num_tokens=12).query_len == 3
-    with pytest.raises(DescriptorError):
+    with pytest.raises(BatchError):
         one._replace(num_tokens=9)
 
 

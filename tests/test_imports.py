@@ -40,7 +40,7 @@ STANDARD_LIBRARY_ONLY = {
     "descriptors": {"errors", "modes", "settings"},
     "modes": set(),
     "settings": {"errors"},
-    "errors": {"errors"},
+    "errors": set(),
     "locks": set(),
     "reasons": {"locks"},
     "encoder/budgets": {"encoder/packing", "errors", "serving/fit", "serving/sizes", "settings"},

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cgcompile.encoder.packing import Costs
-from cgcompile.errors import EncoderBudgetError
+from cgcompile.errors import EncoderError
 from cgcompile.serving.fit import fit_sizes
 from cgcompile.serving.sizes import checked_histogram, round_sizes
 from cgcompile.settings import checked_last, require_arguments, whole
@@ -48,11 +48,11 @@ def generated_budgets(least: int, most: int, ratio: float = 2.0) -> tuple[int, .
         ratio: fractions are rounded down, but each budget is larger than the one before.
 
     Raises:
-        EncoderBudgetError: the range is not positive and in order, or ``ratio`` not above 1.
+        EncoderError: the range is not positive and in order, or ``ratio`` not above 1.
     """
     least, most = _checked_range((least, most))
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 1 < ratio < math.inf:
-        raise EncoderBudgetError.ratio(ratio)
+        raise EncoderError.ratio(found=ratio)
     found, budget = [], least
     while budget < most:
         found.append(budget)
@@ -101,7 +101,7 @@ def resolve_budgets(
         budget_range: the least and the most output tokens of a generated budget, by the model.
 
     Raises:
-        EncoderBudgetError: a number is out of range, there are no budgets, or the smallest of them
+        EncoderError: a number is out of range, there are no budgets, or the smallest of them
             has less than one token for each item.
     """
     least, most = _checked_range(budget_range)
@@ -112,10 +112,10 @@ def resolve_budgets(
     items = checked_number("max_items", max_items, 1)
     if given is None:
         if items > most:
-            raise EncoderBudgetError.items_above_range(items, most)
+            raise EncoderError.items_above_range(max_items=items, most=most)
         return Budgets(generated_budgets(max(least, items), most), items)
     if items > given[0]:
-        raise EncoderBudgetError.items_above_budget(items, given[0])
+        raise EncoderError.items_above_budget(max_items=items, budget=given[0])
     return Budgets(given, items)
 
 
@@ -130,7 +130,7 @@ def resolve_frames(max_items: int, max_frames_per_video: int, given: int | None 
             none: graphs have one frame for each item then, as those of images alone.
 
     Raises:
-        EncoderBudgetError: a number is out of range.
+        EncoderError: a number is out of range.
     """
     items = checked_number("max_items", max_items, 1)
     frames = checked_number("max_frames_per_video", max_frames_per_video, 0)
@@ -166,7 +166,7 @@ def fitted_budgets(
         path: the path of ``costs``.
 
     Raises:
-        EncoderBudgetError: nothing was observed, or a number is out of range.
+        EncoderError: nothing was observed, or a number is out of range.
         SizesError: neither ``count`` nor ``nbytes`` is given, nothing fits in ``nbytes``, or an
             entry of ``observed`` is none.
     """
@@ -175,7 +175,7 @@ def fitted_budgets(
     pairs = observed if isinstance(observed, Mapping) else Counter(observed)
     groups: Mapping[int, int] = checked_histogram({n: pairs[n] for n in pairs if n != 0})
     if not groups:
-        raise EncoderBudgetError.no_sizes()
+        raise EncoderError.nothing_observed()
     top = max(*groups, items)
     candidates = round_sizes((max(n, items) for n in groups), step, top + -top % step)
     return fit_sizes(
@@ -193,11 +193,11 @@ def checked_number(name: str, value: Any, least: int) -> int:
     """A whole number of at least ``least``.
 
     Raises:
-        EncoderBudgetError: it is none.
+        EncoderError: it is none.
     """
     number = whole(value)
     if number is None or number < least:
-        raise EncoderBudgetError.number(name, value, least)
+        raise EncoderError.budget_number(name=name, found=value, least=least)
     return number
 
 
@@ -205,11 +205,11 @@ def _checked_range(found: Any) -> tuple[int, int]:
     try:
         least, most = map(whole, found)
     except (TypeError, ValueError):
-        raise EncoderBudgetError.range(found) from None
+        raise EncoderError.budget_range(found=found) from None
     if least is None or most is None or least < 1 or most < 1:
-        raise EncoderBudgetError.range(found)
+        raise EncoderError.budget_range(found=found)
     if least > most:
-        raise EncoderBudgetError.range_order(least, most)
+        raise EncoderError.range_order(least=least, most=most)
     return least, most
 
 
@@ -218,8 +218,8 @@ def _checked_budgets(budgets: Iterable[int]) -> tuple[int, ...]:
     for budget in budgets:
         number = whole(budget)
         if number is None or number < 1:
-            raise EncoderBudgetError.not_a_budget(budget)
+            raise EncoderError.not_a_budget(found=budget)
         found.add(number)
     if not found:
-        raise EncoderBudgetError.empty()
+        raise EncoderError.no_budgets()
     return tuple(sorted(found))

@@ -23,7 +23,7 @@ from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.results import check_columns
 from cgcompile.encoder.statistics import EncoderStatistics, Ran
-from cgcompile.errors import ConfigError, DispatchError, EncoderItemError, EncoderModelError
+from cgcompile.errors import ConfigError, DispatchError, EncoderError
 from cgcompile.reasons import EXPECTED, Reason
 
 
@@ -77,26 +77,30 @@ class EncoderCalls:
         for item, spec in enumerate(specs):
             if not isinstance(spec, EncoderItemSpec):
                 method, found = "get_encoder_cudagraph_item_specs", type(spec).__name__
-                raise EncoderModelError.returned(method, found, "a list of EncoderItemSpec")
+                raise EncoderError.returned(
+                    method=method, found=found, expected="a list of EncoderItemSpec"
+                )
             spec.__post_init__()  # its fields may have been set since
             self._check_paths(item, spec)
             for axis in self._config.capture_axes:
                 if axis.name not in spec.axes:
-                    raise EncoderItemError.no_axis(item, axis.name, sorted(spec.axes))
+                    raise EncoderError.no_axis(item=item, axis=axis.name, known=sorted(spec.axes))
         return specs
 
     def _check_paths(self, item: int, spec: EncoderItemSpec) -> None:
         for path in spec.path_output_tokens:
             if path not in self._paths:
-                raise EncoderItemError.unknown_path(item, path, self._paths)
+                raise EncoderError.unknown_path(item=item, path=path, known=self._paths)
         if spec.output_tokens and not any(map(spec.tokens, self._paths)):
-            raise EncoderItemError.no_path(item, spec.output_tokens, self._paths)
+            raise EncoderError.no_path(item=item, tokens=spec.output_tokens, known=self._paths)
         if self._config.enable_dual_path_graph or GLOBAL in self._paths:
             return
         if spec.global_output_tokens or spec.local_output_tokens:
             what = f"item {item}: global_output_tokens or local_output_tokens"
             because = "the configuration has no dual path"
-            raise ConfigError.impossible(what, because, "Set enable_dual_path_graph=True.")
+            raise ConfigError.impossible(
+                what=what, because=because, instead="Set enable_dual_path_graph=True."
+            )
 
     def selected(self, mm_kwargs: dict[str, Any], items: list[int], count: int) -> dict[str, Any]:
         """A call of some of the items."""
@@ -131,7 +135,9 @@ class EncoderCalls:
         missing = [place for place in range(len(specs)) if place not in dest]
         if missing:
             found = f"no result for item {missing[0]}"
-            raise EncoderModelError.returned("postprocess_encoder_output", found, "one for each")
+            raise EncoderError.returned(
+                method="postprocess_encoder_output", found=found, expected="one for each"
+            )
         return [dest[place] for place in range(len(specs))]
 
     def check(self, specs: list[EncoderItemSpec]) -> None:
@@ -149,7 +155,7 @@ class EncoderCalls:
                     more = f" and {len(items) - 1} more" if items[1:] else ""
                     what = f"item {items[0]}{more} of an encoder"
                     detail = f"{tokens} output tokens on path {path!r}"
-                    raise DispatchError.strict(what, reason.value, detail)
+                    raise DispatchError.strict(what=what, reason=reason.value, detail=detail)
 
     def _groups(self, specs: list[EncoderItemSpec]) -> Iterator[tuple[list[int], Group]]:
         """(items, group) of all that have tokens, as they will run."""

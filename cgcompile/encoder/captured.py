@@ -18,7 +18,7 @@ from cgcompile.encoder.protocol import CheckedModel, named_buffers
 from cgcompile.encoder.results import checked_rows, empty_rows, own_rows
 from cgcompile.encoder.room import Rehearsal, left_out
 from cgcompile.encoder.staging import GraphInputs, check_keys
-from cgcompile.errors import CaptureError, EncoderModelError
+from cgcompile.errors import CaptureError, EncoderError
 from cgcompile.forward_context import eager_region_is_open, set_forward_context
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.capture import inside_capture
@@ -199,7 +199,7 @@ class EncoderGraphs:
             CaptureError: called inside of a capture.
         """
         if inside_capture():  # buffers would lie in its memory, without contents
-            raise CaptureError.nested("capture of encoder graphs")
+            raise CaptureError.nested(what="capture of encoder graphs")
         missing = {each: key for key, each in self._descriptors.items() if not self.has(key)}
         if len(missing) == len(self._descriptors):
             self._weights = []  # the graphs that read them are gone
@@ -364,7 +364,7 @@ class EncoderGraphs:
         values: dict[str, torch.Tensor] = {}
         for key in self._config.buffer_keys:
             if made.values[key] is None:
-                raise EncoderModelError.nothing_to_run_on(key)
+                raise EncoderError.nothing_to_run_on(key=key)
             values[key] = made.values[key].to(self._device, dtypes[key])
         return self._forward(values, **named)
 

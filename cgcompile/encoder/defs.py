@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from cgcompile.errors import ConfigError, EncoderItemError
+from cgcompile.errors import ConfigError, EncoderError
 from cgcompile.settings import is_whole, require_fields, require_items, require_kind, whole
 
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"
@@ -51,7 +51,7 @@ class EncoderItemSpec:
         axes: by capture axis the value that this item needs at least.
 
     Raises:
-        EncoderItemError: a number that is none, or below 0.
+        EncoderError: a number that is none, or below 0.
     """
 
     input_size: int
@@ -75,7 +75,7 @@ class EncoderItemSpec:
         named = (*self.path_output_tokens.items(), *self.axes.items())
         for name, count in (*counts.items(), *named):
             if not is_whole(count, 0):
-                raise EncoderItemError.number(name, count)
+                raise EncoderError.item_number(name=name, found=count)
         _settle(self, counts)
         for name in ("path_output_tokens", "axes"):
             numbers = getattr(self, name)
@@ -113,7 +113,9 @@ class EncoderCudaGraphPathConfig:
         least = self.min_token_budget
         if least is not None and not is_whole(least, 1):
             where = "EncoderCudaGraphPathConfig"
-            raise ConfigError.bad_value("min_token_budget", where, least, "at least 1, or None")
+            raise ConfigError.bad_value(
+                name="min_token_budget", where=where, value=least, expected="at least 1, or None"
+            )
         _settle(self, ("min_token_budget",))
 
 
@@ -139,7 +141,9 @@ class EncoderCaptureAxis:
         values = tuple(sorted({number for number in numbers if number is not None}))
         if not values or None in numbers or values[0] < 0:
             where = f"EncoderCaptureAxis {self.name!r}"
-            raise ConfigError.bad_value("values", where, self.values, "at least one whole number")
+            raise ConfigError.bad_value(
+                name="values", where=where, value=self.values, expected="at least one whole number"
+            )
         object.__setattr__(self, "values", values)
 
 
@@ -243,14 +247,14 @@ class EncoderCudaGraphConfig:
             found = getattr(self, name)
             if not is_whole(found, lowest):
                 expected = f"a whole number of at least {lowest}"
-                raise ConfigError.bad_value(name, _WHERE, found, expected)
+                raise ConfigError.bad_value(name=name, where=_WHERE, value=found, expected=expected)
         _settle(self, least)
         for name in ("modalities", "buffer_keys"):
             found = getattr(self, name)
             require_items(name, _WHERE, found, str)
             if not found or len(set(found)) < len(found):
                 expected = "at least one name, each once"
-                raise ConfigError.bad_value(name, _WHERE, found, expected)
+                raise ConfigError.bad_value(name=name, where=_WHERE, value=found, expected=expected)
 
     def _check_dual_path(self) -> None:
         named = ("global_token_per_image", "local_token_per_patch")
@@ -258,18 +262,20 @@ class EncoderCudaGraphConfig:
         if given and not self.enable_dual_path_graph:
             what = f"EncoderCudaGraphConfig({given[0]}={getattr(self, given[0])})"
             because = "it is used with enable_dual_path_graph=True alone"
-            raise ConfigError.impossible(what, because, "Set that too, or leave this out.")
+            raise ConfigError.impossible(
+                what=what, because=because, instead="Set that too, or leave this out."
+            )
         both = set(self.paths) not in (set(), {GLOBAL, LOCAL})
         if self.enable_dual_path_graph and both:
             what = f"enable_dual_path_graph with paths {sorted(self.paths)}"
             because = "dual path means the paths 'global' and 'local'"
-            raise ConfigError.impossible(what, because, "Say one of the two.")
+            raise ConfigError.impossible(what=what, because=because, instead="Say one of the two.")
         if self.input_rows_per_token and (self.enable_dual_path_graph or len(self.paths) > 1):
             what, because = (
                 "input_rows_per_token with several paths",
                 "each has an input of its own",
             )
-            raise ConfigError.impossible(what, because, "Leave it out.")
+            raise ConfigError.impossible(what=what, because=because, instead="Leave it out.")
 
     def _check_keys(self) -> None:
         said = {
@@ -281,20 +287,28 @@ class EncoderCudaGraphConfig:
             for key in keys:
                 if key not in self.buffer_keys:
                     expected = f"names among buffer_keys ({', '.join(self.buffer_keys)})"
-                    raise ConfigError.bad_value(name, _WHERE, key, expected)
+                    raise ConfigError.bad_value(
+                        name=name, where=_WHERE, value=key, expected=expected
+                    )
         for key in self.offset_keys:
             if key in self.padding_logics:
                 what = f"a padding logic for {key!r}, which is among offset_keys too,"
-                raise ConfigError.impossible(what, "each says what the tail holds", "Keep one.")
+                raise ConfigError.impossible(
+                    what=what, because="each says what the tail holds", instead="Keep one."
+                )
         if isinstance(self.offset_keys, Mapping):
             for key, rows in self.offset_keys.items():
                 if rows is not None and not is_whole(rows, 1):
                     expected = "a whole number of at least 1, or None"
-                    raise ConfigError.bad_value(f"offset_keys[{key!r}]", _WHERE, rows, expected)
+                    raise ConfigError.bad_value(
+                        name=f"offset_keys[{key!r}]", where=_WHERE, value=rows, expected=expected
+                    )
         for key, what in self.on_none.items():
             if what not in (KEEP, ZERO):
                 expected = "'keep' or 'zero'"
-                raise ConfigError.bad_value(f"on_none[{key!r}]", _WHERE, what, expected)
+                raise ConfigError.bad_value(
+                    name=f"on_none[{key!r}]", where=_WHERE, value=what, expected=expected
+                )
 
 
 @dataclass

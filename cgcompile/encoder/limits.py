@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from cgcompile.encoder.budgets import Budgets, generated_budgets, resolve_budgets, resolve_frames
 from cgcompile.encoder.defs import EncoderCudaGraphConfig
-from cgcompile.errors import ConfigError, EncoderBudgetError
+from cgcompile.errors import ConfigError, EncoderError
 from cgcompile.settings import whole
 
 Budgeted = Sequence[int] | Mapping[str, Sequence[int]]
@@ -45,7 +45,7 @@ def resolved_limits(
             items are inferred from the least and the most of these then.
 
     Raises:
-        EncoderBudgetError: numbers that cannot be.
+        EncoderError: numbers that cannot be.
         ConfigError: budgets by path, for other paths than the model has.
     """
     if token_budgets is None:
@@ -62,7 +62,9 @@ def _by_path(config: EncoderCudaGraphConfig, given: Budgeted) -> dict[str, Seque
         return {path: tuple(given) for path in config.graph_sets}
     if set(given) != set(config.graph_sets):
         expected = f"budgets for each of {', '.join(config.graph_sets)}"
-        raise ConfigError.bad_value("token_budgets", "encoder graphs", dict(given), expected)
+        raise ConfigError.bad_value(
+            name="token_budgets", where="encoder graphs", value=dict(given), expected=expected
+        )
     return {path: tuple(given[path]) for path in config.graph_sets}
 
 
@@ -88,7 +90,7 @@ def _inferred(
     starts = {path: each.min_token_budget or base.budgets[0] for path, each in sets}
     for path, least in starts.items():
         if least > most:  # budgets below it would hold no item of this path
-            raise EncoderBudgetError.path_above_range(path, least, most)
+            raise EncoderError.path_above_range(path=path, least=least, most=most)
     items = base.max_items
     if max_items is None:
         items = min(items, *starts.values())

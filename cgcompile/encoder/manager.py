@@ -27,14 +27,14 @@ from cgcompile.encoder.packing import Costs
 from cgcompile.encoder.protocol import CheckedModel
 from cgcompile.encoder.sharding import Sharder
 from cgcompile.encoder.statistics import EncoderStatistics
-from cgcompile.errors import EncoderModelError
+from cgcompile.errors import EncoderError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.locks import new_lock
 from cgcompile.reasons import Counters
-from cgcompile.settings import checked_but, require, require_callable, require_kind
+from cgcompile.settings import checked_but, require
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +80,8 @@ class EncoderCudaGraphManager:
         statistics: hits, misses, padding, reasons.
 
     Raises:
-        EncoderModelError: a method is missing, or no budgets are given and none can be inferred.
-        EncoderBudgetError: budgets, items or frames that cannot be.
+        EncoderError: a method is missing, or no budgets are given and none can be inferred.
+        EncoderError: budgets, items or frames that cannot be.
         ConfigError: ``token_budgets`` for paths that the model has not, or an argument of another
             kind than above.
     """
@@ -107,14 +107,9 @@ class EncoderCudaGraphManager:
         check_weights: bool = True,
     ) -> None:
         where = "EncoderCudaGraphManager"
-        expected = "a torch.dtype such as torch.float16"
-        require(isinstance(dtype, torch.dtype), "dtype", where, dtype, expected)
-        require_kind("pool", where, pool, GraphPool, maybe=True)
-        require_kind("costs", where, costs, Costs, maybe=True)
         shares = all(hasattr(sharder, each) for each in ("rank", "assign", "agree", "gather"))
         expected = "a Sharder, what has its methods, or None"
         require(sharder is None or shares, "sharder", where, sharder, expected)
-        require_callable("graph_capture", where, graph_capture)
         device = device_named(device, where)
         self._model = CheckedModel(model)
         self.config = _copied(self._model.get_encoder_cudagraph_config())
@@ -272,9 +267,9 @@ class EncoderCudaGraphManager:
             budget that is captured, or run eager.
 
         Raises:
-            EncoderBudgetError: ``max_graph_bytes`` is no whole number of at least 0.
-            EncoderModelError: what the model made or returned is not of the protocol.
-            EncoderBufferError: buffers of other keys, or offsets that do not end at the last row.
+            EncoderError: ``max_graph_bytes`` is no whole number of at least 0.
+            EncoderError: what the model made or returned is not of the protocol.
+            EncoderError: buffers of other keys, or offsets that do not end at the last row.
             CaptureError: called inside of a capture.
             DispatchError: ``strict``, and a graph could not be captured.
             BaseException: what the model raised in a warm-up.
@@ -322,9 +317,9 @@ class EncoderCudaGraphManager:
             nothing synchronises but the model.
 
         Raises:
-            EncoderModelError: the model returned what the protocol does not allow.
-            EncoderItemError: item specs that do not fit the configuration.
-            EncoderBufferError: replay buffers that do not fit those of a graph.
+            EncoderError: the model returned what the protocol does not allow.
+            EncoderError: item specs that do not fit the configuration.
+            EncoderError: replay buffers that do not fit those of a graph.
             AddressChangedError: a weight was replaced since the capture: clear() and capture().
             DispatchError: ``strict``, and an item would run eager; nothing ran then, on any rank.
             EncoderShardError: with a sharder: the share of another rank failed.
@@ -377,5 +372,7 @@ class EncoderCudaGraphManager:
 def _copied(config: object) -> EncoderCudaGraphConfig:
     if not isinstance(config, EncoderCudaGraphConfig):
         method, found = "get_encoder_cudagraph_config", type(config).__name__
-        raise EncoderModelError.returned(method, found, "an EncoderCudaGraphConfig")
+        raise EncoderError.returned(
+            method=method, found=found, expected="an EncoderCudaGraphConfig"
+        )
     return replace(config)

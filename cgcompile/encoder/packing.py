@@ -20,7 +20,7 @@ from operator import index as index_of
 from typing import NamedTuple
 
 from cgcompile.encoder.grouping import Problem, solve
-from cgcompile.errors import EncoderPackError
+from cgcompile.errors import EncoderError
 from cgcompile.settings import require_arguments, require_fields, require_kind
 
 # A group more costs this, far below one token, so that of equals the one of fewer groups is taken.
@@ -75,7 +75,7 @@ class Costs:
         eagers: path -> (fixed, per token) that was measured; the formula holds for the others.
 
     Raises:
-        EncoderPackError: a cost is negative, infinite or no number.
+        EncoderError: a cost is negative, infinite or no number.
     """
 
     fixed: float = 300.0
@@ -145,13 +145,13 @@ def pack(needs: Sequence[Need], capacity: Capacity, costs: Costs) -> list[Group]
         costs: estimates; the same object for every call.
 
     Raises:
-        EncoderPackError: an item has tokens or frames that are no whole numbers of at least 0, or
+        EncoderError: an item has tokens or frames that are no whole numbers of at least 0, or
             another number of paths than ``capacity``; or ``capacity`` cannot be.
     """
     try:
         table = _table(capacity, costs)
         _check_needs(needs, len(capacity.budgets))
-    except EncoderPackError:
+    except EncoderError:
         raise
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         values = {"needs": needs, "capacity": capacity, "costs": costs}
@@ -173,19 +173,19 @@ def pack(needs: Sequence[Need], capacity: Capacity, costs: Costs) -> list[Group]
 
 def _check_cost(name: str, cost: float) -> None:
     if not (isinstance(cost, (int, float)) and 0 <= cost < math.inf):
-        raise EncoderPackError.cost(name, cost)
+        raise EncoderError.cost(name=name, found=cost)
 
 
 def _check_needs(needs: Sequence[Need], paths: int) -> None:
     for index, (tokens, frames) in enumerate(needs):
         if len(tokens) != paths:
-            raise EncoderPackError.paths(index, len(tokens), paths)
+            raise EncoderError.item_paths(item=index, found=len(tokens), paths=paths)
         try:
             fine = frames >= 0 and min(tokens) >= 0 and index_of(sum(tokens, frames)) >= 0
         except TypeError:  # of the sum: no whole number is in it
             fine = False
         if not fine:
-            raise EncoderPackError.need(index, tokens, frames)
+            raise EncoderError.item_need(item=index, tokens=tokens, frames=frames)
 
 
 class _Table:
@@ -194,10 +194,10 @@ class _Table:
     def __init__(self, capacity: Capacity, costs: Costs) -> None:
         self.budgets, self.items, frames = capacity
         if not self.budgets or self.items < 1 or (frames is not None and frames < 0):
-            raise EncoderPackError.capacity(*capacity)
+            raise EncoderError.capacity(capacity=capacity)
         for ladder in self.budgets:
             if any(b <= a for a, b in zip((0, *ladder), ladder, strict=False)):
-                raise EncoderPackError.capacity(*capacity)
+                raise EncoderError.capacity(capacity=capacity)
         self.costs = costs
         self.frames = math.inf if frames is None else frames or self.items
         self.tops = tuple(ladder[-1] if ladder else math.inf for ladder in self.budgets)

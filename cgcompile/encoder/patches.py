@@ -21,7 +21,7 @@ from cgcompile.encoder.defs import (
     EncoderItemSpec,
 )
 from cgcompile.encoder.protocol import SupportsEncoderCudaGraph, named_buffers
-from cgcompile.errors import ConfigError, EncoderItemError
+from cgcompile.errors import ConfigError, EncoderError
 from cgcompile.settings import (
     LARGEST_TABLE,
     checked,
@@ -63,7 +63,9 @@ class PatchTable:
         for name, known in (("rows", (PATCHES, TOKENS)), ("tail", (ZEROS, POSITIONS))):
             if getattr(self, name) not in known:
                 expected = " or ".join(map(repr, known))
-                raise ConfigError.bad_value(name, "PatchTable", getattr(self, name), expected)
+                raise ConfigError.bad_value(
+                    name=name, where="PatchTable", value=getattr(self, name), expected=expected
+                )
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def _positions(dst: torch.Tensor, src: torch.Tensor) -> None:
 def _input(mm_kwargs: Mapping[str, Any], name: str) -> Any:
     found = mm_kwargs.get(name)
     if found is None:
-        raise EncoderItemError.no_input(name, list(mm_kwargs))
+        raise EncoderError.no_input(name=name, known=list(mm_kwargs))
     return found
 
 
@@ -196,20 +198,20 @@ class PatchEncoder(SupportsEncoderCudaGraph):
 
     def _names(self, mm_kwargs: Mapping[str, Any]) -> tuple[str, str]:
         if not isinstance(mm_kwargs, Mapping):
-            raise EncoderItemError.not_a_call(type(mm_kwargs).__name__)
+            raise EncoderError.not_a_call(found=type(mm_kwargs).__name__)
         return self._inputs[self.get_input_modality(mm_kwargs)]
 
     def grids(self, mm_kwargs: Mapping[str, Any]) -> list[Grid]:
         """(t, h, w) of each item; synchronises if they lie on a device.
 
         Raises:
-            EncoderItemError: none are given, or one is no grid of whole blocks to merge.
+            EncoderError: none are given, or one is no grid of whole blocks to merge.
         """
         name = self._names(mm_kwargs)[1]
         found = _input(mm_kwargs, name)
         rows = found.tolist() if isinstance(found, torch.Tensor) else found
         if not isinstance(rows, Iterable):
-            raise EncoderItemError.grid(name, 0, rows, self._merge)
+            raise EncoderError.grid(name=name, item=0, found=rows, merge=self._merge)
         return [self._grid(name, item, each) for item, each in enumerate(rows)]
 
     def _grid(self, name: str, item: int, found: Any) -> Grid:
@@ -220,22 +222,22 @@ class PatchEncoder(SupportsEncoderCudaGraph):
             t, h, w = good
             if self._odd_grids or h % self._merge == 0 == w % self._merge:
                 return (t, h, w)
-        raise EncoderItemError.grid(name, item, found, self._merge)
+        raise EncoderError.grid(name=name, item=item, found=found, merge=self._merge)
 
     def _patches(self, mm_kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, list[Grid]]:
         """All patches of a call, and the grids that they belong to.
 
         Raises:
-            EncoderItemError: inputs are missing or no patches and grids, or the grids have another
+            EncoderError: inputs are missing or no patches and grids, or the grids have another
                 number of patches. Buffers would hide that: they are filled up with zeros.
         """
         pixels, grid = self._names(mm_kwargs)
         rows, grids = _input(mm_kwargs, pixels), self.grids(mm_kwargs)
         if not isinstance(rows, torch.Tensor) or rows.dim() == 0:
-            raise EncoderItemError.rows(pixels, rows)
+            raise EncoderError.rows(name=pixels, found=rows)
         expected = sum(t * h * w for t, h, w in grids)
         if len(rows) != expected:
-            raise EncoderItemError.patches(pixels, len(rows), grid, expected)
+            raise EncoderError.patches(name=pixels, found=len(rows), grid=grid, expected=expected)
         return rows, grids
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:

@@ -27,8 +27,7 @@ from cgcompile.encoder.defs import (
     EncoderItemSpec,
 )
 from cgcompile.encoder.results import joined_rows, split_rows
-from cgcompile.errors import EncoderModelError
-from cgcompile.errors.encoder import older_methods
+from cgcompile.errors import EncoderError
 
 MANDATORY = (
     "get_encoder_cudagraph_config",
@@ -44,7 +43,12 @@ OPTIONAL = (
     "encoder_eager_forward",
     "postprocess_encoder_output",
 )
-
+# Of an older protocol: get_encoder_cudagraph_item_specs replaces them.
+_OLDER = (
+    "get_encoder_cudagraph_num_items",
+    "get_encoder_cudagraph_per_item_output_tokens",
+    "get_encoder_cudagraph_per_item_input_sizes",
+)
 
 # What is given path= where there are several paths; True: axes= as well.
 _BY_PATH = {
@@ -67,20 +71,26 @@ class SupportsEncoderCudaGraph(Protocol):
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         """What the encoder takes, in which buffers. Called once by a manager."""
-        raise EncoderModelError.missing(type(self).__name__, "get_encoder_cudagraph_config")
+        raise EncoderError.no_method(
+            model=type(self).__name__, method="get_encoder_cudagraph_config"
+        )
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
         """One description for each item of a call, in order. Called once per call.
 
         It may read sizes from the device, which synchronises; grids on the CPU do not.
         """
-        raise EncoderModelError.missing(type(self).__name__, "get_encoder_cudagraph_item_specs")
+        raise EncoderError.no_method(
+            model=type(self).__name__, method="get_encoder_cudagraph_item_specs"
+        )
 
     def select_encoder_cudagraph_items(
         self, mm_kwargs: dict[str, Any], indices: list[int]
     ) -> dict[str, Any]:
         """The call with these items alone, in this order; ``[]`` must be accepted."""
-        raise EncoderModelError.missing(type(self).__name__, "select_encoder_cudagraph_items")
+        raise EncoderError.no_method(
+            model=type(self).__name__, method="select_encoder_cudagraph_items"
+        )
 
     def prepare_encoder_cudagraph_capture_inputs(
         self,
@@ -108,8 +118,8 @@ class SupportsEncoderCudaGraph(Protocol):
         Returns:
             Tensors that the manager owns from now on, one for each of ``buffer_keys``.
         """
-        raise EncoderModelError.missing(
-            type(self).__name__, "prepare_encoder_cudagraph_capture_inputs"
+        raise EncoderError.no_method(
+            model=type(self).__name__, method="prepare_encoder_cudagraph_capture_inputs"
         )
 
     def prepare_encoder_cudagraph_replay_buffers(
@@ -122,8 +132,8 @@ class SupportsEncoderCudaGraph(Protocol):
         axes: Mapping[str, int] | None = None,
     ) -> EncoderCudaGraphReplayBuffers:
         """What these items put into the buffers: real rows alone, on the device or on the CPU."""
-        raise EncoderModelError.missing(
-            type(self).__name__, "prepare_encoder_cudagraph_replay_buffers"
+        raise EncoderError.no_method(
+            model=type(self).__name__, method="prepare_encoder_cudagraph_replay_buffers"
         )
 
     def encoder_cudagraph_forward(
@@ -138,7 +148,7 @@ class SupportsEncoderCudaGraph(Protocol):
         ``inputs`` is a dictionary of its own, to take from as one likes. Host values that it reads,
         such as a longest sequence, are frozen: take the largest that the budget allows.
         """
-        raise EncoderModelError.missing(type(self).__name__, "encoder_cudagraph_forward")
+        raise EncoderError.no_method(model=type(self).__name__, method="encoder_cudagraph_forward")
 
     # ------------------------------------------------------- with defaults
 
@@ -148,7 +158,7 @@ class SupportsEncoderCudaGraph(Protocol):
         Left out: the forward that graphs record, on replay buffers as they are, without padding.
 
         Raises:
-            EncoderModelError: a replay buffer is None.
+            EncoderError: a replay buffer is None.
         """
         config = self.get_encoder_cudagraph_config()
         specs = self.get_encoder_cudagraph_item_specs(mm_kwargs)
@@ -164,7 +174,7 @@ class SupportsEncoderCudaGraph(Protocol):
         for key in config.buffer_keys:
             value = made.values[key]
             if value is None:
-                raise EncoderModelError.nothing_to_run_on(key)
+                raise EncoderError.nothing_to_run_on(key=key)
             inputs[key] = value
         return self.encoder_cudagraph_forward(inputs, **named)
 
@@ -174,7 +184,7 @@ class SupportsEncoderCudaGraph(Protocol):
         ``settings`` is whatever the manager was given under that name. Called unless token budgets
         and ``max_batch_size`` are both given; needed only where token budgets are not.
         """
-        raise EncoderModelError.no_range(type(self).__name__)
+        raise EncoderError.no_range(model=type(self).__name__)
 
     def get_input_modality(self, mm_kwargs: Mapping[str, Any]) -> str:
         """Which modality a call has. Left out: the one that its keys name.
@@ -182,7 +192,7 @@ class SupportsEncoderCudaGraph(Protocol):
         A model of one modality has always that one. ``pixel_values`` alone are images.
 
         Raises:
-            EncoderModelError: keys of none of the modalities, or of several.
+            EncoderError: keys of none of the modalities, or of several.
         """
         known = list(self.get_encoder_cudagraph_config().modalities)
         if len(known) == 1:
@@ -190,7 +200,7 @@ class SupportsEncoderCudaGraph(Protocol):
         given = {key for key, value in mm_kwargs.items() if value is not None}
         found = [each for each in known if any(_names(key, each) for key in given)]
         if len(found) != 1:
-            raise EncoderModelError.modality(sorted(given), found, known)
+            raise EncoderError.modality(keys=sorted(given), found=found, known=known)
         return found[0]
 
     def postprocess_encoder_output(
@@ -235,7 +245,7 @@ def named_buffers(keys: Collection[str]) -> Iterator[None]:
     """Name the buffers where a forward reads a key that is not among them.
 
     Raises:
-        EncoderModelError: a ``KeyError`` of a name that no buffer has.
+        EncoderError: a ``KeyError`` of a name that no buffer has.
     """
     try:
         yield
@@ -243,7 +253,7 @@ def named_buffers(keys: Collection[str]) -> Iterator[None]:
         key = error.args[0] if error.args else None
         if not isinstance(key, str) or key in keys:
             raise
-        raise EncoderModelError.no_buffer(key, list(keys)) from error
+        raise EncoderError.no_buffer(key=key, known=list(keys)) from error
 
 
 def _names(key: str, modality: str) -> bool:
@@ -286,25 +296,25 @@ class CheckedModel:
         model: as given.
 
     Raises:
-        EncoderModelError: a mandatory method is missing, or the model is of the older protocol.
+        EncoderError: a mandatory method is missing, or the model is of the older protocol.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         name = type(model).__name__
         if not _is_own(model, "get_encoder_cudagraph_item_specs"):
-            older = [each for each in older_methods() if callable(getattr(model, each, None))]
+            older = [each for each in _OLDER if callable(getattr(model, each, None))]
             if older:
-                raise EncoderModelError.older(name, older)
+                raise EncoderError.older_protocol(model=name, found=older)
         for method in MANDATORY:
             if not _is_own(model, method):
-                raise EncoderModelError.missing(name, method)
+                raise EncoderError.no_method(model=name, method=method)
 
     def check_paths(self, config: EncoderCudaGraphConfig) -> None:
         """Raise unless the methods take ``path=`` and ``axes=`` where the manager gives them.
 
         Raises:
-            EncoderModelError: one takes no such keyword.
+            EncoderError: one takes no such keyword.
         """
         for name, graphs in _BY_PATH.items():
             wanted = {"path": f"paths {', '.join(config.graph_sets)}"}
@@ -315,7 +325,7 @@ class CheckedModel:
             for keyword, why in wanted.items():
                 if self.has_own(name) and not _takes(getattr(self.model, name), keyword):
                     method = f"{type(self.model).__name__}.{name}"
-                    raise EncoderModelError.no_keyword(method, keyword, why)
+                    raise EncoderError.no_keyword(method=method, keyword=keyword, why=why)
 
     def has_own(self, name: str) -> bool:
         """Whether the model brings a method itself, so that the default is not used."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cgcompile import compat
-from cgcompile.errors import EncoderModelError
+from cgcompile.errors import EncoderError
 
 
 def checked_rows(
@@ -19,7 +19,7 @@ def checked_rows(
     """The tensors of a result, each with enough rows; see :func:`check_columns`.
 
     Raises:
-        EncoderModelError: no tensor, or too few rows; or, ``exactly``, another number of them; or
+        EncoderError: no tensor, or too few rows; or, ``exactly``, another number of them; or
             other columns.
     """
     leaves = compat.tree_leaves(tree)
@@ -30,7 +30,7 @@ def checked_rows(
         found = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         count = "" if exactly else "at least "
         expected = f"tensors of {count}{least} rows each, the output tokens"
-        raise EncoderModelError.returned(method, str(found), expected)
+        raise EncoderError.returned(method=method, found=str(found), expected=expected)
     if columns is not None:
         check_columns(leaves, columns, method)
     return leaves
@@ -40,11 +40,11 @@ def check_columns(leaves: Sequence[Any], columns: int, method: str) -> None:
     """Raise unless one tensor of a result has so many columns.
 
     Raises:
-        EncoderModelError: none has.
+        EncoderError: none has.
     """
     sizes = [leaf.shape[-1] if leaf.dim() > 1 else 1 for leaf in leaves]
     if columns not in sizes:
-        raise EncoderModelError.columns(method, sizes, columns)
+        raise EncoderError.columns(method=method, found=dict.fromkeys(sizes), expected=columns)
 
 
 def own_rows(tree: Any, rows: int) -> Any:

@@ -96,7 +96,7 @@ class Sharder:
         if self._shape is not None:
             kinds.append(_kind(self._shape))
         if any(each != kinds[0] for each in kinds):
-            raise EncoderShardError.structure(self.rank)
+            raise EncoderShardError.structure(rank=self.rank)
 
     def agree(self, failed: BaseException | None) -> None:
         """Tell the other ranks whether this one's share went well. Collective, on the hosts.
@@ -115,7 +115,8 @@ class Sharder:
         told: list[str | None] = [None] * self.size
         dist.all_gather_object(told, said, group=self._hosts)
         if failed is None:
-            raise EncoderShardError.failed(self.rank, dict(enumerate(told)))
+            shares = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+            raise EncoderShardError.failed(rank=self.rank, shares="\n  ".join(shares))
 
     def gather(
         self,
@@ -171,7 +172,7 @@ class Sharder:
             shape = next(each for each in told if each is not None)
             for rank, each in enumerate(told):
                 if each is not None and _kind(each) != _kind(shape):
-                    raise EncoderShardError.structure(rank)
+                    raise EncoderShardError.structure(rank=rank)
             self._shape = compat.tree_map(lambda leaf: leaf.to(device), shape)
         return self._shape
 

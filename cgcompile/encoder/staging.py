@@ -16,7 +16,7 @@ from cgcompile.encoder.defs import (
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
 )
-from cgcompile.errors import EncoderBufferError, EncoderModelError
+from cgcompile.errors import EncoderError
 
 _CAPTURE = "prepare_encoder_cudagraph_capture_inputs()"
 _REPLAY = "prepare_encoder_cudagraph_replay_buffers()"
@@ -34,20 +34,24 @@ class GraphInputs:
         values: the very tensors that the model made, by key.
 
     Raises:
-        EncoderModelError: no tensors by key.
-        EncoderBufferError: a key is missing or unknown.
+        EncoderError: no tensors by key.
+        EncoderError: a key is missing or unknown.
     """
 
     def __init__(self, config: EncoderCudaGraphConfig, made: EncoderCudaGraphCaptureInputs) -> None:
         values = getattr(made, "values", None)
         if not isinstance(values, dict):
             expected = "EncoderCudaGraphCaptureInputs(values={key: tensor})"
-            raise EncoderModelError.returned(_CAPTURE[:-2], type(made).__name__, expected)
+            raise EncoderError.returned(
+                method=_CAPTURE[:-2], found=type(made).__name__, expected=expected
+            )
         check_keys(values, config, _CAPTURE)
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
                 found = f"{type(value).__name__} for {key!r}"
-                raise EncoderModelError.returned(_CAPTURE[:-2], found, "a tensor for each key")
+                raise EncoderError.returned(
+                    method=_CAPTURE[:-2], found=found, expected="a tensor for each key"
+                )
         self._config = config
         self.values: dict[str, torch.Tensor] = dict(values)
         # A copy, as the buffer itself is overwritten; read on the device, so nothing synchronises.
@@ -68,13 +72,13 @@ class GraphInputs:
         """Raise unless offsets end where their buffer does. Synchronises, so for captures alone.
 
         Raises:
-            EncoderBufferError: the last offset is 0 or not the largest, or there is none: padded
+            EncoderError: the last offset is 0 or not the largest, or there is none: padded
                 rows would be written by no kernel, and NaN of stale memory spread.
         """
         for key in self._config.offset_keys:
             found = self.values[key].reshape(-1).tolist()
             if not found or found[-1] < 1 or found[-1] < max(found):
-                raise EncoderBufferError.no_end(key, found[-1] if found else None)
+                raise EncoderError.no_offset_end(key=key, last=found[-1] if found else None)
 
     def write(self, given: EncoderCudaGraphReplayBuffers, poison: bool = False) -> list[str]:
         """Fill the buffers for a replay. Nothing synchronises, but copies from pageable memory.
@@ -88,7 +92,7 @@ class GraphInputs:
             The keys that stay as they were, since their value is None.
 
         Raises:
-            EncoderBufferError: a key is missing or unknown, or a value does not fit; nothing is
+            EncoderError: a key is missing or unknown, or a value does not fit; nothing is
                 written then. Or a padding logic failed.
         """
         values = given.values
@@ -109,7 +113,9 @@ class GraphInputs:
 
     def _check(self, key: str, value: torch.Tensor | None) -> None:
         if not isinstance(value, torch.Tensor):
-            raise EncoderBufferError.value(key, type(value).__name__, "a tensor, or None")
+            raise EncoderError.buffer_value(
+                key=key, found=type(value).__name__, expected="a tensor, or None"
+            )
         if key in self._config.padding_logics:
             return
         dst = self.values[key]
@@ -117,10 +123,11 @@ class GraphInputs:
         alike = alike and torch.can_cast(value.dtype, dst.dtype)
         if not alike or (dst.dim() and len(value) > len(dst)):
             rows = f"at most the rows of {_layout(dst)}" if dst.dim() else _layout(dst)
-            wrong = EncoderBufferError.value if alike else EncoderBufferError.layout
-            raise wrong(key, _layout(value), rows)
+            if alike:
+                raise EncoderError.buffer_value(key=key, found=_layout(value), expected=rows)
+            raise EncoderError.buffer_layout(key=key, found=_layout(value), expected=rows)
         if key in self._ends and len(value) == len(dst):
-            raise EncoderBufferError.no_room(key, len(value))
+            raise EncoderError.no_offset_room(key=key, entries=len(value))
 
     def _put(self, key: str, dst: torch.Tensor, value: torch.Tensor | None) -> None:
         logic = self._config.padding_logics.get(key)
@@ -161,25 +168,27 @@ class GraphInputs:
         except Exception as error:
             dst.set_(*place)
             found = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise EncoderBufferError.padding(key, _layout(value), room, found) from error
+            raise EncoderError.padding_failed(
+                key=key, found=_layout(value), room=room, error=found
+            ) from error
         if dst.data_ptr() != before or _layout(dst) != room:
             found = _layout(dst)
             dst.set_(*place)  # so that the next good call works
-            raise EncoderBufferError.moved(key, found, room)
+            raise EncoderError.buffer_moved(key=key, found=found, room=room)
 
 
 def check_keys(values: Mapping[str, object], config: EncoderCudaGraphConfig, where: str) -> None:
     """Raise unless exactly the configured keys are there.
 
     Raises:
-        EncoderBufferError: one is missing, or unknown.
+        EncoderError: one is missing, or unknown.
     """
     for key in values:
         if key not in config.buffer_keys:
-            raise EncoderBufferError.unknown(where, key, config.buffer_keys)
+            raise EncoderError.unknown_buffer(where=where, key=key, known=config.buffer_keys)
     for key in config.buffer_keys:
         if key not in values:
-            raise EncoderBufferError.missing(where, key, sorted(values))
+            raise EncoderError.no_value(where=where, key=key, known=sorted(values))
 
 
 def _layout(value: torch.Tensor) -> str:

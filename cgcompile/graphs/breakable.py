@@ -33,7 +33,7 @@ from cgcompile.graphs.segments import SegmentRecorder
 from cgcompile.graphs.sequence import GraphSequence, Segment
 from cgcompile.graphs.storages import SameStorages
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.settings import checked_but, require_callable, require_kind
+from cgcompile.settings import checked_but, require_callable
 
 F_ = TypeVar("F_", bound=Callable[..., Any])
 
@@ -78,11 +78,11 @@ def _refuse_other_thread(name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     leaves = compat.tree_leaves((args, kwargs))
     # The backward pass of CUDA runs in a thread of autograd, on the stream of the forward pass.
     if compat.inside_backward() and recorder.pool.device.is_capturing():
-        error = CaptureError.break_in_backward(name)
+        error = CaptureError.break_in_backward(name=name)
         recorder.fail(name, error)
         raise error
     if any(isinstance(leaf, torch.Tensor) and recorder.pool.owns(leaf) for leaf in leaves):
-        error = CaptureError.other_thread(name, recorder.name)
+        error = CaptureError.other_thread(name=name, what=recorder.name)
         recorder.fail(name, error)
         raise error
 
@@ -123,11 +123,8 @@ class BreakableCUDAGraphCapture:
         debug: bool = False,
         name: str = "step",
     ) -> None:
-        where = "BreakableCUDAGraphCapture"
-        require_kind("pool", where, pool, GraphPool, maybe=True)
-        require_kind("boundaries", where, boundaries, Boundaries, maybe=True)
         if pool is None:
-            pool = GraphPool(chosen_device(device, where))
+            pool = GraphPool(chosen_device(device, "BreakableCUDAGraphCapture"))
         self._pool = pool
         self._boundaries = Boundaries() if boundaries is None else boundaries
         self._debug = debug
@@ -155,7 +152,7 @@ class BreakableCUDAGraphCapture:
         """
         if self._sequence is not None or self._recorder is not None:
             advice = "Make a new BreakableCUDAGraphCapture for each recording."
-            raise CaptureError.twice("BreakableCUDAGraphCapture", advice)
+            raise CaptureError.twice(what="BreakableCUDAGraphCapture", advice=advice)
         recorder = _Raw(self._pool, self._name, self._boundaries, execute=False, debug=self._debug)
         recorder.capture = self
         recorder.start()
@@ -188,7 +185,7 @@ class BreakableCUDAGraphCapture:
         """
         require_callable("function", "add_eager()", function)
         if self._recorder is None or not self._recorder.is_recording:
-            raise CaptureError.no_segment("add_eager()")
+            raise CaptureError.no_segment(what="add_eager()")
         name: str = getattr(function, "__qualname__", type(function).__name__)
         return self._recorder.run_eager(name, function)
 
@@ -222,7 +219,7 @@ class BreakableCUDAGraphCapture:
         if self._sequence is None:
             raise CaptureError.empty()
         if inside_capture():
-            raise CaptureError.nested("replay()")
+            raise CaptureError.nested(what="replay()")
         self._pool.follow_stream()
         self._sequence.replay()
 
@@ -345,5 +342,5 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         sequence.name, sequence.batch = self.name, shown
         captured = self._captured(descriptor, sequence, result, args, kwargs, executed=True)
         if captured is None:
-            raise GradientError.of_a_capture(self.name)
+            raise GradientError.of_a_capture(what=self.name)
         return replace(captured, refused=refused)

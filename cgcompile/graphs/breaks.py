@@ -79,7 +79,7 @@ class BreakMode(compat.DispatchMode):
             return
         top = compat.top_mode()
         if top is not self:
-            raise CaptureError.mode_in_between(type(top).__name__)
+            raise CaptureError.mode_in_between(found=type(top).__name__)
         self._on = False
         super().switch_off()
 

@@ -30,12 +30,18 @@ class Place(NamedTuple):
 
     def changed(self, now: Any, before: Any) -> HostValueChangedError:
         return HostValueChangedError.changed(
-            self.segment, self.batch, f"result {self.item} {self.name!r}", now, before
+            what=self.segment,
+            batch=self.batch,
+            path=f"result {self.item} {self.name!r}",
+            now=now,
+            before=before,
         )
 
     def moved(self, now: int, before: int) -> AddressChangedError:
         path = f"result {self.item} {self.name!r}"
-        return AddressChangedError.moved(self.segment, self.batch, path, now, before)
+        return AddressChangedError.moved(
+            what=self.segment, batch=self.batch, path=path, now=now, before=before
+        )
 
 
 class Bridged(NamedTuple):

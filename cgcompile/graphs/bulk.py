@@ -101,7 +101,9 @@ def capture_all(
             why = "; ".join(after.why_plain(before))
             missing.append((batch, why or "the model was not called"))
             if strict:
-                raise DispatchError.strict(f"batch {batch}", "bulk capture", missing[-1][1])
+                raise DispatchError.strict(
+                    what=f"batch {batch}", reason="bulk capture", detail=missing[-1][1]
+                )
     end = time.perf_counter()
     found = BulkCapture(tuple(captured), tuple(missing), passes, warm - start, end - warm)
     log.info("%s", found)

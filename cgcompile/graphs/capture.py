@@ -97,7 +97,7 @@ class _Turn:
         if self.is_here() or not self._lock.acquire(timeout=wait):
             now = self._now
             running = "something" if now is None else now[1]
-            raise CaptureBusyError.busy(what, running, self.is_here())
+            raise CaptureBusyError.busy(what=what, running=running, same_thread=self.is_here())
         if before is not None:
             try:
                 before()
@@ -364,7 +364,7 @@ def capture(
         BaseException: what ``function`` raised, unchanged.
     """
     if pool.device.is_capturing():
-        raise CaptureError.nested(f"capture of {what}")
+        raise CaptureError.nested(what=f"capture of {what}")
     with capture_turn(what, None, wait=wait):
         if collect and _in_bulk.get() is None:
             gc.collect()
@@ -372,7 +372,7 @@ def capture(
         graph = pool.device.new_graph()
         with without_garbage_collection(), pool.device.on_stream(pool.stream):
             if pool.device.is_capturing():
-                raise CaptureError.nested(f"capture of {what}")
+                raise CaptureError.nested(what=f"capture of {what}")
             memory = pool.memory
             try:
                 with compat.own_cached_casts(compiled):

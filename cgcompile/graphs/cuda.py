@@ -212,7 +212,7 @@ class CudaGraph:
 
     def begin(self, pool: CudaPool) -> None:
         if self._used:
-            raise CaptureError.twice("CudaGraph")
+            raise CaptureError.twice(what="CudaGraph", advice="Call reset() first.")
         self._pool, self._used = pool, True
         pool.grows()
         self._stream = torch.cuda.current_stream(self._device.index)

@@ -141,7 +141,9 @@ def device_named(device: torch.device | str, where: str) -> torch.device:
         return torch.device(device)
     except (OverflowError, RuntimeError, TypeError, ValueError):
         expected = "a torch.device, or the name of one such as 'cuda:0'"
-        raise ConfigError.bad_value("device", where, device, expected) from None
+        raise ConfigError.bad_value(
+            name="device", where=where, value=device, expected=expected
+        ) from None
 
 
 def capture_device(device: torch.device, setting: str) -> CaptureDevice | None:
@@ -178,5 +180,5 @@ def chosen_device(device: CaptureDevice | torch.device | str | None, where: str)
             device = "cpu"
     found = capture_device(device_named(device, where), "host")  # type: ignore[arg-type]
     if found is None:
-        raise CaptureError.no_device(str(device))
+        raise CaptureError.no_device(found=str(device))
     return found

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile import compat
-from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError, GuardError
 from cgcompile.forward_context import BatchDescriptor
 from cgcompile.graphs.device import DeviceGraph
@@ -19,7 +18,7 @@ from cgcompile.graphs.modules import modules_of
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import flatten, is_record, rebuilt
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
-from cgcompile.settings import require_callable, require_fields, require_kind
+from cgcompile.settings import require_fields
 
 
 @dataclass(frozen=True)
@@ -45,20 +44,6 @@ class CUDAGraphOptions:
 
     def __post_init__(self) -> None:
         require_fields(self)
-
-
-def check_kinds(
-    where: str, runnable: object, config: object, options: object, pool: object
-) -> None:
-    """Refuse arguments of a wrapper that are of another kind than it takes.
-
-    Raises:
-        ConfigError: names the argument.
-    """
-    require_callable("runnable", where, runnable)
-    require_kind("config", where, config, CompilationConfig, maybe=True)
-    require_kind("cudagraph_options", where, options, CUDAGraphOptions, maybe=True)
-    require_kind("pool", where, pool, GraphPool, maybe=True)
 
 
 class Whole:

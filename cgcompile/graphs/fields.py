@@ -483,9 +483,13 @@ class FieldsGuard:
         if isinstance(before, torch.Tensor) and same_layout(after, before):
             before, after, moved = before.data_ptr(), after.data_ptr(), True
         if moved:
-            raise AddressChangedError.moved_in_wrapper(what, str(batch), path, after, before)
+            raise AddressChangedError.moved_in_wrapper(
+                what=what, batch=str(batch), path=path, now=after, before=before
+            )
         now, was = (value_text(each) for each in (after, before))
-        raise HostValueChangedError.changed(what, str(batch), path, now, was)
+        raise HostValueChangedError.changed(
+            what=what, batch=str(batch), path=path, now=now, before=was
+        )
 
 
 def objects_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -546,7 +550,9 @@ class Rebinding:
         if self._change is None:
             return None
         path, before, after, _ = self._change
-        return CaptureError.rebinds(what, path, value_text(before), value_text(after))
+        return CaptureError.rebinds(
+            what=what, field=path, before=value_text(before), after=value_text(after)
+        )
 
     def begin_segment(self) -> None:
         """Captured code will run: what eager breaks have changed is no matter."""

@@ -144,12 +144,16 @@ class WeightsGuard:
             for place, value in self._scalars:
                 if not same_value(now[place].item(), value):
                     path, new = self._places[place][2], now[place].item()
-                    raise HostValueChangedError.cpu_scalar(what, str(batch), path, new, value)
+                    raise HostValueChangedError.cpu_scalar(
+                        what=what, batch=str(batch), path=path, now=new, before=value
+                    )
             return
         for place, (before, each) in enumerate(zip(self._objects, now, strict=True)):
             start = self._starts.get(place)
             if each is not before or (start is not None and each.data_ptr() != start):
-                raise AddressChangedError.weight(what, str(batch), self._places[place][2])
+                raise AddressChangedError.weight(
+                    what=what, batch=str(batch), path=self._places[place][2]
+                )
 
 
 class ArgumentGuard:
@@ -213,15 +217,15 @@ class ArgumentGuard:
                     path = self._paths[position]
                     found = layout_text(leaf)
                     raise HostValueChangedError.changed(
-                        what, str(batch), path, found, layout_text(known)
+                        what=what, batch=str(batch), path=path, now=found, before=layout_text(known)
                     )
             elif not isinstance(leaf, torch.Tensor):
                 raise HostValueChangedError.changed(
-                    what,
-                    str(batch),
-                    self._paths[position],
-                    layout_text(leaf),
-                    str(known[1]),
+                    what=what,
+                    batch=str(batch),
+                    path=self._paths[position],
+                    now=layout_text(leaf),
+                    before=str(known[1]),
                 )
             else:
                 self._check_tensor(leaf, known, self._paths[position], what, batch)
@@ -234,7 +238,9 @@ class ArgumentGuard:
         """
         now = _autocast(self._tensor_type)
         if now != self._autocast:
-            raise HostValueChangedError.changed(what, str(batch), "autocast", now, self._autocast)
+            raise HostValueChangedError.changed(
+                what=what, batch=str(batch), path="autocast", now=now, before=self._autocast
+            )
 
     def _is_scalar(self, leaf: Any) -> bool:
         return is_cpu_scalar(leaf, self._tensor_type)
@@ -245,11 +251,13 @@ class ArgumentGuard:
         address, layout = known
         if _Layout.of(leaf) != layout:
             raise HostValueChangedError.changed(
-                what, str(batch), path, layout_text(leaf), str(known[1])
+                what=what, batch=str(batch), path=path, now=layout_text(leaf), before=str(known[1])
             )
         if leaf.data_ptr() != address:
             where = leaf.data_ptr()
-            raise AddressChangedError.moved_in_wrapper(what, str(batch), path, where, address)
+            raise AddressChangedError.moved_in_wrapper(
+                what=what, batch=str(batch), path=path, now=where, before=address
+            )
 
     def _structure(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], what: str, batch: object
@@ -257,7 +265,9 @@ class ArgumentGuard:
         now, before = _passed(len(args), kwargs), _passed(self._count, self._names)
         if now == before:
             now, before = "arguments of another nesting", "the one before"
-        raise HostValueChangedError.other_arguments(what, str(batch), now, before)
+        raise HostValueChangedError.other_arguments(
+            what=what, batch=str(batch), now=now, before=before
+        )
 
 
 def _passed(count: int, names: Iterable[str]) -> str:

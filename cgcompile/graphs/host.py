@@ -71,9 +71,9 @@ class HostGraph:
 
     def begin(self, pool: HostPool) -> None:
         if getattr(_active, "graph", None) is not None:
-            raise CaptureError.nested("HostGraph.begin()")
+            raise CaptureError.nested(what="HostGraph.begin()")
         if self._recorded:
-            raise CaptureError.twice("HostGraph")
+            raise CaptureError.twice(what="HostGraph", advice="Call reset() first.")
         self._recorder = _Recorder(pool, self._steps, self._constants, self._lines)
         self._recorder.start()
         self._pool = pool
@@ -112,7 +112,7 @@ class HostGraph:
         if not self._recorded:
             raise CaptureError.empty()
         if getattr(_active, "graph", None) is not None:
-            raise CaptureError.nested("replay()")
+            raise CaptureError.nested(what="replay()")
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
@@ -164,7 +164,7 @@ class _Recorder(compat.DispatchMode):
         self._constants = constants
         self._made: set[int] = set()  # addresses of storages that this capture allocated
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._host_reads = _HostReads(lambda name: self._refuse(CaptureError.refused(name)))
+        self._host_reads = _HostReads(lambda name: self._refuse(CaptureError.refused(op=name)))
         self._ended = False
         self.refused: CaptureError | None = None  # a capture that met one of these is lost
 
@@ -179,7 +179,9 @@ class _Recorder(compat.DispatchMode):
         self.switch_off()
         self._ended = True
         if self.refused is None and torch.initial_seed() != self._seed:
-            self.refused = CaptureError.seeded(self._seed, torch.initial_seed())
+            self.refused = CaptureError.seeded(
+                op="torch.manual_seed", before=self._seed, after=torch.initial_seed()
+            )
         torch.set_rng_state(self._random)
         with torch.inference_mode(False), torch.no_grad(), compat.without_modes():
             for memory, bytes_before in self._before.values():
@@ -190,7 +192,7 @@ class _Recorder(compat.DispatchMode):
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._ended:  # the autograd engine restores the modes that were on when it started
             if compat.inside_backward() or HostDevice.capturing():
-                raise CaptureError.ended_recording(str(func))
+                raise CaptureError.ended_recording(op=str(func))
             return func(*args, **kwargs)
         region = compat.compiled_region(func, args)
         if region is not None:
@@ -201,12 +203,12 @@ class _Recorder(compat.DispatchMode):
                 return kernel(*args, **kwargs)
         refused = refusal(func, args, kwargs)
         if refused is not None:
-            self._refuse(CaptureError.refused(refused.what))
+            self._refuse(CaptureError.refused(op=refused.what))
         if copies_python_data(func, args):
-            self._refuse(CaptureError.pageable(str(func), _shown(args[0])))
+            self._refuse(CaptureError.pageable(op=str(func), shape=_shown(args[0])))
         replaced = replaced_memory(func, args)
         if replaced is not None and replaced.untyped_storage().data_ptr() not in self._made:
-            self._refuse(CaptureError.replaces_argument(str(func), _shown(replaced)))
+            self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(replaced)))
         return self._op(func, args, kwargs)
 
     # -------------------------------------------------------------- one call
@@ -237,7 +239,7 @@ class _Recorder(compat.DispatchMode):
         made = call(*args, **kwargs)
         self._host_reads.switch_off()
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
-            self._refuse(CaptureError.replaces_argument(str(func), _shown(written[0])))
+            self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(written[0])))
         if packet is aten.lift_fresh:
             return self._constant(str(func), made)
         if packet in _ALLOCATIONS:

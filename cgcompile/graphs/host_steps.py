@@ -55,7 +55,7 @@ class HostStep:
         """Call it, and put what it made where the recording has it; returns what it made."""
         for life, shape in self.outside:
             if life.ended:
-                raise CaptureError.freed_input(self.name, shape)
+                raise CaptureError.freed_input(what=self.name, shape=shape)
         made = self.call(*self.args, **self.kwargs)
         if self.results:
             leaves = compat.tree_leaves(made)

@@ -62,7 +62,7 @@ class Lent:
         """Others in place of those that were changed; torch may also say so of another mode."""
         for kept, start in zip(self._kept, self.starts, strict=True):
             if kept.data_ptr() != start:
-                raise AddressChangedError.grown(kept.data_ptr(), start)
+                raise AddressChangedError.grown(now=kept.data_ptr(), before=start)
         pairs = list(zip(self.tensors, self._kept, strict=True))
         changed = [not _is_as_kept(one, kept) for one, kept in pairs]
         if any(changed):

@@ -17,7 +17,7 @@ import torch
 
 from cgcompile import compat
 from cgcompile.errors import CaptureError
-from cgcompile.settings import checked, require_callable
+from cgcompile.settings import checked
 
 
 class Observed(Protocol):
@@ -139,12 +139,10 @@ def tracing_ranges(
         CaptureError: this torch was built without NVTX.
         ConfigError: something that cannot be called.
     """
-    require_callable("push", "tracing_ranges", push)
-    require_callable("pop", "tracing_ranges", pop)
     try:
         push("cgcompile/ranges")
         pop()
     except RuntimeError as error:
-        raise CaptureError.no_ranges(str(error)) from error
+        raise CaptureError.no_ranges(found=str(error).strip().splitlines()[0]) from error
     with observing(_Ranges(push, pop)):
         yield

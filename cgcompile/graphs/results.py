@@ -89,13 +89,17 @@ def check_leaves(leaves: Sequence[Any], name: str) -> None:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if compat.is_wrapped(leaf):
-                raise CaptureError.under_transform(name, compat.functorch_transform() or "vmap")
+                raise CaptureError.under_transform(
+                    name=name, transform=compat.functorch_transform() or "vmap"
+                )
             if not compat.is_plain_tensor(leaf):
                 raise CaptureError.opaque_result(
-                    name, f"{with_article(type(leaf).__name__)} of no dense memory"
+                    name=name, found=f"{with_article(type(leaf).__name__)} of no dense memory"
                 )
         elif not is_plain_value(leaf):
-            raise CaptureError.opaque_result(name, f"{with_article(type(leaf).__name__)} object")
+            raise CaptureError.opaque_result(
+                name=name, found=f"{with_article(type(leaf).__name__)} object"
+            )
 
 
 def opener(
@@ -112,7 +116,9 @@ def opener(
         leaves, now = flatten(again)
         if now != structure:
             found, was = "built in another way", "not"
-            raise HostValueChangedError.changed(name, batch, "the result", found, was)
+            raise HostValueChangedError.changed(
+                what=name, batch=batch, path="the result", now=found, before=was
+            )
         return leaves
 
     if isinstance(made, torch.Tensor):

@@ -117,7 +117,7 @@ class SegmentRecorder(Breaker):
         """
         device = self.pool.device
         if device.is_capturing():
-            raise CaptureError.nested(f"capture of {self.name}")
+            raise CaptureError.nested(what=f"capture of {self.name}")
         context = current_forward_context()
         self.is_full = in_full_mode()
         self._descriptor = None if context is None else context.batch_descriptor
@@ -138,7 +138,7 @@ class SegmentRecorder(Breaker):
                 stack.enter_context(foreign_breaks(self))
             try:
                 if device.is_capturing():
-                    raise CaptureError.nested(f"capture of {self.name}")
+                    raise CaptureError.nested(what=f"capture of {self.name}")
                 self._begin()
             except BaseException:
                 self._mode.switch_off()
@@ -156,9 +156,9 @@ class SegmentRecorder(Breaker):
         try:
             if self._failed is not None:
                 name, error = self._failed
-                raise CaptureError.swallowed(self.name, name, error) from error
+                raise CaptureError.swallowed(what=self.name, name=name, error=error) from error
             if self._graph is None:
-                raise CaptureError.open_break(self.name)
+                raise CaptureError.open_break(what=self.name)
             if self._storages is not None:
                 self._storages.check()  # layouts too; after each segment, addresses alone
             self._end()
@@ -166,10 +166,12 @@ class SegmentRecorder(Breaker):
                 self._refuse_stale_copies()
             for lives, op, name in self._writes:
                 if not all(life.ended for life in lives):
-                    raise CaptureError.writes_a_copy(op, name)
+                    raise CaptureError.writes_a_copy(op=op, name=name)
             breaks = any(isinstance(each, EagerSegment) for each in self._segments)
             if self._boundaries.declared and not breaks and not self.is_full:
-                raise CaptureError.no_breaks(self.name, ", ".join(self._boundaries.declared))
+                raise CaptureError.no_breaks(
+                    what=self.name, names=", ".join(self._boundaries.declared)
+                )
         except BaseException:
             self.abandon()
             raise
@@ -253,7 +255,7 @@ class SegmentRecorder(Breaker):
         for leaf in compat.tree_tensors((args, kwargs)) if self._left_behind else ():
             life, name = self._left_behind.get(address(leaf), (None, ""))
             if life is not None and not life.ended:
-                raise CaptureError.escaped(str(op), name)
+                raise CaptureError.escaped(op=str(op), name=name)
         for leaf in compat.tree_tensors((args, kwargs)) if self._host_results else ():
             for result in self._host_results.get(address(leaf), ()):
                 result.is_read |= not getattr(op, "is_view", False)
@@ -271,7 +273,9 @@ class SegmentRecorder(Breaker):
             silent = compat.returns_nothing(op)
             return self._between(target_name(op), own or op, (args, dict(kwargs)), silent)
         if not allows_full(entry.support, self._descriptor):
-            raise CaptureError.inside_full(entry.name, entry.support.name, self._batch)
+            raise CaptureError.inside_full(
+                op=entry.name, support=entry.support.name, batch=self._batch
+            )
         return op(*args, **kwargs)
 
     def run_eager(
@@ -293,7 +297,7 @@ class SegmentRecorder(Breaker):
         given = args, dict(kwargs or {})
         transform = transform_around(given)
         if transform is not None:
-            error = CaptureError.under_transform(name, transform)
+            error = CaptureError.under_transform(name=name, transform=transform)
             self.fail(name, error)
             raise error
         return self._between(name, function, given, False)
@@ -303,7 +307,7 @@ class SegmentRecorder(Breaker):
     ) -> Any:
         """As :meth:`run_eager`; what a ``silent`` function returns is nothing by its schema."""
         if compat.inside_backward():
-            error = CaptureError.break_in_backward(name)
+            error = CaptureError.break_in_backward(name=name)
             self.fail(name, error)
             raise error
         with self.pause(name):
@@ -353,7 +357,7 @@ class SegmentRecorder(Breaker):
         made = self._run(name, function, given)
         self._refuse_stale_copies()
         if before.changed:
-            raise CaptureError.mutates_arguments(name)
+            raise CaptureError.mutates_arguments(name=name)
         return self._record(name, function, kept, before.leaves, None if silent else made, silent)
 
     def _run(self, name: str, function: Callable[..., Any], given: Arguments) -> Any:
@@ -444,7 +448,7 @@ class SegmentRecorder(Breaker):
             self._kept.remove(kept)
         for kept in self._kept:
             if kept.is_stale:
-                raise CaptureError.stale_copy(kept.name)
+                raise CaptureError.stale_copy(name=kept.name)
 
     def _bring_back_bridges(self) -> None:
         """Let bridges that the program holds no more serve this break."""

@@ -160,7 +160,7 @@ class HostStaging:
         """
         self._check_rows(rows)
         if any_capture():
-            raise CaptureError.refused("HostStaging.fill()")
+            raise CaptureError.refused(op="HostStaging.fill()")
         count = rows.shape[0]
         extent = max(count, self._real) if self._has_sentinel else count
         self._turns.follow_stream()  # also without rows: the caller reads the buffer next
@@ -175,23 +175,31 @@ class HostStaging:
     def _check_rows(self, rows: torch.Tensor) -> None:
         buffer, where = self.buffer, "HostStaging.fill()"
         if not isinstance(rows, torch.Tensor):
-            raise ConfigError.bad_value("rows", where, rows, "a torch.Tensor on the CPU")
+            raise ConfigError.bad_value(
+                name="rows", where=where, value=rows, expected="a torch.Tensor on the CPU"
+            )
         if rows.device.type != "cpu":
-            raise ConfigError.bad_value("rows.device", where, str(rows.device), "'cpu'")
+            raise ConfigError.bad_value(
+                name="rows.device", where=where, value=str(rows.device), expected="'cpu'"
+            )
         if rows.dtype != buffer.dtype:
-            raise ConfigError.bad_value("rows.dtype", where, rows.dtype, f"{buffer.dtype}")
+            raise ConfigError.bad_value(
+                name="rows.dtype", where=where, value=rows.dtype, expected=f"{buffer.dtype}"
+            )
         fits = rows.dim() == buffer.dim() and rows.shape[1:] == buffer.shape[1:]
         if not fits or rows.shape[0] > buffer.shape[0]:
             wanted = ", ".join(["n", *map(str, buffer.shape[1:])])
             expected = f"[{wanted}] with n at most {buffer.shape[0]}"
-            raise ConfigError.bad_value("rows.shape", where, list(rows.shape), expected)
+            raise ConfigError.bad_value(
+                name="rows.shape", where=where, value=list(rows.shape), expected=expected
+            )
 
     def _upload(self, slot: _Slot, extent: int) -> None:
         self._target[:extent].copy_(slot.memory[:extent], non_blocking=True)
 
 
 def _bad(name: str, value: object, expected: str) -> ConfigError:
-    return ConfigError.bad_value(name, "HostStaging", value, expected)
+    return ConfigError.bad_value(name=name, where="HostStaging", value=value, expected=expected)
 
 
 def _check_buffer(buffer: torch.Tensor) -> None:

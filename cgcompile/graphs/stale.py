@@ -23,9 +23,9 @@ def check_debug(debug: bool) -> None:
     """
     if debug and not compat.can_expire_storages():
         raise ConfigError.impossible(
-            "debug = True",
-            "this torch was built without the function that makes a result raise",
-            "Use a build of torch with CUDA, or poison=True.",
+            what="debug = True",
+            because="this torch was built without the function that makes a result raise",
+            instead="Use a build of torch with CUDA, or poison=True.",
         )
 
 

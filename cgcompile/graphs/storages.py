@@ -56,7 +56,10 @@ class SameStorages:
         """
         changed = self.restore()
         if changed:
-            raise CaptureError.replaces_memory(self._what, self._name_of(changed[0]), len(changed))
+            name = self._name_of(changed[0])
+            if len(changed) > 1:
+                name += f" (and {len(changed) - 1} more)"
+            raise CaptureError.replaces_memory(what=self._what, name=name)
 
     def restore(self) -> list[torch.Tensor]:
         """Give each tensor the memory and layout that it had; returns those that had others."""

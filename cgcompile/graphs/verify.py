@@ -195,7 +195,9 @@ def verify_wrapper(
         if isinstance(segment, EagerSegment):
             replayed.append(copies(named_values((segment.args, dict(segment.kwargs)))))
     if names != [each.name for each in breaks]:
-        raise DispatchError.other_breaks(wrapper.name, names, [each.name for each in breaks])
+        raise DispatchError.other_breaks(
+            what=wrapper.name, now=names, before=[each.name for each in breaks]
+        )
     for place, (name, given) in enumerate(watcher.seen):
         found = first_difference(f"break {place} ({name})", given, replayed[place], rtol, atol)
         if found is not None:
@@ -210,12 +212,12 @@ def _entry(wrapper: CUDAGraphWrapper) -> CUDAGraphEntry:
     """What serves the step of the forward context."""
     context = callers_context()
     if context is None or context.batch_descriptor is None:
-        raise DispatchError.nothing_verified("no forward context with a batch descriptor")
+        raise DispatchError.nothing_verified(why="no forward context with a batch descriptor")
     mode, descriptor = context.cudagraph_runtime_mode, context.batch_descriptor
     found = wrapper.entry_of(mode, descriptor)
     if found is None:
         detail = f"{wrapper.name} has nothing for {mode.name}, {descriptor}"
-        raise DispatchError.nothing_verified(detail)
+        raise DispatchError.nothing_verified(why=detail)
     return found
 
 

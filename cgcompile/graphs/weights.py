@@ -35,10 +35,12 @@ def update_weights(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     own.update(module.named_buffers(remove_duplicate=False))
     for name, value in state.items():
         if name not in own:
-            raise WeightsError.unknown(name, list(own))
+            raise WeightsError.unknown(name=name, known=list(own))
         found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         if found != tuple(own[name].shape):
-            raise WeightsError.shape(name, str(found), str(tuple(own[name].shape)))
+            raise WeightsError.shape(
+                name=name, found=str(found), expected=str(tuple(own[name].shape))
+            )
     for name, value in state.items():
         target = own[name]
         with torch.inference_mode(target.is_inference()), torch.no_grad():

@@ -42,7 +42,6 @@ from cgcompile.graphs.entries import (
     CUDAGraphEntry,
     CUDAGraphOptions,
     KeptOutput,
-    check_kinds,
     devices_of,
     gradients_due,
     holds_parameters_with_grad,
@@ -60,7 +59,7 @@ from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, Counters, Reason, Why
-from cgcompile.settings import checked_but
+from cgcompile.settings import checked_but, require_callable
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +127,8 @@ class CUDAGraphWrapper(Transparent):
     ) -> None:
         if runtime_mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             mode = getattr(runtime_mode, "name", repr(runtime_mode))
-            raise DispatchError.bad_mode(type(self).__name__, mode)
-        check_kinds(type(self).__name__, runnable, config, cudagraph_options, pool)
+            raise DispatchError.bad_mode(where=type(self).__name__, mode=mode)
+        require_callable("runnable", type(self).__name__, runnable)
         self.runnable = runnable
         self.config = CompilationConfig() if config is None else config
         self.runtime_mode = runtime_mode
@@ -191,7 +190,7 @@ class CUDAGraphWrapper(Transparent):
             return self._plain(Reason.INSIDE_CAPTURE, "inside of a capture", args, kwargs)
         descriptor = context.batch_descriptor
         if descriptor is None:
-            raise DispatchError.no_descriptor(self.name, mode.name)
+            raise DispatchError.no_descriptor(what=self.name, mode=mode.name)
         why, result = self._with_graphs(mode, descriptor, args, kwargs)
         if why is not None and why.reason is Reason.CAPTURE_BUSY:
             attempt = partial(self._with_graphs, mode, descriptor, args, kwargs)
@@ -276,7 +275,7 @@ class CUDAGraphWrapper(Transparent):
             self._pool = GraphPool(found)
             self._pool.add_user(self)
         if self.config.on_input_change == "copy":
-            raise DispatchError.cannot_copy(self.name)
+            raise DispatchError.cannot_copy(what=self.name)
         if self._pool.lends(compat.tree_tensors((args, kwargs))):
             return Why(Reason.UNSUPPORTED_INPUT, LENT), None
         if self._guarded:
@@ -476,13 +475,13 @@ class CUDAGraphWrapper(Transparent):
         self, reason: Reason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self.config.strict and reason not in EXPECTED:
-            raise DispatchError.strict(self.name, reason.value, detail)
+            raise DispatchError.strict(what=self.name, reason=reason.value, detail=detail)
         return self._ran_plain(Why(reason, detail), self.runnable(*args, **kwargs))
 
     def _ran_plain(self, why: Why, result: Any) -> Any:
         """Count a step that ran without a graph; with ``strict`` that is an error."""
         if self.config.strict and why.reason not in EXPECTED:
-            raise DispatchError.strict(self.name, why.reason.value, why.detail)
+            raise DispatchError.strict(what=self.name, reason=why.reason.value, detail=why.detail)
         with self._lock:
             self.counters.plain[why.reason] += 1
             self.counters.details[why.reason] = why.detail

@@ -212,7 +212,9 @@ def _answer(given: argparse.Namespace, found: Any, bad: bool, text: str | None =
         try:
             found.to_html(given.html)
         except OSError as error:
-            raise CommandError.no_page(str(given.html), error.strerror or str(error)) from error
+            raise CommandError.no_page(
+                path=str(given.html), why=error.strerror or str(error)
+            ) from error
     if given.json:
         return Answer([found.to_json()], int(bad))
     page = [f"page: {given.html}"] if given.html else []
@@ -230,15 +232,15 @@ def _config(
     pairs = [each.partition("=") for each in given.set]
     for each, (key, equals, _) in zip(given.set, pairs, strict=True):
         if not (key and equals):
-            raise CommandError.bad_setting(each)
+            raise CommandError.bad_setting(given=each)
     config = CompilationConfig.resolve(options={key: value for key, _, value in pairs})
     try:
         Boundaries(config.splitting_ops)
     except BoundaryError as error:
-        raise CommandError.bad_splitting_ops(str(error)) from error
+        raise CommandError.bad_splitting_ops(why=str(error)) from error
     if _is_compiled(target.model):
         if pairs:
-            raise CommandError.settings_are_fixed(target.name)
+            raise CommandError.settings_are_fixed(target=target.name)
         return None
     unsaid = config.origins["capture_device"] == "default" and config.cudagraph_mode
     if recorded and unsaid and _on_cpu(target):

@@ -48,7 +48,9 @@ class Diagnosis(Shown):
             ConfigError: it is no exception.
         """
         if not isinstance(error, BaseException):
-            raise ConfigError.bad_value("error", "Diagnosis.of_error", error, "an exception")
+            raise ConfigError.bad_value(
+                name="error", where="Diagnosis.of_error", value=error, expected="an exception"
+            )
         return cls.of(type(error).__name__, "-", [of_error(error)])
 
     @property

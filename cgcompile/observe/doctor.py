@@ -94,7 +94,10 @@ def doctor(
         check_compilable(model, "doctor")  # any other callable is taken as a function
     if prepare is not None and not callable(prepare):
         raise ConfigError.bad_value(
-            "prepare", "doctor", prepare, "a function that makes the inputs of a call"
+            name="prepare",
+            where="doctor",
+            value=prepare,
+            expected="a function that makes the inputs of a call",
         )
     settings = _settings(model, config)
     first = Call(args, kwargs) if prepare is None else Call.prepared(prepare)

@@ -120,7 +120,9 @@ def _looked_at(
 ) -> tuple[Any, Any, Mapping[str, Any] | None, Rules]:
     """(what to trace, settings, dimensions, rules) of a model, compiled or not."""
     if shapes is not None and shapes not in SHAPES:
-        raise ConfigError.bad_value("dynamic_shapes", "explain", shapes, f"one of {SHAPES}")
+        raise ConfigError.bad_value(
+            name="dynamic_shapes", where="explain", value=shapes, expected=f"one of {SHAPES}"
+        )
     given = Rules() if shapes is None else Rules(shapes=shapes)
     if isinstance(model, CompiledModel):
         own_dims, own_rules = model.asked
@@ -150,7 +152,9 @@ def _found(
         dims, (sizes, dim) = list(split.symbols.dims.values()), asked
         if dim is not None and dim not in dims:
             expected = f"one of {', '.join(dims)}" if dims else "none, as no dimension varies"
-            raise ConfigError.bad_value("capture_dim", "explain", dim, expected)
+            raise ConfigError.bad_value(
+                name="capture_dim", where="explain", value=dim, expected=expected
+            )
         reporter = Reporter.asked(split, config, sizes, dim)
     return Explanation(
         version=VERSION,

@@ -51,7 +51,7 @@ class Target:
             CommandError: there are none.
         """
         if self.args is None:
-            raise CommandError.no_inputs(self.name, command)
+            raise CommandError.no_inputs(target=self.name, command=command)
         return self.args, self.kwargs
 
 
@@ -69,7 +69,7 @@ def load(target: str) -> Iterator[Target]:
     """
     where, _, name = target.rpartition(":")
     if not where or not name:
-        raise CommandError.target_form(target)
+        raise CommandError.target_form(target=target)
     path = Path(where) if where.endswith(".py") else None
     folder = str(Path.cwd() if path is None else path.resolve().parent)
     before, known = list(sys.path), set(sys.modules)
@@ -87,12 +87,12 @@ def _named(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise CommandError.no_module(name, str(error)) from error
+        raise CommandError.no_module(name=name, why=str(error)) from error
 
 
 def _at(path: Path) -> ModuleType:
     if not path.is_file():
-        raise CommandError.no_module(str(path), "there is no such file")
+        raise CommandError.no_module(name=str(path), why="there is no such file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -108,7 +108,7 @@ def _function(module: ModuleType, where: str, name: str) -> Any:
     if not callable(found):
         known = [each for each, value in vars(module).items() if inspect.isfunction(value)]
         own = [each for each in known if vars(module)[each].__module__ == module.__name__]
-        raise CommandError.no_function(where, name, sorted(own))
+        raise CommandError.no_function(module=where, name=name, known=sorted(own))
     return found
 
 
@@ -123,19 +123,21 @@ def _called(target: str, function: Any) -> Any:
     try:
         signature.bind()
     except TypeError as error:
-        raise CommandError.takes_arguments(target, str(signature)) from error
+        raise CommandError.takes_arguments(target=target, signature=str(signature)) from error
     return function()
 
 
 def _checked(target: str, found: Any) -> Target:
     if isinstance(found, dict):
         if "model" not in found or set(found) - {"model", "args", "kwargs"}:
-            raise CommandError.bad_result(target, f"a dict with the keys {sorted(found)}")
+            raise CommandError.bad_result(
+                target=target, found=f"a dict with the keys {sorted(found)}"
+            )
         args = found.get("args", () if "kwargs" in found else None)
         return _made(target, found["model"], args, found.get("kwargs", {}))
     if isinstance(found, tuple):
         if len(found) not in (2, 3):
-            raise CommandError.bad_result(target, f"a tuple of {len(found)}")
+            raise CommandError.bad_result(target=target, found=f"a tuple of {len(found)}")
         return _made(target, found[0], found[1], found[2] if len(found) == 3 else {})
     return _made(target, found, None, {})
 
@@ -144,9 +146,13 @@ def _made(target: str, model: Any, args: Any, kwargs: Any) -> Target:
     if isinstance(args, torch.Tensor):
         args = (args,)
     if args is not None and not isinstance(args, (tuple, list)):
-        raise CommandError.bad_result(target, f"args of type {type(args).__name__}")
+        raise CommandError.bad_result(target=target, found=f"args of type {type(args).__name__}")
     if not isinstance(kwargs, dict):
-        raise CommandError.bad_result(target, f"kwargs of type {type(kwargs).__name__}")
+        raise CommandError.bad_result(
+            target=target, found=f"kwargs of type {type(kwargs).__name__}"
+        )
     if model is None or isinstance(model, (str, int, float, torch.Tensor)):
-        raise CommandError.bad_result(target, f"a model of type {type(model).__name__}")
+        raise CommandError.bad_result(
+            target=target, found=f"a model of type {type(model).__name__}"
+        )
     return Target(target, model, None if args is None else tuple(args), kwargs)

@@ -233,9 +233,9 @@ def profile(
         CaptureError: ``device_times``, and there is no CUDA device.
     """
     if device_times and not torch.cuda.is_available():
-        raise CaptureError.no_device("cpu")
+        raise CaptureError.no_device(found="cpu")
     if target is None:
-        raise ConfigError.captures_nothing("profile", "NoneType")
+        raise ConfigError.captures_nothing(function="profile", found="NoneType")
     return _measured(Profile(None if target is _ANYONE else target, device_times))
 
 

@@ -77,7 +77,7 @@ class Reporter:
         """
         dim, dims = dim or config.capture_dim, list(split.symbols.dims.values())
         if sizes and dim is None and len(dims) > 1:
-            raise ConfigError.sizes_of_which(dims)
+            raise ConfigError.sizes_of_which(dims=dims)
         return cls(split, sizes or config.cudagraph_capture_sizes or (), dim)
 
     # -------------------------------------------------------------- bytes

@@ -29,7 +29,7 @@ def resolved(settings: Any, function: str) -> CompilationConfig:
     found = settings.config if isinstance(settings, Backend) else settings
     if found is not None and not isinstance(found, CompilationConfig):
         expected = "a CompilationConfig, a Backend, or a mapping of settings"
-        raise ConfigError.bad_value("config", function, found, expected)
+        raise ConfigError.bad_value(name="config", where=function, value=found, expected=expected)
     return CompilationConfig.resolve(found)
 
 
@@ -54,7 +54,7 @@ def recorders_of(target: Any, function: str) -> list[CompiledGraph | CUDAGraphWr
     wrapper = getattr(target, "wrapper", None)
     if isinstance(wrapper, CUDAGraphWrapper):
         return [wrapper]
-    raise ConfigError.captures_nothing(function, type(target).__name__)
+    raise ConfigError.captures_nothing(function=function, found=type(target).__name__)
 
 
 def counters_of(target: Any, function: str) -> Counters:

@@ -84,7 +84,9 @@ def verify(
         BaseException: what the model raised.
     """
     if tails not in TAILS:
-        raise ConfigError.bad_value("tails", "verify", tails, "one of " + ", ".join(TAILS))
+        raise ConfigError.bad_value(
+            name="tails", where="verify", value=tails, expected="one of " + ", ".join(TAILS)
+        )
     require_comparison("verify", sets, rtol, atol, seed)
     sizes = sizes_given("padded_sizes", "verify", padded_sizes)
     if isinstance(model, CudaGraphManager):

@@ -82,7 +82,7 @@ class Admission:
         if mode is NONE:
             return Why(Reason.MODE_NONE, "the forward context says NONE")
         if context.batch_descriptor is None:
-            raise DispatchError.no_descriptor("the compiled model", mode.name)
+            raise DispatchError.no_descriptor(what="the compiled model", mode=mode.name)
         if mode not in self._served:
             detail = f"the context says {mode.name}, cudagraph_mode is {self._wanted.name}"
             return Why(Reason.OTHER_MODE, detail)
@@ -126,7 +126,10 @@ class Admission:
         sizes = {size for shape in shapes for size in (*shape, *accumulate(shape, mul))}
         if not sizes or not sizes.isdisjoint((descriptor.num_tokens, descriptor.num_reqs)):
             return
-        error = DispatchError.no_such_rows(str(descriptor), descriptor.num_tokens, shapes)
+        texts = [str(list(shape)) for shape in dict.fromkeys(shapes)]
+        error = DispatchError.no_such_rows(
+            batch=descriptor, rows=descriptor.num_tokens, shapes=texts
+        )
         if self._config.strict:
             raise error
         log.warning("%s", error)

@@ -91,9 +91,11 @@ def _compile_one(variant: Variant, work: Compiling, name: str) -> Runnable:
         if isinstance(error, (CGCompileError, *compat.restarts())):
             raise
         where = variant.piece.where
-        raise PieceCompileError.raised(variant.name, name, where, error) from error
+        raise PieceCompileError.raised(
+            piece=variant.name, compiler=name, where=where, error=error
+        ) from error
     if not callable(made):
-        raise PieceCompileError.not_callable(variant.name, name, made)
+        raise PieceCompileError.not_callable(piece=variant.name, compiler=name, found=made)
     return torch.inference_mode()(made) if covered else made
 
 
@@ -126,7 +128,7 @@ def _check_sizes_stay_free(variant: Variant, fixed: Mapping[str, str], users_own
     where = f"{variant.name} ({variant.piece.where})"
     for dim, size in fixed.items():
         if users_own:
-            raise SymbolError.specialised(dim, size, where)
+            raise SymbolError.specialised(dim=dim, size=size, where=where)
         log.warning("%s: the compiler fixed %s to %s; other sizes compile again", where, dim, size)
 
 
@@ -137,7 +139,9 @@ def _checked_outputs(piece: Piece, name: str, run: Runnable) -> Runnable:
         outputs = run(*inputs)
         if not isinstance(outputs, (tuple, list)) or len(outputs) != len(piece.outputs):
             found = f"{len(outputs)} of them" if isinstance(outputs, (tuple, list)) else "no list"
-            raise PieceCompileError.bad_outputs(piece.name, name, len(piece.outputs), found)
+            raise PieceCompileError.bad_outputs(
+                piece=piece.name, compiler=name, expected=len(piece.outputs), found=found
+            )
         return outputs
 
     return checked
@@ -179,7 +183,9 @@ def inductor_patches(config: CompilationConfig) -> dict[str, Any]:
     patches = dict(config.inductor_options)
     for name in patches:
         if name not in compat.inductor_option_names():
-            raise ConfigError.unknown_inductor_option(name, compat.inductor_option_names())
+            raise ConfigError.unknown_inductor_option(
+                name=name, known=compat.inductor_option_names()
+            )
     return patches
 
 

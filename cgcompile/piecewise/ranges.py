@@ -175,7 +175,9 @@ class Variants:
             module = own.copied(piece.module, compat.copied(piece.module))
         except Exception as error:
             name = f"{piece.name}, {served}"
-            raise PieceCompileError.not_traced(name, piece.where, error) from error
+            raise PieceCompileError.not_traced(
+                piece=name, where=piece.where, error=error
+            ) from error
         yield Variant(piece, module, served, own, tuple(given), readers)
 
     def _numbers(

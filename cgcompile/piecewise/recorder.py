@@ -112,7 +112,9 @@ def _record_pieces(
         recorder.drop()
         why, handed = recorder.why, recorder.hand_over(result, inputs)
         if program.config.strict:
-            raise DispatchError.strict("the compiled step", why.reason.value, why.detail)
+            raise DispatchError.strict(
+                what="the compiled step", reason=why.reason.value, detail=why.detail
+            )
         return Outcome(None, why, True, handed)
     return Outcome(recording, None, True, recorder.finish(result, inputs))
 
@@ -167,7 +169,9 @@ def _why(program: Program, error: Exception, what: str, where: str) -> Why:
         at = "" if line is None else f" ({line})"
         why = Why(Reason.CAPTURE_FAILED, f"{what}{where}: {type(error).__name__}: {first}{at}")
     if program.config.strict:
-        raise DispatchError.strict("the compiled step", why.reason.value, why.detail) from error
+        raise DispatchError.strict(
+            what="the compiled step", reason=why.reason.value, detail=why.detail
+        ) from error
     log.warning("%s%s cannot be captured: %s: %s", what, where, type(error).__name__, first)
     log.debug("the capture of %s failed", what, exc_info=error)
     return why

@@ -157,12 +157,17 @@ class Recording:
         """
         for position, before in self.addresses:
             if inputs[position].data_ptr() != before:
+                what, batch, path = self._where(position)
+                now = inputs[position].data_ptr()
                 raise AddressChangedError.moved(
-                    *self._where(position), inputs[position].data_ptr(), before
+                    what=what, batch=batch, path=path, now=now, before=before
                 )
         for position, value in self.numbers:
             if not same_value(inputs[position], value):
-                raise HostValueChangedError.changed(*self._where(position), inputs[position], value)
+                what, batch, path = self._where(position)
+                raise HostValueChangedError.changed(
+                    what=what, batch=batch, path=path, now=inputs[position], before=value
+                )
 
     def path(self, position: int) -> str:
         """An input, for messages."""

@@ -81,11 +81,13 @@ class TracedOutputs:
             pairs = zip(expected, output.shape, strict=False)
             if not same or any(size not in (None, now) for size, now in pairs):
                 raise PieceCompileError.unlike_traced(
-                    piece.name,
-                    piece.where,
-                    _made_by(piece.module, item),
-                    _text(output.dtype, output.shape),
-                    _text(traced.dtype, ["?" if size is None else size for size in expected]),
+                    piece=piece.name,
+                    where=piece.where,
+                    op=_made_by(piece.module, item),
+                    found=_text(output.dtype, output.shape),
+                    traced=_text(
+                        traced.dtype, ["?" if size is None else size for size in expected]
+                    ),
                 )
 
     def _sizes(self, inputs: Sequence[Any]) -> dict[sympy.Basic, int]:

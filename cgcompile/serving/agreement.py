@@ -107,7 +107,7 @@ class Agreement:
         digests = [row[0] for row in self._ranks.meet(_digest(plan))]
         others = [rank for rank, each in enumerate(digests) if each != digests[0]]
         if others:
-            raise AgreementError.tables(others)
+            raise AgreementError.tables(ranks=others)
 
     # -------------------------------------------------------------- a step
 
@@ -279,7 +279,7 @@ class Agreement:
             rows = self._ranks.gather(Kind.CAPTURED, _digest(list(part)), *words)
             others = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
             if others:
-                raise AgreementError.tables(others)
+                raise AgreementError.tables(ranks=others)
             for rank, row in enumerate(rows):
                 for place, each in enumerate(part):
                     if not row[1 + place // _BITS] >> place % _BITS & 1:
@@ -314,7 +314,9 @@ class Agreement:
         rows = self._ranks.gather(kind, mode, tokens, descriptor.uniform)
         others = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if others:
-            raise AgreementError.differs(others[0], _text(rows[others[0]]), _text(rows[0]))
+            raise AgreementError.differs(
+                rank=others[0], found=_text(rows[others[0]]), first=_text(rows[0])
+            )
 
 
 def together(agreement: Agreement | None) -> AbstractContextManager[None]:

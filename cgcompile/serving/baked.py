@@ -57,7 +57,9 @@ class MetadataGuard:
         for path, before in self._addresses.items():
             if now.get(path) != before:
                 found = now.get(path)
-                raise AddressChangedError.metadata(str(descriptor), path, found, before)
+                raise AddressChangedError.metadata(
+                    batch=str(descriptor), path=path, now=found, before=before
+                )
 
 
 def _addresses(value: Any, path: str, kind: str, depth: int) -> Iterator[tuple[str, int]]:

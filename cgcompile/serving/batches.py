@@ -31,7 +31,7 @@ def is_uniform_decode(query_lens: Collection[int], is_prefilling: Collection[boo
     for name, items in (("query_lens", query_lens), ("is_prefilling", is_prefilling)):
         require(_is_sized(items), name, "is_uniform_decode", items, "a collection")
     if len(query_lens) != len(is_prefilling):
-        raise BatchError.lengths_differ(len(query_lens), len(is_prefilling))
+        raise BatchError.lengths_differ(lengths=len(query_lens), flags=len(is_prefilling))
     try:
         return len(set(query_lens)) == 1 and not any(is_prefilling)
     except (RuntimeError, TypeError):
@@ -65,24 +65,26 @@ def check_numbers(
     """
     for name, value in (("num_tokens", num_tokens), ("num_active_loras", num_active_loras)):
         if not is_whole(value):
-            raise BatchError.field(name, value, "a whole number")
+            raise BatchError.field(name=name, value=value, expected="a whole number")
     for name, value in (("num_reqs", num_reqs), ("max_query_len", max_query_len)):
         if value is not None and not is_whole(value):
-            raise BatchError.field(name, value, "a whole number or None")
+            raise BatchError.field(name=name, value=value, expected="a whole number or None")
     for name, value in (("uniform_decode", uniform_decode), ("has_lora", has_lora)):
         if not is_flag(value):
-            raise BatchError.field(name, value, "bool")
+            raise BatchError.field(name=name, value=value, expected="bool")
     if not isinstance(extra, tuple):
-        raise BatchError.field("extra", extra, "a tuple: one hashable value per axis")
+        raise BatchError.field(
+            name="extra", value=extra, expected="a tuple: one hashable value per axis"
+        )
 
 
 def check_empty(num_tokens: int, num_reqs: int | None) -> None:
     """Raise unless a batch for which one of the two is not positive is an empty one."""
     if num_tokens < 0:
-        raise BatchError.field("num_tokens", num_tokens, "at least 0")
+        raise BatchError.field(name="num_tokens", value=num_tokens, expected="at least 0")
     if num_reqs is not None and (num_reqs < 0 or (num_tokens and not num_reqs)):
         expected = "at least 1 for a batch with tokens, and never less than 0"
-        raise BatchError.field("num_reqs", num_reqs, expected)
+        raise BatchError.field(name="num_reqs", value=num_reqs, expected=expected)
 
 
 def uniform_numbers(
@@ -96,11 +98,13 @@ def uniform_numbers(
     elif len(known) == 1:
         query_len = known[0]
     else:
-        raise BatchError.which_query_len(num_tokens, known)
+        raise BatchError.which_query_len(num_tokens=num_tokens, known=known)
     reqs = num_tokens // query_len if query_len > 0 else 0
     wrong = max_query_len is not None and max_query_len != query_len
     if wrong or reqs * query_len != num_tokens or (num_reqs is not None and reqs != num_reqs):
-        raise BatchError.not_uniform(num_tokens, num_reqs, max_query_len)
+        raise BatchError.not_uniform(
+            num_tokens=num_tokens, num_reqs=num_reqs, max_query_len=max_query_len
+        )
     return query_len, reqs
 
 
@@ -131,4 +135,6 @@ def allowed_modes(
 
 def _check_none(name: str, mode: CUDAGraphMode) -> None:
     if mode is not NONE:
-        raise BatchError.field(name, mode, "runtime modes: NONE, PIECEWISE, FULL")
+        raise BatchError.field(
+            name=name, value=mode, expected="runtime modes: NONE, PIECEWISE, FULL"
+        )

@@ -46,7 +46,7 @@ def choose_graphs(
     chosen = [ladder.best(1) for ladder in ladders]
     needed = plan.most_of(_flat(chosen))
     if needed > max_graph_bytes:
-        raise ManagerError.too_few_bytes(max_graph_bytes, needed)
+        raise ManagerError.too_few_bytes(budget=max_graph_bytes, needed=needed)
     while (found := _next(plan, ladders, chosen, max_graph_bytes)) is not None:
         chosen[found.ladder] = found.graphs
     kept = set(_flat(chosen))

@@ -97,15 +97,17 @@ class InputBuffer:
         listed = self.shape if isinstance(self.shape, (tuple, list)) else ()
         sizes = tuple(size if isinstance(size, str) else whole(size) for size in listed)
         if any(size is None or (isinstance(size, int) and size < 0) for size in sizes):
-            raise InputBufferError.shape(self.name, self.shape)
+            raise InputBufferError.shape(name=self.name, shape=self.shape)
         object.__setattr__(self, "shape", sizes or self.shape)
         named = [size for size in sizes if not isinstance(size, int)]
         if len(named) != 1 or named[0] not in (TOKENS, REQS, BOUNDARIES):
-            raise InputBufferError.shape(self.name, self.shape)
+            raise InputBufferError.shape(name=self.name, shape=self.shape)
         if self.tail is not None and not _has(self.dtype, self.tail):
-            raise InputBufferError.tail(self.name, self.tail, str(self.dtype))
+            raise InputBufferError.tail(name=self.name, tail=self.tail, dtype=str(self.dtype))
         if self.dummy_value not in (None, NUM_TOKENS) and not _has(self.dtype, self.dummy_value):
-            raise InputBufferError.dummy_value(self.name, self.dummy_value, str(self.dtype))
+            raise InputBufferError.dummy_value(
+                name=self.name, found=self.dummy_value, dtype=str(self.dtype)
+            )
 
     @cached_property
     def dim(self) -> int:
@@ -266,7 +268,7 @@ class StaticInputs:
         names = [spec.name for spec in self.specs]
         for name in names:
             if names.count(name) > 1:
-                raise InputBufferError.twice(name)
+                raise InputBufferError.twice(name=name)
         self._most = (max_num_tokens, max_num_reqs)
         where = device_named(device, "StaticInputs")
         require_whole("max_num_tokens", "StaticInputs", max_num_tokens, 1, LARGEST_ROWS)
@@ -302,9 +304,9 @@ class StaticInputs:
             self._check(name, value, real)
         for spec in self.specs if len(values) < len(self.specs) else ():
             if not spec.optional and spec.name not in values:
-                raise InputBufferError.missing(spec.name)
+                raise InputBufferError.missing(name=spec.name)
         if real[0] > self._most[0] or real[1] > self._most[1]:
-            raise InputBufferError.too_large(*real, *self._most)
+            raise InputBufferError.too_large(real=real, most=self._most)
 
     def stage(
         self,
@@ -335,7 +337,7 @@ class StaticInputs:
                 that may not be; nothing has been written then.
         """
         if any_capture():
-            raise CaptureError.refused("staging inputs")
+            raise CaptureError.refused(op="staging inputs")
         self.follow_stream()
         if type(values) is not dict:
             require_kind("inputs", "batch", values, Mapping)
@@ -346,9 +348,9 @@ class StaticInputs:
             held.shared = held.is_front(value)
         self.check(values, real)
         if padded[0] > self._most[0] or padded[1] > self._most[1]:
-            raise InputBufferError.too_large(*padded, *self._most)
+            raise InputBufferError.too_large(real=padded, most=self._most)
         if real[0] > padded[0] or real[1] > padded[1]:
-            raise InputBufferError.not_padded(*real, *padded)
+            raise InputBufferError.not_padded(real=real, padded=padded)
         self._write(values, padded)
         left_out = {name for name, value in values.items() if value is None}
         left_out |= {s.name for s in self.specs if s.optional and s.name not in values}
@@ -411,18 +413,20 @@ class StaticInputs:
     def _check(self, name: str, value: torch.Tensor | None, real: tuple[int, int]) -> None:
         held = self._held.get(name)
         if held is None:
-            raise InputBufferError.unknown(name, sorted(self._held))
+            raise InputBufferError.unknown(name=name, known=sorted(self._held))
         spec = held.spec
         if value is None:
             if not spec.optional:
-                raise InputBufferError.missing(name)
+                raise InputBufferError.missing(name=name)
             return
         if getattr(value, "requires_grad", False) and torch.is_grad_enabled():
-            raise InputBufferError.gradients(name)
+            raise InputBufferError.gradients(name=name)
         rows = spec.rows(*real)
         if not held.fits(value, rows):
             wanted = [size if isinstance(size, int) else rows for size in spec.shape]
             found = type(value).__name__
             if isinstance(value, torch.Tensor):
                 found = f"{value.dtype} {list(value.shape)}"
-            raise InputBufferError.value(name, f"{spec.dtype} {wanted}", found, spec.counts)
+            raise InputBufferError.value(
+                name=name, expected=f"{spec.dtype} {wanted}", found=found, counts=spec.counts
+            )

@@ -89,7 +89,7 @@ class CapturedGraphs:
         """
         for mode, descriptor in planned:
             if self._dispatcher.is_captured(mode, descriptor):
-                raise ManagerError.twice(mode.name, str(descriptor))
+                raise ManagerError.twice(mode=mode.name, batch=str(descriptor))
 
     def check_weights(self, descriptor: BatchDescriptor) -> None:
         """Raise if a weight is not as it was at the first FULL capture.
@@ -170,7 +170,7 @@ class CapturedGraphs:
             for size, same_size in self._full.items()
             if any(self._dispatcher.is_captured(FULL, each) for each in same_size)
         ]
-        raise ManagerError.no_graph(num_tokens, sorted(usable))
+        raise ManagerError.no_graph(num_tokens=num_tokens, captured=sorted(usable))
 
     def forget(self) -> None:
         """No graph exists any more."""

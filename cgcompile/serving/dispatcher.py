@@ -116,8 +116,6 @@ class CudagraphDispatcher:
     ) -> None:
         where = "CudagraphDispatcher"
         mode = mode_named(mode, where)
-        require_kind("support", where, support, AttentionCGSupport)
-        require_kind("lora", where, lora, LoraCases, maybe=True)
         axes = (axes,) if isinstance(axes, Axis) else axes
         require_items("axes", where, axes)
         for name, flag in (("piecewise", piecewise), ("only_captured", only_captured)):
@@ -267,7 +265,9 @@ class CudagraphDispatcher:
         known = isinstance(descriptor, BatchDescriptor)
         slot = self._slots.get((mode, descriptor)) if known else None
         if slot is None:
-            raise BatchError.not_planned(getattr(mode, "name", str(mode)), str(descriptor))
+            raise BatchError.not_planned(
+                mode=getattr(mode, "name", str(mode)), descriptor=str(descriptor)
+            )
         return slot
 
     def dispatch(

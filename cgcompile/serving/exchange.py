@@ -67,7 +67,7 @@ class Exchange:
             raise AgreementError.no_group()
         self._group = dist.group.WORLD if group is None else group
         if compat.process_group_backend(self._group, "cpu") is None:
-            raise AgreementError.backend(dist.get_backend(self._group))
+            raise AgreementError.backend(found=dist.get_backend(self._group))
         self.size = dist.get_world_size(self._group)
         self.rank = dist.get_rank(self._group)
         self._round = 0
@@ -101,7 +101,9 @@ class Exchange:
         except RuntimeError as error:
             does = _DOES.get(kind, "gives up")
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise AgreementError.missing(self.rank, does, self._missing(), said) from error
+            raise AgreementError.missing(
+                rank=self.rank, does=does, missing=self._missing(), said=said
+            ) from error
         rows: list[list[int]] = found.tolist()
         self._same_kind([Kind(row[0]) for row in rows])
         return [row[1:] for row in rows]
@@ -115,10 +117,12 @@ class Exchange:
 
     def _same_kind(self, kinds: list[Kind]) -> None:
         if Kind.GAVE_UP in kinds:
-            raise AgreementError.gave_up(kinds.index(Kind.GAVE_UP))
+            raise AgreementError.gave_up(rank=kinds.index(Kind.GAVE_UP))
         for rank, kind in enumerate(kinds):
             if kind is not kinds[0]:
-                raise AgreementError.out_of_step(rank, _DOES[kind], _DOES[kinds[0]])
+                raise AgreementError.out_of_step(
+                    rank=rank, found=_DOES[kind], first=_DOES[kinds[0]]
+                )
 
     # -------------------------------------------------------------- who stays away
 

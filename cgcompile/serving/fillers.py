@@ -37,7 +37,7 @@ class Fillers:
         """
         for name, place in self._optional.items() if batch.num_tokens else ():
             if batch.extra[place] is not (batch.inputs.get(name) is not None):
-                raise ManagerError.presence(name, batch.extra[place])
+                raise ManagerError.presence(name=name, said=batch.extra[place])
 
     def dummy(self, descriptor: BatchDescriptor) -> Batch:
         """A batch of a padded size; see :func:`~cgcompile.serving.steps.dummy_batch`."""
@@ -82,5 +82,5 @@ def _places(inputs: StaticInputs, axes: Sequence[Axis]) -> dict[str, int]:
     found = [spec.name for spec in inputs.specs if spec.optional]
     for name in found:
         if name not in names:
-            raise ManagerError.no_axis(name)
+            raise ManagerError.no_axis(name=name)
     return {name: names[name] for name in found}

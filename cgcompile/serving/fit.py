@@ -115,7 +115,7 @@ def _candidates(
     if top is not None:
         return ladder[: ladder.index(top) + 1]
     if must:
-        raise SizesError.not_covered(largest, ladder[-1])
+        raise SizesError.not_covered(batch=largest, largest=ladder[-1])
     return ladder
 
 
@@ -129,7 +129,7 @@ def _budget(
     if nbytes is not None:
         nbytes = checked_number("nbytes", nbytes, least=0)
         if bytes_of is None:
-            raise SizesError.bytes_unknown(nbytes)
+            raise SizesError.bytes_unknown(nbytes=nbytes)
     return Budget(count, nbytes)
 
 
@@ -139,7 +139,9 @@ def _measured(name: str, measure: _Measure, size: int) -> float:
     if number is None and type(found) is not bool and isinstance(found, Real):
         number = float(found)
     if number is None or not 0 <= number < math.inf:
-        raise SizesError.bad_measure(name, size, found, "a finite number of at least 0")
+        raise SizesError.bad_measure(
+            name=name, size=size, found=found, expected="a finite number of at least 0"
+        )
     return number
 
 
@@ -147,7 +149,9 @@ def _measured_bytes(bytes_of: Callable[[int], int], size: int) -> int:
     found = bytes_of(size)
     number = whole(found)
     if number is None or number < 0:
-        raise SizesError.bad_measure("bytes_of", size, found, "bytes, a whole number of at least 0")
+        raise SizesError.bad_measure(
+            name="bytes_of", size=size, found=found, expected="bytes, a whole number of at least 0"
+        )
     return number
 
 

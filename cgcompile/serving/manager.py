@@ -14,7 +14,7 @@ import torch
 from cgcompile.backend import Backend, handle_of
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
-from cgcompile.errors import BatchError, ManagerError
+from cgcompile.errors import AgreementError, BatchError, ManagerError
 from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.sets import capture_set
 from cgcompile.locks import new_lock
@@ -23,7 +23,6 @@ from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.captured import CapturedGraphs
 from cgcompile.serving.capturing import largest, sets_of
-from cgcompile.serving.checking import check_manager
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.fillers import Fillers
 from cgcompile.serving.memory import MemoryMeter, MemoryPlan, plan_memory
@@ -32,7 +31,7 @@ from cgcompile.serving.statistics import DispatchStatistics
 from cgcompile.serving.stepping import BuildMetadata, StepRunner
 from cgcompile.serving.steps import NO_WORK, Batch, GraphHooks
 from cgcompile.serving.tables import Dispatched
-from cgcompile.settings import checked, checked_but, require_kind
+from cgcompile.settings import checked, checked_but, require_callable, require_items, require_kind
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -112,8 +111,10 @@ class CudaGraphManager(Questions):
         check_metadata: bool = True,
         agreement: Agreement | None = None,
     ) -> None:
-        functions = {"prepare": prepare, "metadata": metadata, "graph_capture": graph_capture}
-        check_manager(model, dispatcher, inputs, agreement, functions)
+        require_callable("model", "CudaGraphManager", model)
+        require_items("inputs", "CudaGraphManager", inputs)
+        if agreement is not None and agreement.dispatcher is not dispatcher:
+            raise AgreementError.other_dispatcher()
         self.model = model
         self.dispatcher = dispatcher
         self.agreement = agreement
@@ -214,9 +215,9 @@ class CudaGraphManager(Questions):
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
         if mode not in (PIECEWISE, FULL):
-            raise ManagerError.capture_mode(getattr(mode, "name", str(mode)))
+            raise ManagerError.capture_mode(mode=getattr(mode, "name", str(mode)))
         if (mode, descriptor) not in self.dispatcher.plan():
-            raise BatchError.not_planned(mode.name, str(descriptor))
+            raise BatchError.not_planned(mode=mode.name, descriptor=str(descriptor))
         self._graphs.refuse_twice([(mode, descriptor)])
         with self._alone("capture_graph"), together(self.agreement):
             self._capture_set(f"Capturing {mode.name}, {descriptor}", mode, [descriptor])
@@ -332,7 +333,7 @@ class CudaGraphManager(Questions):
         if batch is not None and type(batch) is not Batch:
             require_kind("batch", "run", batch, Batch, maybe=True)
         if not self._lock.acquire(False):
-            raise ManagerError.other_thread("run")
+            raise ManagerError.other_thread(method="run")
         try:
             if self.agreement is not None:
                 return self._run_agreed(batch or NO_WORK, restrictions)
@@ -348,7 +349,7 @@ class CudaGraphManager(Questions):
     def _alone(self, method: str) -> Iterator[None]:
         """No other thread is inside of a call of this manager."""
         if not self._lock.acquire(False):
-            raise ManagerError.other_thread(method)
+            raise ManagerError.other_thread(method=method)
         try:
             yield
         finally:
@@ -415,7 +416,7 @@ class CudaGraphManager(Questions):
             AgreementError: checked, and another rank runs something else.
         """
         if not self._lock.acquire(False):
-            raise ManagerError.other_thread("run_fullgraph")
+            raise ManagerError.other_thread(method="run_fullgraph")
         try:
             descriptor = self._graphs.full(num_tokens, uniform, num_active_loras, extra)
             self._graphs.check_weights(descriptor)

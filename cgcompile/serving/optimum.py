@@ -161,7 +161,7 @@ def solve(problem: Problem) -> Choice:
     # By bytes nothing beats the last size alone, or no size where none is needed.
     fits = problem.choice(() if problem.above[START] < math.inf else (len(problem.sizes) - 1,))
     if fits.nbytes > nbytes:
-        raise SizesError.too_few_bytes(nbytes, problem.sizes[-1], fits.nbytes)
+        raise SizesError.too_few_bytes(nbytes=nbytes, size=problem.sizes[-1], needed=fits.nbytes)
     price, fits = _price(problem, best, fits, nbytes)
     search = _Search(problem, price, fits)
     search.best(keep=_KEPT)

@@ -32,7 +32,7 @@ class Outputs:
         self._known: dict[tuple[int, int], tuple[Any, list[Any], list[int], Any]] = {}
         for each in (rows,) if isinstance(rows, str) else rows:
             if each not in (TOKENS, REQS):
-                raise ManagerError.rows(each)
+                raise ManagerError.rows(found=each)
 
     def places(self, leaves: Sequence[Any], sizes: tuple[int, int]) -> list[int]:
         """For each result 0 if its rows are tokens, 1 if they are requests.
@@ -46,14 +46,16 @@ class Outputs:
         """
         rows = [self._rows] * len(leaves) if isinstance(self._rows, str) else list(self._rows)
         if len(rows) != len(leaves):
-            raise ManagerError.count(len(rows), len(leaves))
+            raise ManagerError.count(declared=len(rows), found=len(leaves))
         found = [(TOKENS, REQS).index(each) for each in rows]
         for leaf, place in zip(leaves, found, strict=True):
             if not isinstance(leaf, torch.Tensor):
-                raise ManagerError.output(type(leaf).__name__, rows[0], sizes[place])
+                raise ManagerError.output(
+                    found=type(leaf).__name__, rows=rows[0], size=sizes[place]
+                )
             if not leaf.dim() or leaf.shape[0] != sizes[place]:
                 raise ManagerError.output(
-                    str(list(leaf.shape)), (TOKENS, REQS)[place], sizes[place]
+                    found=str(list(leaf.shape)), rows=(TOKENS, REQS)[place], size=sizes[place]
                 )
         return found
 

@@ -93,7 +93,9 @@ def resolve_mode(
     if mode.separate_routine():
         if not query_lens and not bounded:
             expected = f"at least one length of decode for mode {wanted.name}"
-            raise ConfigError.bad_value("query_lens", _WHERE, (), expected)
+            raise ConfigError.bad_value(
+                name="query_lens", where=_WHERE, value=(), expected=expected
+            )
         refused = [f"{q} tokens a request" for q in query_lens if q not in lengths]
         refused += ["mixed lengths"] if bounded and support is not _ALWAYS else []
         if refused:
@@ -104,10 +106,10 @@ def resolve_mode(
     if mode is PIECEWISE and not piecewise:
         because = f"{about}, and " if wanted is not PIECEWISE else ""
         raise ConfigError.impossible(
-            f"mode {wanted.name}",
-            f"{because}the model is {_WHOLE}",
-            "Take mode NONE, compile the model in mode PIECEWISE, or declare what its attention "
-            "supports.",
+            what=f"mode {wanted.name}",
+            because=f"{because}the model is {_WHOLE}",
+            instead="Take mode NONE, compile the model in mode PIECEWISE, or declare what its "
+            "attention supports.",
         )
     separate = mode.separate_routine()
     return Resolution(
@@ -132,7 +134,7 @@ class Limits(NamedTuple):
         found = whole_numbers(name, values)
         if found and found[-1] > self.max_num_tokens:
             expected = f"at most max_num_tokens = {self.max_num_tokens}"
-            raise ConfigError.bad_value(name, _WHERE, found[-1], expected)
+            raise ConfigError.bad_value(name=name, where=_WHERE, value=found[-1], expected=expected)
         return found
 
     def sizes_of_requests(
@@ -141,13 +143,15 @@ class Limits(NamedTuple):
         """Sizes that a batch of requests with (at most) so many tokens each can have."""
         found = self.sizes(name, values)
         if not found:
-            raise ConfigError.bad_value(name, _WHERE, found, "at least one size")
+            raise ConfigError.bad_value(
+                name=name, where=_WHERE, value=found, expected="at least one size"
+            )
         for size in found:
             if (exact and size % per_request) or size > per_request * self.max_num_reqs:
                 kind = f"multiples of {per_request}, " if exact else ""
                 expected = f"{kind}at most {per_request} x max_num_reqs = "
                 expected += str(per_request * self.max_num_reqs)
-                raise ConfigError.bad_value(name, _WHERE, size, expected)
+                raise ConfigError.bad_value(name=name, where=_WHERE, value=size, expected=expected)
         return found
 
 
@@ -200,9 +204,9 @@ class Ladders(NamedTuple):
         counts = None if decode_num_reqs is None else tuple(decode_num_reqs)
         if decode_sizes is not None and (counts is not None or lengths != tuple(sorted(given))):
             raise ConfigError.impossible(
-                "decode_sizes beside decode_num_reqs or other query_lens",
-                "both say which sizes uniform decode has",
-                "Give decode_sizes alone, or the other two.",
+                what="decode_sizes beside decode_num_reqs or other query_lens",
+                because="both say which sizes uniform decode has",
+                instead="Give decode_sizes alone, or the other two.",
             )
         if max_num_tokens is None:
             most = [q * min(max(counts), max_num_reqs) for q in lengths] if counts else []
@@ -241,7 +245,9 @@ def _decode_ladder(
     most = min(limits.max_num_reqs, limits.max_num_tokens // query_len)
     if not most:
         expected = f"at most max_num_tokens = {limits.max_num_tokens}"
-        raise ConfigError.bad_value("query_lens", _WHERE, query_len, expected)
+        raise ConfigError.bad_value(
+            name="query_lens", where=_WHERE, value=query_len, expected=expected
+        )
     wanted = (size // query_len for size in sizes) if counts is None else counts
     usable = {count for count in wanted if 0 < count < most}
     return tuple(count * query_len for count in sorted({*usable, most}))
@@ -273,7 +279,7 @@ def shapes_of(resolution: Resolution, ladders: Ladders) -> Shapes:
     other = resolution.mode.mixed_mode()
     if other is not NONE and not ladders.sizes:
         expected = f"at least one size for mode {resolution.mode.name}"
-        raise ConfigError.bad_value("sizes", _WHERE, (), expected)
+        raise ConfigError.bad_value(name="sizes", where=_WHERE, value=(), expected=expected)
     most = ladders.limits.max_num_reqs
     if other is PIECEWISE:
         shapes.piecewise.extend(BatchDescriptor(size) for size in ladders.sizes)

@@ -151,5 +151,5 @@ class Questions:
         why = chosen.why
         if self._config.strict and chosen.mode is NONE and why and why.reason not in EXPECTED:
             what = f"a batch of {batch.num_tokens} tokens"
-            raise DispatchError.strict(what, why.reason.value, why.detail)
+            raise DispatchError.strict(what=what, reason=why.reason.value, detail=why.detail)
         return chosen

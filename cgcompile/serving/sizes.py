@@ -53,7 +53,7 @@ def checked_number(name: str, value: Any, least: int = 1) -> int:
     """
     number = whole(value)
     if number is None or number < least:
-        raise SizesError.number(name, value, least)
+        raise SizesError.number(name=name, found=value, least=least)
     return number
 
 
@@ -72,11 +72,11 @@ def checked_sizes(sizes: Iterable[int], maximum: int | None = None) -> tuple[int
     """
     found = set()
     if not isinstance(sizes, Iterable):
-        raise SizesError.not_a_size(sizes)
+        raise SizesError.not_a_size(found=sizes)
     for size in sizes:
         number = whole(size)
         if number is None or number < 1:
-            raise SizesError.not_a_size(size)
+            raise SizesError.not_a_size(found=size)
         require_whole("sizes", "checked_sizes", number, 1, LARGEST_TABLE)
         found.add(number)
     if not found:
@@ -85,7 +85,7 @@ def checked_sizes(sizes: Iterable[int], maximum: int | None = None) -> tuple[int
     if maximum is not None:
         limit = checked_number("maximum", maximum)
         if ladder[-1] > limit:
-            raise SizesError.above([size for size in ladder if size > limit], limit)
+            raise SizesError.above(sizes=[size for size in ladder if size > limit], maximum=limit)
     return ladder
 
 
@@ -139,7 +139,7 @@ def round_sizes(
     maximum = checked_number("maximum", maximum)
     last = maximum - maximum % step
     if not last:
-        raise SizesError.no_multiple(step, maximum)
+        raise SizesError.no_multiple(multiple=step, maximum=maximum)
     return tuple(sorted({min(size + -size % step, last) for size in checked_sizes(sizes)}))
 
 
@@ -208,7 +208,7 @@ def checked_histogram(histogram: Mapping[int, int]) -> dict[int, int]:
     for batch, times in histogram.items():
         rows, number = whole(batch), whole(times)
         if rows is None or rows < 1 or number is None or number < 0:
-            raise SizesError.bad_entry(batch, times)
+            raise SizesError.bad_entry(batch=batch, steps=times)
         if number:
             steps[rows] = number
     return dict(sorted(steps.items()))

@@ -153,7 +153,7 @@ class StepRunner:
         if self._metadata is not None:
             metadata = self._metadata(batch, descriptor, buffers)
             if mode is FULL and metadata.attn_metadata is None:
-                raise ManagerError.no_metadata(str(descriptor))
+                raise ManagerError.no_metadata(batch=str(descriptor))
         entry = self._entry(descriptor) if mode is FULL else None
         guard = None if entry is None else self._baked.get(descriptor)
         if guard is not None:
@@ -241,7 +241,7 @@ class StepRunner:
         with self.mode():
             entry = self.full.entry_of(FULL, descriptor)
             if entry is None or self._judged_by_the_wrapper():
-                raise ManagerError.no_replay(str(descriptor))
+                raise ManagerError.no_replay(batch=str(descriptor))
             self._inputs.follow_stream()
             self._inputs.written_by_others()
             if self._spoils:

@@ -49,9 +49,9 @@ class LoraCases:
         object.__setattr__(self, "counts", counts)
         if not counts and not self.without:
             raise ConfigError.impossible(
-                "LoraCases without counts and without=False",
-                "it leaves no batch that has a graph",
-                "List counts, or take LoraCases().",
+                what="LoraCases without counts and without=False",
+                because="it leaves no batch that has a graph",
+                instead="List counts, or take LoraCases().",
             )
 
     @classmethod
@@ -82,12 +82,14 @@ class LoraCases:
             BatchError: active adapters without LoRA, or fewer than 0.
         """
         if not is_flag(has_lora):
-            raise BatchError.field("has_lora", has_lora, "bool")
+            raise BatchError.field(name="has_lora", value=has_lora, expected="bool")
         if not is_whole(active):
-            raise BatchError.field("num_active_loras", active, "a whole number")
+            raise BatchError.field(name="num_active_loras", value=active, expected="a whole number")
         if active < 0 or (active and not has_lora):
             raise BatchError.field(
-                "num_active_loras", active, "at least 0, and 0 where has_lora is False"
+                name="num_active_loras",
+                value=active,
+                expected="at least 0, and 0 where has_lora is False",
             )
         if not has_lora and self.without:
             return 0
@@ -100,7 +102,9 @@ class LoraCases:
 def _max_loras(value: int) -> int:
     number = whole(value)
     if number is None or number < 1:
-        raise ConfigError.bad_value("max_loras", "LoraCases", value, "a whole number from 1")
+        raise ConfigError.bad_value(
+            name="max_loras", where="LoraCases", value=value, expected="a whole number from 1"
+        )
     return number
 
 
@@ -111,7 +115,9 @@ def whole_numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     numbers = [whole(value) for value in given]
     if not all(number is not None and 1 <= number <= LARGEST_TABLE for number in numbers):
         expected = "whole numbers from 1 to 2**20"
-        raise ConfigError.bad_value(name, "CudagraphDispatcher", given, expected)
+        raise ConfigError.bad_value(
+            name=name, where="CudagraphDispatcher", value=given, expected=expected
+        )
     return tuple(sorted({number for number in numbers if number is not None}))
 
 
@@ -144,18 +150,24 @@ class Axis:
         require_kind("full_only", where, self.full_only, bool)
         if self.rule not in ("exact", "pad_up", "ignored"):
             expected = "'exact', 'pad_up' or 'ignored'"
-            raise ConfigError.bad_value("rule", where, self.rule, expected)
+            raise ConfigError.bad_value(
+                name="rule", where=where, value=self.rule, expected=expected
+            )
         require_items("values", where, self.values)
         object.__setattr__(self, "values", tuple(self.values))
         if bool(self.values) is (self.rule == "ignored"):
             expected = "none for 'ignored', else at least one"
-            raise ConfigError.bad_value("values", where, self.values, expected)
+            raise ConfigError.bad_value(
+                name="values", where=where, value=self.values, expected=expected
+            )
         try:
             known = {value: value for value in self.values}
             ordered = sorted(known) if self.rule == "pad_up" else list(known)
         except TypeError:
             expected = "hashable values, which have an order if padded up"
-            raise ConfigError.bad_value("values", where, self.values, expected) from None
+            raise ConfigError.bad_value(
+                name="values", where=where, value=self.values, expected=expected
+            ) from None
         object.__setattr__(self, "values", tuple(ordered))
         object.__setattr__(self, "_known", known)
 
@@ -229,7 +241,7 @@ class Variants:
             detail = f"{active or 'some'} active LoRA adapters; graphs have at most {most}"
             return Why(Reason.UNLISTED_VARIANT, detail)
         if type(extra) is not tuple or len(extra) != len(self.axes):
-            raise BatchError.axes(extra, [axis.name for axis in self.axes])
+            raise BatchError.axes(extra=extra, names=[axis.name for axis in self.axes])
         if not self.axes:
             return Variant(loras, ())
         found, why = [], None
@@ -242,7 +254,9 @@ class Variants:
                     return why
                 found.append(None)
             except TypeError:
-                raise BatchError.axes(extra, [axis.name for axis in self.axes]) from None
+                raise BatchError.axes(
+                    extra=extra, names=[axis.name for axis in self.axes]
+                ) from None
         variant = Variant(loras, tuple(found))
         return variant if why is None else PiecesOnly(self.in_pieces(variant), why)
 

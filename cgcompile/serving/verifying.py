@@ -88,7 +88,7 @@ def verify_full(
                 found.append(Unequal(chosen.descriptor, number, rows, largest))
                 break
     if not compared:
-        raise ManagerError.nothing_verified(why)
+        raise ManagerError.nothing_verified(why=why)
     said = str(found[0]) if found else "it differs on another rank"
     agreement = manager.agreement
     if agreement.largest(len(found)) if agreement is not None else found:
@@ -115,7 +115,7 @@ def replayed_step(manager: CudaGraphManager, batch: Batch, number: int) -> Any:
         result = manager.run(batch)
         if manager.counters.replays > before:
             return result
-    raise ManagerError.nothing_verified(f"batch {number} has a graph and does not replay it")
+    raise ManagerError.nothing_verified(why=f"batch {number} has a graph and does not replay it")
 
 
 def _copied(leaf: Any) -> Any:

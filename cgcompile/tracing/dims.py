@@ -62,7 +62,10 @@ class DynamicDims:
     ) -> None:
         if given is not None and not isinstance(given, Mapping):
             raise ConfigError.bad_value(
-                "dynamic_dims", "compile", given, "dimensions by parameter, such as {'x': 0}"
+                name="dynamic_dims",
+                where="compile",
+                value=given,
+                expected="dimensions by parameter, such as {'x': 0}",
             )
         self.by_name: Dims = _annotated(function)
         known = list(signature.parameters)
@@ -71,7 +74,7 @@ class DynamicDims:
         )
         for name, value in (given or {}).items():
             if name not in known and not takes_any:
-                raise ConfigError.unknown_parameter(name, known)
+                raise ConfigError.unknown_parameter(name=name, known=known)
             self.by_name[name] = _parsed(name, value)
 
     def knows(self, name: str) -> bool:
@@ -99,7 +102,7 @@ class DynamicDims:
             if each.name is not None:
                 other = first.setdefault(each.name, each)
                 if each.size != other.size:
-                    raise TraceError.sizes_differ(each.name, other.text, each.text)
+                    raise TraceError.sizes_differ(name=each.name, one=other.text, other=each.text)
         return found
 
 
@@ -133,7 +136,7 @@ class Found:
 def _found(each: DynamicDim, tensor: torch.Tensor, path: str, source: str) -> Found:
     dim = each.dim + tensor.dim() if each.dim < 0 else each.dim
     if not 0 <= dim < tensor.dim():
-        raise TraceError.no_such_dimension(path, each.dim, str(list(tensor.shape)))
+        raise TraceError.no_such_dimension(path=path, dim=each.dim, shape=str(list(tensor.shape)))
     return Found(tensor, dim, each.name, path, source)
 
 
@@ -175,7 +178,9 @@ def _parsed(name: str, value: Any) -> tuple[DynamicDim, ...]:
             items = [DynamicDim(value)]
     except ConfigError:
         expected = "a dimension, several of them, or names by dimension such as {0: 'tokens'}"
-        raise ConfigError.bad_value(f"dynamic_dims[{name!r}]", "compile", value, expected) from None
+        raise ConfigError.bad_value(
+            name=f"dynamic_dims[{name!r}]", where="compile", value=value, expected=expected
+        ) from None
     return tuple(items)
 
 
@@ -234,7 +239,7 @@ def check_dims(name: str, dims: list[Found], shapes: Shapes) -> None:
     for each in dims:
         sizes = shapes.get(each.source)
         if sizes is not None and isinstance(sizes[each.dim], int):
-            raise TraceError.fixed(name, each.text)
+            raise TraceError.fixed(name=name, dim=each.text)
 
 
 def parameter_kinds(signature: inspect.Signature) -> tuple[list[str], str, str]:
@@ -274,7 +279,7 @@ def bind_arguments(
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ArgumentsError.refused(name, str(signature), str(error)) from None
+        raise ArgumentsError.refused(name=name, signature=str(signature), why=str(error)) from None
 
 
 def argument_paths(

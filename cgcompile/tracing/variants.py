@@ -177,10 +177,12 @@ class Traces:
         if variant.dropped is not None:
             moved = variant.moved(names, self._function.__globals__)
             if moved is not None:
-                raise RecompileError.dropped_guard(self.name, f"{moved} is another tensor now")
+                raise RecompileError.dropped_guard(
+                    name=self.name, guard=f"{moved} is another tensor now"
+                )
             if not variant.dropped.hold(names):
                 failed = variant.dropped.first_that_fails(names)
-                raise RecompileError.dropped_guard(self.name, failed)
+                raise RecompileError.dropped_guard(name=self.name, guard=failed)
         return True
 
     def _use_first(self, variant: Variant) -> None:
@@ -211,7 +213,7 @@ class Traces:
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         if self.is_closed:
-            raise RecompileError.closed(self.name, self._why_none_serves(args, kwargs))
+            raise RecompileError.closed(name=self.name, why=self._why_none_serves(args, kwargs))
         self._signature.bind(*args, **kwargs)  # a call that Python refuses, refused by Python
         least = _LEAST[self._rules.shapes]  # smaller sizes are constants of a trace of their own
         dims = self._dims.found(self._named(args, kwargs))
@@ -288,7 +290,7 @@ class Traces:
         except compat.CannotTrace as error:
             if error.model_raises:  # in Python, and would not be seen here with its own type
                 self._function(*args, **kwargs)  # raises what the model raises
-            raise TraceError.refused(self.name, str(error)) from error
+            raise TraceError.refused(name=self.name, why=str(error)) from error
 
     def _attempt(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
         with self._tracing(dims):
@@ -394,7 +396,7 @@ class Traces:
         called = self._function if self._bound is not None else self._called
         trace = compat.trace_call(called, args, kwargs, freeze=self._freezes)
         if trace.written_globals:
-            raise TraceError.writes_globals(self.name, ", ".join(trace.written_globals))
+            raise TraceError.writes_globals(name=self.name, names=", ".join(trace.written_globals))
         return trace
 
     def _numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from cgcompile.encoder import (
     resolve_frames,
     smallest_budget,
 )
-from cgcompile.errors import EncoderBudgetError, SizesError
+from cgcompile.errors import EncoderError, SizesError
 
 POSITIVE = st.integers(1, 5000)
 
@@ -53,7 +53,7 @@ def test_generated_budgets_rise_from_least_to_most(a: int, b: int, ratio: float)
 
 @pytest.mark.parametrize("ratio", [1, 0.5, float("inf"), float("nan"), True, "2"])
 def test_ratios_that_lead_nowhere(ratio: Any) -> None:
-    with pytest.raises(EncoderBudgetError, match="ratio"):
+    with pytest.raises(EncoderError, match="ratio"):
         generated_budgets(1, 8, ratio)
 
 
@@ -88,9 +88,9 @@ def test_nothing_given(least: int, most: int, items: int) -> None:
 
 
 def test_items_above_the_smallest_given_budget() -> None:
-    with pytest.raises(EncoderBudgetError, match=r"256; it must be <= the smallest .*, 64\.\n"):
+    with pytest.raises(EncoderError, match=r"256; it must be <= the smallest .*, 64\.\n"):
         resolve_budgets([64], 256, budget_range=(64, 16384))
-    with pytest.raises(EncoderBudgetError):
+    with pytest.raises(EncoderError):
         resolve_budgets([128, 64], 65, budget_range=(64, 16384))
 
 
@@ -106,7 +106,7 @@ def test_only_items_given() -> None:
     assert found == ((128, 256, 512, 1024, 2048, 4096, 8192, 16384), 128)
     assert resolve_budgets(max_items=2, budget_range=(4, 128)) == ((4, 8, 16, 32, 64, 128), 2)
     assert resolve_budgets(max_items=128, budget_range=(4, 128)) == ((128,), 128)
-    with pytest.raises(EncoderBudgetError, match="129 is above 128"):
+    with pytest.raises(EncoderError, match="129 is above 128"):
         resolve_budgets(max_items=129, budget_range=(4, 128))
 
 
@@ -119,35 +119,35 @@ def test_only_budgets_given() -> None:
     "found", [(0, 64), (-1, 64), (64, 0), (64,), (1, 2, 3), None, 64, (True, 64), (1.0, 64)]
 )
 def test_ranges_that_are_none(found: Any) -> None:
-    with pytest.raises(EncoderBudgetError, match="Both must be positive"):
+    with pytest.raises(EncoderError, match="Both must be positive"):
         resolve_budgets(budget_range=found)
-    with pytest.raises(EncoderBudgetError, match="Both must be positive"):
+    with pytest.raises(EncoderError, match="Both must be positive"):
         resolve_budgets([64], 1, budget_range=found)
 
 
 def test_a_range_that_falls() -> None:
-    with pytest.raises(EncoderBudgetError, match=r"least, 200, is above the most, 100"):
+    with pytest.raises(EncoderError, match=r"least, 200, is above the most, 100"):
         resolve_budgets(budget_range=(200, 100))
-    with pytest.raises(EncoderBudgetError, match=r"\(200, 100\)"):
+    with pytest.raises(EncoderError, match=r"\(200, 100\)"):
         generated_budgets(200, 100)
 
 
 @pytest.mark.parametrize("budget", [0, -64, True, 64.0, "64", None])
 @pytest.mark.parametrize("items", [None, 1])
 def test_budgets_that_are_none(budget: Any, items: int | None) -> None:
-    with pytest.raises(EncoderBudgetError, match=r"encoder budgets: .* is none"):
+    with pytest.raises(EncoderError, match=r"encoder budgets: .* is none"):
         resolve_budgets([64, budget], items, budget_range=(64, 128))
 
 
 def test_no_budgets() -> None:
-    with pytest.raises(EncoderBudgetError, match="the list is empty"):
+    with pytest.raises(EncoderError, match="the list is empty"):
         resolve_budgets([], 1, budget_range=(64, 128))
 
 
 @pytest.mark.parametrize("items", [0, -1, True, 1.5, "2"])
 @pytest.mark.parametrize("budgets", [None, [64]])
 def test_items_that_are_no_number(items: Any, budgets: list[int] | None) -> None:
-    with pytest.raises(EncoderBudgetError, match="max_items = "):
+    with pytest.raises(EncoderError, match="max_items = "):
         resolve_budgets(budgets, items, budget_range=(64, 128))
 
 
@@ -161,7 +161,7 @@ def test_each_item_has_a_token_of_every_budget(
 ) -> None:
     try:
         found = resolve_budgets(budgets, items, budget_range=(span[0], span[1]))
-    except EncoderBudgetError:
+    except EncoderError:
         assert items is not None
         assert items > (span[1] if budgets is None else min(budgets))
         return
@@ -191,7 +191,7 @@ def test_frames() -> None:
     ],
 )
 def test_frames_out_of_range(arguments: tuple[Any, ...], name: str) -> None:
-    with pytest.raises(EncoderBudgetError, match=f"^{name} = "):
+    with pytest.raises(EncoderError, match=f"^{name} = "):
         resolve_frames(*arguments)
 
 
@@ -234,11 +234,11 @@ def test_fitted_budgets_leave_to_eager_what_is_cheaper_there() -> None:
 
 def test_nothing_to_fit() -> None:
     for observed in ([], {}, [0, 0], {64: 0}):
-        with pytest.raises(EncoderBudgetError, match="nothing was observed"):
+        with pytest.raises(EncoderError, match="nothing was observed"):
             fitted_budgets(observed, 2)
     with pytest.raises(SizesError, match="no budget was given"):
         fitted_budgets([64])
     with pytest.raises(SizesError, match="-1"):
         fitted_budgets([-1], 1)
-    with pytest.raises(EncoderBudgetError, match="multiple_of"):
+    with pytest.raises(EncoderError, match="multiple_of"):
         fitted_budgets([64], 1, multiple_of=0)

@@ -19,7 +19,7 @@ from encoder_support import (
 )
 
 from cgcompile.encoder import EncoderCudaGraphManager
-from cgcompile.errors import EncoderBudgetError
+from cgcompile.errors import EncoderError
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Reason
@@ -165,7 +165,7 @@ def test_what_cannot_be_captured_is_said_by_the_capture_itself() -> None:
 
 @pytest.mark.parametrize("found", [-1, True, 2.5, "1 GiB"])
 def test_what_is_no_number_of_bytes(found: Any) -> None:
-    with pytest.raises(EncoderBudgetError, match="max_graph_bytes"):
+    with pytest.raises(EncoderError, match="max_graph_bytes"):
         manager(captured=False).capture(max_graph_bytes=found)
 
 

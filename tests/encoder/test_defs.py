@@ -14,7 +14,7 @@ from cgcompile.encoder import (
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
 )
-from cgcompile.errors import ConfigError, EncoderItemError
+from cgcompile.errors import ConfigError, EncoderError
 
 
 def config(**more: Any) -> EncoderCudaGraphConfig:
@@ -43,9 +43,9 @@ def test_tokens_by_path() -> None:
 @pytest.mark.parametrize("bad", [-1, 1.5, True, None, torch.tensor(3)])
 @pytest.mark.parametrize("name", ["input_size", "output_tokens", "local_output_tokens", "frames"])
 def test_item_counts_are_whole(name: str, bad: Any) -> None:
-    with pytest.raises(EncoderItemError, match=name):
+    with pytest.raises(EncoderError, match=name):
         EncoderItemSpec(**{"input_size": 1, "output_tokens": 1, name: bad})
-    with pytest.raises(EncoderItemError, match="mine"):
+    with pytest.raises(EncoderError, match="mine"):
         EncoderItemSpec(1, 1, path_output_tokens={"mine": bad})
 
 

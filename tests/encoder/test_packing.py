@@ -22,7 +22,7 @@ from packing_support import (
 )
 
 from cgcompile.encoder import Capacity, Costs, Group, Need, pack
-from cgcompile.errors import EncoderPackError
+from cgcompile.errors import EncoderError
 
 SLACK = 1e-3  # sums of many floats, and the millionth of a token that a group counts
 NOTHING_EAGER = Costs(fixed=300, eager_fixed=10**6)
@@ -379,7 +379,7 @@ def test_costs_of_ones_own() -> None:
     ],
 )
 def test_costs_that_are_none(arguments: dict[str, Any]) -> None:
-    with pytest.raises(EncoderPackError, match=rf"Costs: {next(iter(arguments))}"):
+    with pytest.raises(EncoderError, match=rf"Costs: {next(iter(arguments))}"):
         Costs(**arguments)
 
 
@@ -390,13 +390,13 @@ def test_costs_that_are_none(arguments: dict[str, Any]) -> None:
     "bad", [Need((-1,)), Need((1,), -1), Need((1.5,)), Need(("1",)), Need((1,), 2.0)]
 )
 def test_needs_that_are_none(bad: Any) -> None:
-    with pytest.raises(EncoderPackError, match="item 1: tokens="):
+    with pytest.raises(EncoderError, match="item 1: tokens="):
         pack([Need((1,)), bad, Need((1,))], ONE, Costs())
     assert len(pack([Need((1,))] * 2, ONE, Costs())) == 1
 
 
 def test_another_number_of_paths() -> None:
-    with pytest.raises(EncoderPackError, match=r"item 1: 2 numbers of tokens; .* 1 paths"):
+    with pytest.raises(EncoderError, match=r"item 1: 2 numbers of tokens; .* 1 paths"):
         pack([Need((1,)), Need((1, 2))], ONE, Costs())
 
 
@@ -412,5 +412,5 @@ def test_another_number_of_paths() -> None:
     ],
 )
 def test_capacities_that_cannot_be(capacity: Capacity) -> None:
-    with pytest.raises(EncoderPackError, match="Capacity"):
+    with pytest.raises(EncoderError, match="Capacity"):
         pack([], capacity, Costs())

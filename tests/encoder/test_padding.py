@@ -25,7 +25,7 @@ from cgcompile.encoder import (
 )
 from cgcompile.encoder.patches import frame_offsets
 from cgcompile.encoder.staging import GraphInputs
-from cgcompile.errors import EncoderBufferError
+from cgcompile.errors import EncoderError
 
 NAN = float("nan")
 
@@ -81,7 +81,7 @@ def test_offsets_go_on_to_the_end() -> None:
     assert inputs.values["x"].tolist() == [0, 16, 16, 16, 16, 16]
     write(inputs, x=torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32))
     assert inputs.values["x"].tolist() == [0, 1, 2, 3, 4, 16]
-    with pytest.raises(EncoderBufferError, match="6 offsets fill it"):
+    with pytest.raises(EncoderError, match="6 offsets fill it"):
         write(inputs, x=torch.arange(6, dtype=torch.int32))
 
 
@@ -127,9 +127,9 @@ def test_a_padding_logic_of_a_wrong_shape(logic: Any, words: str) -> None:
     right = made.config.padding_logics["x"]
     made.config.padding_logics["x"] = logic  # type: ignore[index]
     inputs = staged({"x": torch.zeros(4)}, padding_logics={"x": logic})
-    with pytest.raises(EncoderBufferError, match=words):
+    with pytest.raises(EncoderError, match=words):
         write(inputs, x=torch.ones(3))
-    with pytest.raises(EncoderBufferError, match="padding logic"):
+    with pytest.raises(EncoderError, match="padding logic"):
         made.execute(rows(3))
     made.config.padding_logics["x"] = right  # type: ignore[index]
     check(made, model, rows(3))  # the next good call works
@@ -154,15 +154,15 @@ def _right(dst: torch.Tensor, src: torch.Tensor) -> None:
 )
 def test_values_that_do_not_fit_change_nothing(values: Any, words: str) -> None:
     inputs = staged({"x": torch.zeros(4, 2), "y": torch.zeros(3, dtype=torch.int64)})
-    with pytest.raises(EncoderBufferError, match=words):
+    with pytest.raises(EncoderError, match=words):
         write(inputs, **values)
     assert not any(each.any() for each in inputs.values.values())
 
 
 def test_capture_inputs_have_exactly_the_keys() -> None:
-    with pytest.raises(EncoderBufferError, match="no value for buffer 'y'"):
+    with pytest.raises(EncoderError, match="no value for buffer 'y'"):
         manager(Rows(buffer_keys=["x", "y"]))
-    with pytest.raises(EncoderBufferError, match="'x' is not among buffer_keys"):
+    with pytest.raises(EncoderError, match="'x' is not among buffer_keys"):
         manager(Rows(buffer_keys=["pixels"]))
 
 
@@ -171,7 +171,7 @@ def test_eager_values_have_exactly_the_keys() -> None:
         def prepare_encoder_cudagraph_replay_buffers(self, *args: Any) -> Any:
             return EncoderCudaGraphReplayBuffers({})
 
-    with pytest.raises(EncoderBufferError, match="no value for buffer 'x'"):
+    with pytest.raises(EncoderError, match="no value for buffer 'x'"):
         manager(Mine(), captured=False).execute(rows(3))
 
 
@@ -256,7 +256,7 @@ def test_offsets_that_do_not_end_at_the_rows_are_refused(offsets: list[int]) -> 
 
     made = manager(Mine(buffer_keys=["x", "starts"], offset_keys=["starts"]), captured=False)
     last = offsets[-1] if offsets else None
-    with pytest.raises(EncoderBufferError, match=rf"'starts'.*its last entry is {last}"):
+    with pytest.raises(EncoderError, match=rf"'starts'.*its last entry is {last}"):
         made.capture()
 
 

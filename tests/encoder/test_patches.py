@@ -8,7 +8,7 @@ from encoder_support import TABLES, C, H, Tower, check, close, images, manager, 
 
 from cgcompile.encoder import EncoderItemSpec, PatchEncoder, PatchOffsets, PatchTable
 from cgcompile.encoder.patches import frame_offsets
-from cgcompile.errors import ConfigError, EncoderItemError
+from cgcompile.errors import ConfigError, EncoderError
 from cgcompile.reasons import Reason
 
 
@@ -196,9 +196,9 @@ def test_patches_that_are_not_those_of_the_grids_are_refused(rows: int, captured
     """Padding would hide what is missing, and the budget what is too much."""
     made = manager(patches(), captured=captured)
     call = {**images((4, 4)), "pixel_values": torch.randn(rows, C)}
-    with pytest.raises(EncoderItemError, match=rf"{rows} rows.*'image_grid_thw' have 16 patches"):
+    with pytest.raises(EncoderError, match=rf"{rows} rows.*'image_grid_thw' have 16 patches"):
         made.execute(call)
-    with pytest.raises(EncoderItemError, match="16 patches"):
+    with pytest.raises(EncoderError, match="16 patches"):
         patches().select_encoder_cudagraph_items(call, [0])
     check(made, patches(), images((4, 4)))
 
@@ -224,7 +224,7 @@ def test_grids_that_cannot_be_are_refused_before_anything_runs(grids: Any, captu
     model = patches(odd_grids=False)
     made = manager(model, captured=captured)
     before = made.statistics.as_dict()
-    with pytest.raises(EncoderItemError, match="'image_grid_thw'"):
+    with pytest.raises(EncoderError, match="'image_grid_thw'"):
         made.execute({"pixel_values": torch.randn(9, C), "image_grid_thw": grids})
     assert made.statistics.as_dict() == before
     check(made, model, images((4, 4), (2, 2)))
@@ -243,7 +243,7 @@ def test_calls_without_inputs_are_refused() -> None:
         ({**call, "pixel_values": [1.0] * 16}, "'pixel_values' is a list"),
         ({**call, "pixel_values": torch.tensor(1.0)}, "'pixel_values' is a Tensor"),
     ):
-        with pytest.raises(EncoderItemError, match=told):
+        with pytest.raises(EncoderError, match=told):
             made.execute(bad)  # type: ignore[arg-type]
         check(made, model, call)
 
@@ -251,7 +251,7 @@ def test_calls_without_inputs_are_refused() -> None:
 def test_odd_grids_are_taken_where_the_tower_says_so() -> None:
     call = images((4, 4), (3, 5))
     check(manager(patches()), patches(), call)
-    with pytest.raises(EncoderItemError, match=r"item 1 is \[1, 3, 5\].*merge_size = 2"):
+    with pytest.raises(EncoderError, match=r"item 1 is \[1, 3, 5\].*merge_size = 2"):
         manager(patches(odd_grids=False)).execute(call)
 
 

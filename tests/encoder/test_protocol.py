@@ -32,10 +32,7 @@ from cgcompile.encoder import (
 from cgcompile.encoder.protocol import MANDATORY, OPTIONAL
 from cgcompile.errors import (
     ConfigError,
-    EncoderBudgetError,
-    EncoderBufferError,
-    EncoderItemError,
-    EncoderModelError,
+    EncoderError,
 )
 
 
@@ -72,7 +69,7 @@ def test_a_missing_method_is_named(name: str, inherits: bool) -> None:
     bases = (SupportsEncoderCudaGraph,) if inherits else ()
     model = type("Mine", bases, methods)()
     assert not supports_encoder_cudagraph(model)
-    with pytest.raises(EncoderModelError, match=rf"Mine has no method {name}\(\)"):
+    with pytest.raises(EncoderError, match=rf"Mine has no method {name}\(\)"):
         EncoderCudaGraphManager(model, device="cpu", dtype=torch.float32, token_budgets=[8])
 
 
@@ -83,7 +80,7 @@ def test_the_older_three_methods_are_told_of_the_one() -> None:
         "get_encoder_cudagraph_per_item_input_sizes": lambda self, kw: [1],
     }
     methods = {each: getattr(Rows, each) for each in MANDATORY[:1] + MANDATORY[2:]}
-    with pytest.raises(EncoderModelError, match=r"older protocol(.|\n)*EncoderItemSpec\("):
+    with pytest.raises(EncoderError, match=r"older protocol(.|\n)*EncoderItemSpec\("):
         manager(type("Mine", (), {**methods, **older})(), captured=False)
 
 
@@ -106,9 +103,9 @@ def test_the_default_eager_forward_of_the_protocol() -> None:
     model.prepare_encoder_cudagraph_replay_buffers = lambda *_: type(
         "B", (), {"values": {"x": None}}
     )  # type: ignore[assignment]
-    with pytest.raises(EncoderModelError, match="None for 'x'"):
+    with pytest.raises(EncoderError, match="None for 'x'"):
         model.encoder_eager_forward(call)
-    with pytest.raises(EncoderModelError, match="None for 'x'"):
+    with pytest.raises(EncoderError, match="None for 'x'"):
         manager(model, captured=False).execute(call)
 
 
@@ -126,7 +123,7 @@ def test_the_default_eager_forward_tells_one_path_of_another_name() -> None:
 
 
 def test_budgets_need_a_range() -> None:
-    with pytest.raises(EncoderModelError, match="token_budgets="):
+    with pytest.raises(EncoderError, match="token_budgets="):
         manager(Rows(), token_budgets=None, captured=False)
     seen = []
 
@@ -146,13 +143,11 @@ def test_modality() -> None:
     assert both.get_input_modality(videos((1, 2, 2))) == "video"
     assert both.get_input_modality(images((2, 2))) == "image"
     assert both.get_input_modality({"pixel_values": 1, "pixel_values_videos": None}) == "image"
-    with pytest.raises(
-        EncoderModelError, match=r"several modalities.*image_grid_thw.*video_grid_thw"
-    ):
+    with pytest.raises(EncoderError, match=r"several modalities.*image_grid_thw.*video_grid_thw"):
         both.get_input_modality({**images((2, 2)), **videos((1, 2, 2))})
-    with pytest.raises(EncoderModelError, match="no known modality: keys input_ids"):
+    with pytest.raises(EncoderError, match="no known modality: keys input_ids"):
         both.get_input_modality({"input_ids": 1})
-    with pytest.raises(EncoderModelError, match="several modalities"):
+    with pytest.raises(EncoderError, match="several modalities"):
         manager(both).execute({**images((2, 2)), **videos((1, 2, 2))})
 
 
@@ -201,23 +196,23 @@ class Odd(Rows):
     ],
 )
 def test_what_is_refused_at_capture(wrong: str, value: Any, words: str) -> None:
-    with pytest.raises(EncoderModelError, match=words):
+    with pytest.raises(EncoderError, match=words):
         manager(Odd(wrong, value))
 
 
 @pytest.mark.parametrize(
     ("wrong", "value", "error", "words"),
     [
-        ("specs", [(3, 3)], EncoderModelError, "tuple; expected a list of EncoderItemSpec"),
+        ("specs", [(3, 3)], EncoderError, "tuple; expected a list of EncoderItemSpec"),
         (
             "specs",
             [EncoderItemSpec(3, 3, path_output_tokens={"lokal": 1})],
-            EncoderItemError,
+            EncoderError,
             "item 0: output tokens on path 'lokal'",
         ),
         ("specs", [EncoderItemSpec(3, 3, 1)], ConfigError, "enable_dual_path_graph=True"),
-        ("eager", torch.zeros(2, H), EncoderModelError, r"eager_forward\(\) returned \[2, 6\]"),
-        ("post", None, EncoderModelError, "no result for item 0"),
+        ("eager", torch.zeros(2, H), EncoderError, r"eager_forward\(\) returned \[2, 6\]"),
+        ("post", None, EncoderError, "no result for item 0"),
     ],
 )
 def test_what_is_refused_at_a_call(wrong: str, value: Any, error: Any, words: str) -> None:
@@ -232,12 +227,12 @@ def test_what_is_refused_at_a_call(wrong: str, value: Any, error: Any, words: st
 
 @pytest.mark.parametrize("bad", [[0, 8], [-8], [8, -1], []])
 def test_budgets_that_cannot_be(bad: list[int]) -> None:
-    with pytest.raises(EncoderBudgetError):
+    with pytest.raises(EncoderError):
         manager(Rows(), token_budgets=bad, captured=False)
 
 
 def test_more_items_than_the_least_budget() -> None:
-    with pytest.raises(EncoderBudgetError, match="must be <= the smallest token budget, 8"):
+    with pytest.raises(EncoderError, match="must be <= the smallest token budget, 8"):
         manager(Rows(), max_batch_size=9, captured=False)
     assert manager(Rows(), max_batch_size=8, captured=False).max_batch_size == 8
     with pytest.raises(ConfigError, match="token_budgets"):
@@ -272,10 +267,10 @@ class Wide(Rows):
 def test_columns_that_the_configuration_does_not_have_are_refused(device: str) -> None:
     made = manager(Wide(), device, token_budgets=[8, 16], captured=False)
     words = rf"returned tensors of {H} columns; out_hidden_size of EncoderCudaGraphConfig is 999"
-    with pytest.raises(EncoderModelError, match=rf"encoder_cudagraph_forward\(\) {words}"):
+    with pytest.raises(EncoderError, match=rf"encoder_cudagraph_forward\(\) {words}"):
         made.capture()
     assert made.budget_graphs == []
-    with pytest.raises(EncoderModelError, match=rf"encoder_eager_forward\(\) {words}"):
+    with pytest.raises(EncoderError, match=rf"encoder_eager_forward\(\) {words}"):
         made.execute(rows(3, device=device))
 
 
@@ -285,7 +280,7 @@ def test_one_of_several_tensors_has_the_columns() -> None:
         model = patches(deep=True, out_hidden_size=columns)
         (first, _) = manager(model).execute(call)
         assert (first["tokens"].shape[-1], first["deep"][0].shape[-1]) == (H, 2 * H)
-    with pytest.raises(EncoderModelError, match=rf"of {H}, {2 * H} columns; .* is 4"):
+    with pytest.raises(EncoderError, match=rf"of {H}, {2 * H} columns; .* is 4"):
         manager(patches(deep=True, out_hidden_size=4))
 
 
@@ -301,7 +296,7 @@ def test_columns_are_those_of_items_where_the_model_puts_them_together() -> None
     assert made.execute(rows(3))[0].shape == (3, 2 * H)
     assert made.statistics.hits == 1
     made = manager(Twice(), token_budgets=[8, 16])
-    with pytest.raises(EncoderModelError, match=rf"postprocess.* of {2 * H} columns; .* is {H}"):
+    with pytest.raises(EncoderError, match=rf"postprocess.* of {2 * H} columns; .* is {H}"):
         made.execute(rows(3))
 
 
@@ -320,7 +315,7 @@ def test_several_paths_need_methods_that_are_told_which(name: str) -> None:
 
     model = type("OnePath", (DualPath,), {name: without})()
     words = rf"OnePath.{name}\(\) takes no path=, and the configuration has paths global, local"
-    with pytest.raises(EncoderModelError, match=words):
+    with pytest.raises(EncoderError, match=words):
         manager(model, captured=False)
 
     def anything(self: Any, *values: Any, **named: Any) -> Any:
@@ -332,7 +327,7 @@ def test_several_paths_need_methods_that_are_told_which(name: str) -> None:
 
 def test_axes_need_methods_that_are_told_which() -> None:
     model = Rows(capture_axes=(EncoderCaptureAxis("longest", (4,)),))
-    with pytest.raises(EncoderModelError, match=r"takes no axes=, and the .* axes longest"):
+    with pytest.raises(EncoderError, match=r"takes no axes=, and the .* axes longest"):
         manager(model, captured=False)
 
 
@@ -344,7 +339,7 @@ def test_a_buffer_that_is_not_declared_is_named(captured: bool) -> None:
     encoder = PatchEncoder(forward, merge_size=2, in_features=3, out_hidden_size=3, offsets={})
     made = manager(encoder, captured=False)
     words = "KeyError: 'pixel_value'; its buffers are pixel_values. Did you mean 'pixel_values'"
-    with pytest.raises(EncoderModelError, match=words) as raised:
+    with pytest.raises(EncoderError, match=words) as raised:
         made.capture() if captured else made.execute(images((2, 2)))
     assert isinstance(raised.value.__cause__, KeyError)
 
@@ -362,16 +357,16 @@ def test_other_key_errors_stay_what_they_are() -> None:
 def test_a_misspelt_input_is_told_its_name() -> None:
     call = images((2, 2))
     call["pixel_value"] = call.pop("pixel_values")
-    with pytest.raises(EncoderItemError, match="Rename 'pixel_value' to 'pixel_values'"):
+    with pytest.raises(EncoderError, match="Rename 'pixel_value' to 'pixel_values'"):
         manager(patches()).execute(call)
 
 
 def test_values_that_do_not_fit_say_which_sizes_do_not() -> None:
     made = manager(Rows(), token_budgets=[8])
     call = rows(3)
-    with pytest.raises(EncoderBufferError, match="Sizes behind the first"):
+    with pytest.raises(EncoderError, match="Sizes behind the first"):
         made.execute({**call, "x": torch.randn(3, 5)})
-    with pytest.raises(EncoderBufferError, match=r"Sizes behind the first .* dtype must cast"):
+    with pytest.raises(EncoderError, match=r"Sizes behind the first .* dtype must cast"):
         made.execute({**call, "x": torch.randn(3, 3, dtype=torch.complex64)})
     model = Rows()
     expected = one_by_one(model, call)
@@ -386,5 +381,5 @@ def test_items_that_were_changed_are_checked() -> None:
             found[0].output_tokens = -1
             return found
 
-    with pytest.raises(EncoderItemError, match="output_tokens = -1"):
+    with pytest.raises(EncoderError, match="output_tokens = -1"):
         manager(Mine(), token_budgets=[8]).execute(rows(3))

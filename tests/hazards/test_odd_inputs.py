@@ -9,7 +9,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor
-from cgcompile.errors import DescriptorError
+from cgcompile.errors import BatchError
 from cgcompile.reasons import Reason
 
 
@@ -73,7 +73,7 @@ def test_the_list_of_compiled_autograd(device: str) -> None:
 
 
 def test_an_error_shows_no_values_of_tensors() -> None:
-    with pytest.raises(DescriptorError) as caught:
+    with pytest.raises(BatchError) as caught:
         BatchDescriptor(4, extra=("auto", ([torch.tensor(17.25)], torch.tensor(18.25))))
     assert "list" in str(caught.value)
     assert "17.25" not in str(caught.value)

@@ -269,7 +269,7 @@ def test_an_error_of_something_else() -> None:
 
 
 def test_an_error_of_a_capture_keeps_its_advice() -> None:
-    (found,) = Diagnosis.of_error(CaptureError.no_breaks("step", "a::b")).findings
+    (found,) = Diagnosis.of_error(CaptureError.no_breaks(what="step", names="a::b")).findings
     assert found.kind == "capture_failed"
 
     class Fails(nn.Module):
