@@ -78,7 +78,7 @@ class Traces:
         self._compile = compile_graph
         self._rules = rules
         self._kept = kept
-        self._count = 0  # of all traces so far
+        self._count = 0  # of traces since the last invalidation
         self._lock = new_lock()
         self.is_closed = False
         self._unfrozen = False  # whether the model replaces tensors of its own
@@ -191,7 +191,7 @@ class Traces:
         """Forget all traces."""
         with self._lock:
             self._set_made(())
-            self._unfrozen = False
+            self._count, self._unfrozen = 0, False
             compat.drop_size_caches()
 
     # -------------------------------------------------------------- a new trace
