@@ -166,6 +166,7 @@ from cgcompile.compat.saved import (
     traced_expression,
 )
 from cgcompile.compat.shapes import OwnShapes, Span, python_predicate, why_not_copied
+from cgcompile.compat.sources import drop_sources_with, new_sources
 from cgcompile.compat.traced import TracedPython, alike, compiling, source_scope
 from cgcompile.compat.traces import (
     PROFILING,
