@@ -364,7 +364,9 @@ class Backend:
         self._compiled += 1
         unmet = self._look_for_declared(gm)
         make = _compile_piecewise if config.mode is CompilationMode.PIECEWISE else _compile_unsplit
-        graph = make(gm, config, self._pieces, frozen)
+        with compat.new_sources() as sources:
+            graph = make(gm, config, self._pieces, frozen)
+        compat.drop_sources_with(graph, sources)
         trace_code(graph.source, graph.artifacts, graph.compilation)
         if unmet is not None:
             for piece in graph.split.pieces:  # passes may have put the op in

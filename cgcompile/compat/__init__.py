@@ -133,6 +133,7 @@ from cgcompile.compat.operators import (
 )
 from cgcompile.compat.presence import private_names
 from cgcompile.compat.shapes import OwnShapes, Span, python_predicate, why_not_copied
+from cgcompile.compat.sources import drop_sources_with, new_sources
 from cgcompile.compat.traced import alike
 from cgcompile.compat.traces import (
     PROFILING,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cgcompile.compat.traced import patched
 from cgcompile.compat.tracing import traced_function
 
 
@@ -16,7 +17,7 @@ def size_oblivious(on: bool) -> Any:
     """A context in which sizes 0 and 1 of dynamic dimensions are not told from others."""
     from torch.fx.experimental import _config
 
-    return _config.patch(backed_size_oblivious=on)
+    return patched(_config, {"backed_size_oblivious": on})
 
 
 _MARKS = ("_dynamo_", "_has_dynamo", "_specialize_on")

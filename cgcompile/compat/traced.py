@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 _INSTALLED = re.compile(r"__builtins__$|__(compiled_fn|import|builtins_dict)_|___|\w*_\d+_c\d+$")
+_OF_ONE_TRACE = re.compile(r"__\w+_\d+$|__compiled_fn_|\w*_\d+_c\d+$")
 
 # Instructions that change nothing but local variables and what has just been made, by name; those
 # that name something; and what plain code names. Python 3.11 to 3.13.
@@ -38,6 +39,11 @@ _PLAIN_NAMES = frozenset(
         "record_pregraph_bytecode_exit",
     )
 )
+
+
+def is_of_one_trace(name: str) -> bool:
+    """Whether Dynamo has made up the name of a global for one trace alone."""
+    return bool(_OF_ONE_TRACE.match(name)) and not name.startswith("__import_")
 
 
 class _Globals(dict[str, Any]):
@@ -183,3 +189,19 @@ def measured() -> Iterator[None]:
 
     with get_metrics_context(), dynamo_timed("cgcompile"):
         yield
+
+
+@contextmanager
+def patched(config: Any, changes: Mapping[str, Any]) -> Iterator[None]:
+    """Change settings of torch and put them back.
+
+    ``config.patch`` makes a context variable at each call, which the context of the thread keeps.
+    """
+    before = {name: getattr(config, name) for name in changes}
+    try:
+        for name, value in changes.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)

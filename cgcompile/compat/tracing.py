@@ -7,16 +7,25 @@ the names are the same in 2.11, 2.13 and 2.15.
 import dis
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from cgcompile.compat.dynamo import known_size, size_conditions, source_name, squeeze_conditions
-from cgcompile.compat.traced import TracedPython, compiling, measured
+from cgcompile.compat.sources import drop_sources_with, new_sources
+from cgcompile.compat.traced import (
+    TracedPython,
+    compiling,
+    is_of_one_trace,
+    measured,
+    patched,
+)
 
 
 class CannotTrace(Exception):
@@ -94,7 +103,7 @@ class Trace:
         if self._shape_env is not None:
             drop_fakes(self._shape_env)
         if self.python.graph is not None:
-            self.original.__globals__.pop(self.python.graph, None)
+            drop_globals(self.original.__globals__, {self.python.graph})
 
     def function(self, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
         """See :meth:`TracedPython.function`."""
@@ -176,15 +185,12 @@ class Trace:
             CannotTrace: a dynamic dimension was fixed.
         """
         from torch._dynamo import config
-        from torch._dynamo.hooks import Hooks
 
-        chosen = Hooks(guard_filter_fn=_sizes_only) if sizes_only else None
-        hooks_too = config.patch({"skip_nnmodule_hook_guards": False})
+        chosen = _sizes_only if sizes_only else None
+        hooks_too = patched(config, {"skip_nnmodule_hook_guards": False})
         with measured(), _as_cannot_trace(), hooks_too:
-            found = self._output.graph_capture_output.build_guards(
-                self.original.__code__, hooks=chosen
-            )
-        return Guards(found)
+            graph = self._output.graph_capture_output.output_graph
+            return Guards(_weak_guards()(self.original.__code__, graph, guard_filter_fn=chosen))
 
 
 def current_shape_env() -> Any:
@@ -225,15 +231,51 @@ def _name(sourced: Any) -> str:
     return str(sourced.name() if callable(sourced.name) else sourced.name)
 
 
+@cache
+def _weak_guards() -> Any:
+    """Return Dynamo's class of guards without its finalizers.
+
+    A finalizer of each object that is compared by identity would keep the guards as long as that
+    object, such as a class or a module-level function, lives.
+    """
+    from torch._dynamo.guards import CheckFunctionManager
+
+    class WeakGuards(CheckFunctionManager):
+        def id_ref(self, obj: object, obj_str: str) -> int:
+            with suppress(TypeError):  # no weak reference to it is possible
+                self._weakrefs.setdefault(id(obj), weakref.ref(obj))
+                vars(self).setdefault("identities", {})[id(obj)] = self._weakrefs[id(obj)]
+            return id(obj)
+
+    return WeakGuards
+
+
 class Guards:
-    """What must hold of the locals of a call, so that a trace serves it."""
+    """What must hold of the locals of a call, so that a trace serves it.
+
+    Attributes:
+        hold: whether they hold; never again after an object that is compared by identity was freed.
+        is_alive: whether none of those objects was freed.
+    """
 
     def __init__(self, made: Any) -> None:
         self._made = made  # it keeps what the guards look at
         self.hold: Callable[[dict[str, Any]], bool] = made.guard_manager.check
+        self.is_alive = True
+        this = weakref.ref(self)
+
+        def expire(_: Any) -> None:
+            guards = this()
+            if guards is not None:
+                guards.hold, guards.is_alive = lambda names: False, False
+
+        objects = [reference() for reference in vars(made).get("identities", {}).values()]
+        self._identities = [weakref.ref(each, expire) for each in objects if each is not None]
 
     def first_that_fails(self, names: dict[str, Any]) -> str:
         """The first condition that does not hold, as Python, with the user's line."""
+        if not self.is_alive:
+            return "an object that was compared by identity was freed"
         found = self._made.guard_manager.check_verbose(names)
         parts = [str(part).strip() for part in found.verbose_code_parts]
         return " ".join(parts[0].split()) if parts else str(found)
@@ -299,14 +341,33 @@ def trace_call(
         "capture_dynamic_output_shape_ops": True,
         "skip_nnmodule_hook_guards": False,
     }
+    function = traced_function(called)[0]
     with ExitStack() as stack:
         stack.enter_context(convert_frame.compile_lock)
         stack.enter_context(_as_cannot_trace())
-        stack.enter_context(config.patch(patches))
+        stack.enter_context(patched(config, patches))
         stack.enter_context(measured())
         stack.enter_context(set_enable_dynamic(False))
-        output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
-    return Trace(traced_function(called)[0], output)
+        before = set(function.__globals__)
+        with new_sources() as sources:
+            output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
+            trace = Trace(function, output)
+        new = {name for name in function.__globals__.keys() - before if is_of_one_trace(name)}
+    code = trace.python.code
+    drop_sources_with(code, sources)
+    weakref.finalize(code, drop_globals, function.__globals__, new).atexit = False
+    return trace
+
+
+def drop_globals(names: dict[str, Any], dropped: Iterable[str]) -> None:
+    """Remove globals that Dynamo has installed for one trace."""
+    from torch._dynamo.utils import CleanupHook
+
+    disown = getattr(CleanupHook, "disown", None)  # 2.15 keeps who has installed a name
+    for name in dropped:
+        names.pop(name, None)
+        if disown is not None:
+            disown(names, name)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from cgcompile import compat
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.graphs.arena import Block, Frame, address
-from cgcompile.graphs.copies import OwnedCopy, numbers_as_bytes, span
+from cgcompile.graphs.copies import OwnedCopy, numbers_as_bytes, stretch
 from cgcompile.graphs.guards import layout_text, same_layout, same_value
 from cgcompile.graphs.sequence import Crossing
 
@@ -130,7 +130,7 @@ class _SharedBridge:
     ) -> None:
         self._places = places
         given = [made[place.item] for place in places]
-        first, last = self._stretch(given)
+        first, last = stretch(given)
         self._starts = _offsets(given, first)
         self.block = frame.take(last - first, given[0].device, result)
         self._memory = self.block.memory[: last - first]
@@ -139,19 +139,12 @@ class _SharedBridge:
             for value, start in zip(given, self._starts, strict=True)
         ]
 
-    def _stretch(self, given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-        """First and last byte that these tensors reach, counted from where their storage begins."""
-        starts = [t.storage_offset() * t.element_size() for t in given]
-        ends = [s + span(t) * t.element_size() for s, t in zip(starts, given, strict=True)]
-        largest = max(t.element_size() for t in given)
-        return min(starts) // largest * largest, max(ends)
-
     def __call__(self, made: list[Any]) -> None:
         given = [made[place.item] for place in self._places]
         for place, value, view in zip(self._places, given, self._views, strict=True):
             if not same_layout(value, view):
                 raise place.changed(layout_text(value), layout_text(view))
-        first, last = self._stretch(given)
+        first, last = stretch(given)
         one_memory = len({address(value) for value in given}) == 1
         if not one_memory or _offsets(given, first) != self._starts:
             raise self._places[0].changed("memory shared in another way", "not")

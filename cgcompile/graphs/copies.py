@@ -28,6 +28,14 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return compat.physical(tensor).as_strided((span(tensor),), (1,))
 
 
+def stretch(tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+    """First and last byte that tensors of one memory reach, counted from where it begins."""
+    starts = [t.storage_offset() * t.element_size() for t in tensors]
+    ends = [s + span(t) * t.element_size() for s, t in zip(starts, tensors, strict=True)]
+    largest = max(t.element_size() for t in tensors)
+    return min(starts) // largest * largest, max(ends)
+
+
 def numbers_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a tensor as uint8 [bytes], in order, gaps left out: equal for equal bits."""
     with torch.inference_mode(False), torch.no_grad():
@@ -49,6 +57,7 @@ class OwnedCopy:
         frame: where the memory comes from.
         device: where the buffer is; that of the template if left out.
         result: the caller of the step gets the buffer.
+        within: a block that several buffers share, and the byte of it where this one begins.
 
     Attributes:
         tensor: the buffer; its address never changes.
@@ -63,12 +72,14 @@ class OwnedCopy:
         frame: Frame,
         device: torch.device | None = None,
         result: bool = False,
+        within: tuple[Block, int] | None = None,
     ) -> None:
         size = span(template)
         nbytes = size * template.element_size()
-        self.block: Block = frame.take(nbytes, device or template.device, result)
+        block, start = within or (frame.take(nbytes, device or template.device, result), 0)
+        self.block: Block = block
         with torch.inference_mode(False), torch.no_grad():
-            self._flat = self.block.view(template.dtype, (size,), (1,))
+            self._flat = block.view(template.dtype, (size,), (1,), start)
             strided = self._flat.as_strided(template.size(), template.stride())
             self.tensor = compat.with_bits(strided, template.is_conj(), template.is_neg())
         self._contiguous = template.is_contiguous() and not _has_bits(template)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cgcompile import compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.forward_context import (
@@ -18,8 +19,8 @@ from cgcompile.forward_context import (
     ForwardContext,
     override_forward_context,
 )
-from cgcompile.graphs.arena import address
-from cgcompile.graphs.copies import OwnedCopy, ScalarCopy
+from cgcompile.graphs.arena import Block, address
+from cgcompile.graphs.copies import OwnedCopy, ScalarCopy, stretch
 from cgcompile.graphs.entries import CUDAGraphEntry
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.sequence import GraphSequence, Slot
@@ -377,15 +378,31 @@ class Recording:
             hand_out, holds = self._pool.stale.hand_out, self._pool.holds
             tracked = partial(hand_out, owns=holds, owner=self.owner, what=what)
         shares = self.owner is not None and not self.batch.own_context
-        owned = self._own_result if shares else None
+        owned = self._own_results(made) if shares else None
         return Returns(made, sources, given, fixed, owns, tracked, owned)
 
-    def _own_result(self, result: torch.Tensor) -> OwnedCopy | None:
-        """Return a buffer of this weight set for a result in memory that other steps use."""
-        start = address(result)
-        if not self._pool.holds(start) or self._pool.arena.owner_of(start) == self.owner:
-            return None
-        return OwnedCopy(result, self.frame, result=True)
+    def _own_results(self, made: Any) -> Callable[[torch.Tensor], OwnedCopy | None]:
+        """Return what makes buffers of this weight set for results in memory that other steps use.
+
+        Results that share memory get buffers that share it as well.
+        """
+        blocks: dict[int, tuple[Block, int]] = {}
+        members: dict[int, list[torch.Tensor]] = {}
+        for leaf in compat.tree_tensors(made):
+            members.setdefault(address(leaf), []).append(leaf)
+
+        def owned(result: torch.Tensor) -> OwnedCopy | None:
+            start = address(result)
+            if not self._pool.holds(start) or self._pool.arena.owner_of(start) == self.owner:
+                return None
+            if start not in blocks:
+                first, last = stretch(members[start])
+                blocks[start] = (self.frame.take(last - first, result.device, result=True), first)
+            block, first = blocks[start]
+            begin = result.storage_offset() * result.element_size() - first
+            return OwnedCopy(result, self.frame, within=(block, begin))
+
+        return owned
 
 
 def _starts(values: Sequence[Any], known: Mapping[int, int]) -> list[int]:

@@ -113,7 +113,9 @@ class Variant:
 
     @property
     def is_alive(self) -> bool:
-        """Whether all objects that a call must pass are still there."""
+        """Whether all objects that a call must pass, or guards compare, are still there."""
+        if self.guards is not None and not self.guards.is_alive:
+            return False
         return all(reference() is not None for reference in self._references)
 
     def moved(self, names: Mapping[str, Any], globals_: Mapping[str, Any]) -> str | None:

@@ -89,7 +89,7 @@ class Traces:
         self._run_plain = run_plain
         self._refused: dict[str, int] = {}  # calls without a trace, by their numbers
         self._rules = rules
-        self._count = 0  # of all traces so far
+        self._count = 0  # of traces since the last invalidation
         self._lock = new_lock()
         self.is_closed = False
         self._unfrozen = False  # whether the model replaces tensors of its own
@@ -206,7 +206,7 @@ class Traces:
         with self._lock:
             self._set_made(())
             self._refused.clear()
-            self._unfrozen = False
+            self._count, self._unfrozen = 0, False
             compat.drop_size_caches()
 
     # -------------------------------------------------------------- a new trace

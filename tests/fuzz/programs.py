@@ -20,16 +20,44 @@ Step = tuple[str, int, int]
 
 FEATURES: dict[str, tuple[str, ...]] = {
     "pure": ("linear", "norm", "add", "gelu", "where", "reduce"),
-    "views": ("alias", "columns", "turned", "chunked", "stacked", "strided", "reshaped"),
+    "views": (
+        "alias",
+        "columns",
+        "turned",
+        "chunked",
+        "stacked",
+        "strided",
+        "reshaped",
+        "overlapping",
+    ),
     "numbers": ("python_scalar", "scalar_tensor", "sized", "half", "to_int"),
     "writes": ("write", "write_half", "write_row", "write_buffer", "write_cache", "out_argument"),
     "boundaries": ("attend", "scale_in_place", "attend_twice"),
+    "breaks": ("break_pair", "break_alias"),
     "aliases": ("contiguous", "same_dtype", "dropout", "expanded"),
-    "regions": ("region",),
-    "alias_boundaries": ("region_view", "region_reshape", "region_contiguous", "region_write"),
+    "regions": ("region", "region_pair", "region_overlapping"),
+    "alias_boundaries": (
+        "region_view",
+        "region_reshape",
+        "region_contiguous",
+        "region_write",
+        "region_alias",
+    ),
     "rebinds": ("rebind",),
 }
 TRACED = ("regions", "alias_boundaries", "rebinds")
+RETURNS = ("one", "several", "mapping", "inputs", "views", "buffers")
+
+
+@cgcompile.eager_break_during_capture
+def sum_and_view(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = a.sin() + b
+    return total, total[:]
+
+
+@cgcompile.eager_break_during_capture
+def same_memory(a: torch.Tensor) -> torch.Tensor:
+    return a[:]
 
 
 class Program(nn.Module):
@@ -59,12 +87,16 @@ class Program(nn.Module):
             return {"last": values[-1], "both": (values[-2], values[len(values) // 2])}
         if self.returns == "inputs":
             return values[-1], values[0], values[1], values[-1][:, :2]
+        if self.returns == "views":
+            return values[-1], values[0][:, 2:6], values[1].t(), values[len(values) // 2][1:]
+        if self.returns == "buffers":
+            return values[-1], self.state, self.state[2:6], [values[-2][:]]
         return tuple(values[-3:])
 
     # -------------------------------------------------------------- pure
 
     def linear(self, a, b, cache):
-        return [self.first(a) if a is not b else self.second(a)]
+        return [self.second(self.first(a)) + b * 0.25]
 
     def norm(self, a, b, cache):
         return [self.scaling(a)]
@@ -104,6 +136,10 @@ class Program(nn.Module):
 
     def reshaped(self, a, b, cache):
         return [a.reshape(-1).view(b.shape)]
+
+    def overlapping(self, a, b, cache):
+        wide = torch.cat((a, b), 1)
+        return [wide[:, :WIDTH], wide[:, WIDTH // 2 : -WIDTH // 2], wide[:, WIDTH:]]
 
     # -------------------------------------------------------------- numbers
 
@@ -180,9 +216,31 @@ class Program(nn.Module):
         torch.ops.cgtest.scale_(a, 0.5)
         return []
 
+    def break_pair(self, a, b, cache):
+        return list(sum_and_view(a, b))
+
+    def break_alias(self, a, b, cache):
+        return [same_memory(a)]
+
     def region(self, a, b, cache):
         with cgcompile.eager_region():
             made = a.sin() + b
+        return [made]
+
+    def region_pair(self, a, b, cache):
+        with cgcompile.eager_region():
+            made = a.sin() + b
+            turned = made.unflatten(1, (4, 2)).transpose(1, 2)
+        return [made, turned.flatten(1)]
+
+    def region_overlapping(self, a, b, cache):
+        with cgcompile.eager_region():
+            made = self.overlapping(a, b, cache)
+        return made
+
+    def region_alias(self, a, b, cache):
+        with cgcompile.eager_region():
+            made = a[:]
         return [made]
 
     def region_view(self, a, b, cache):
@@ -208,14 +266,20 @@ class Program(nn.Module):
 
 
 def draw(seed: int, features: tuple[str, ...], autocast: bool = False) -> Program:
-    """Draw the first program of a seed that eager runs at every number of rows."""
+    """Draw the first program of a seed that eager runs at every number of rows.
+
+    It takes some of the features only, and so more operations of each. Most programs have weights.
+    """
     chance = random.Random(seed)
-    names = [op for feature in features for op in FEATURES[feature]]
+    some = [name for name in features if chance.random() < 0.7] or features
+    names = [op for feature in some for op in FEATURES[feature]]
     weights = [3 if op in FEATURES["boundaries"] else 1 for op in names]
     for _ in range(200):
         ops = chance.choices(names, weights, k=chance.randint(3, 14))
+        if "pure" in features and chance.random() < 0.7:
+            ops[chance.randrange(len(ops))] = "linear"
         steps = [(op, chance.randrange(12), chance.randrange(12)) for op in ops]
-        returns = chance.choice(("one", "several", "several", "mapping", "inputs"))
+        returns = chance.choice(RETURNS)
         torch.manual_seed(seed)
         program = Program(steps, returns).requires_grad_(False)
         if all(runs(copy.deepcopy(program), rows, autocast) for rows in (0, 1, 3, 4)):

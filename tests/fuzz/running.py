@@ -26,10 +26,22 @@ from cgcompile import BatchDescriptor, CompilationConfig, CUDAGraphMode, set_for
 from cgcompile.errors import TraceError
 from fuzz.programs import FEATURES, TRACED, WIDTH, draw
 
-DRAWN = (*COMPILED, "cgcompile.compile", *WRAPPERS, *MANAGERS)  # one of them twice as often
+DRAWN = (*COMPILED, *COMPILED, *WRAPPERS, *MANAGERS)  # some of them twice as often
 ROWS = (0, 1, 3, 4, 4, 6, 6)
 KEPT = 8  # results of earlier steps that are looked at again
-Tensors = dict[int, torch.Tensor]
+DUE_AFTER = 6  # steps: then a step like them replays, unless there is a reason
+LEAST_DUE = 0.25  # of these steps of one program: others have eager results read by graphs
+WAYS_TO_REPLACE = (
+    "data",
+    "exchange data",
+    "parameter",
+    "delete",
+    "assign",
+    "load",
+    "buffer",
+    "exchange models",
+)
+Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass
@@ -61,6 +73,9 @@ class Draw:
     context: bool
     autocast: bool
     instances: int
+    chained: bool
+    static: bool
+    grads: float
     chance: random.Random = field(repr=False)
 
     @property
@@ -75,15 +90,20 @@ class Draw:
 def drawn(seed: int, options: Options) -> Draw:
     chance = random.Random(seed * 7919 + 1)
     name = chance.choice(DRAWN)
+    context = name in WRAPPERS or (name in COMPILED and chance.random() < 0.4)
+    instances = chance.choice((1, 1, 2, 3)) if name in COMPILED else 1
     return Draw(
         seed,
         name,
         chance.choice(("PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE", "NONE")),
         chance.choice(("keep", "shape", "none")),
         inference=chance.random() < 0.5,
-        context=name in WRAPPERS or (name in COMPILED and chance.random() < 0.4),
+        context=context,
         autocast=chance.random() < 0.2 and options.compiler == "eager" and name not in MANAGERS,
-        instances=2 if name in COMPILED and chance.random() < 0.3 else 1,
+        instances=instances,
+        chained=instances > 1 and chance.random() < 0.3,
+        static=context or chance.random() < 0.5,
+        grads=chance.choice((0, 0, 0.2)),
         chance=chance,
     )
 
@@ -130,12 +150,13 @@ class Run:
             self.models.append(copy.deepcopy(model))
             with torch.no_grad():
                 for weight in (*self.models[-1].parameters(), *self.models[-1].buffers()):
-                    weight.mul_(0.75)
+                    weight.mul_(0.5 + 0.3 * len(self.models))
         self.references = copy.deepcopy(self.models)
         self.exact = options.compiler == "eager"
-        self.static: dict[tuple[int, str], torch.Tensor] = {}
-        self.kept: list[tuple[Any, Any]] = []
-        self.replays = self.steps = 0
+        self.static: dict[tuple[int, str], Tensors] = {}
+        self.kept: list[tuple[int, Any, Any]] = []
+        self.like_it: Counter[Any] = Counter()
+        self.replays = self.due = self.due_replays = self.steps = self.called = 0
         self.calls = self._build()
 
     def _build(self) -> list[Callable[..., Any]]:
@@ -179,22 +200,69 @@ class Run:
         self.steps += 1
         chance = self.drawn.chance
         self._between_steps()
+        inputs, others = self._inputs()
         which = chance.randrange(len(self.models))
-        reference = self.references[which]
-        inputs = self._inputs()
-        others = tuple(tensor.clone() for tensor in inputs)
+        for model in range(len(self.models)) if self.drawn.chained else (which,):
+            actual, expected = self._call(model, inputs, others)
+            if self.drawn.chained:  # as layers of one class: a result is the next one's input
+                inputs, others = _passed_on(inputs, actual), _passed_on(others, expected)
+
+    def _call(self, which: int, inputs: Tensors, others: Tensors) -> tuple[Any, Any]:
+        """Call one model and its reference; the caller writes to what it has, and compares."""
+        if self.drawn.context:  # the next call with its weights overwrites its results
+            weighted = any(op == "linear" for op, _, _ in self.models[0].steps)
+            several = weighted and self.drawn.front_end == "torch.compile"  # one compiled graph
+            self.kept = [row for row in self.kept if several and row[0] != which]
         with self._modes():
-            expected = reference(*others)
+            expected = self.references[which](*others)
             before = self.target.counters.replays
             with self._context(len(inputs[0])):
                 actual = self.calls[which](*inputs)
-            self.replays += self.target.counters.replays > before
-        self._compare(actual, expected, "result")
+            replayed = self.target.counters.replays > before
+            self._count(replayed, which, len(inputs[0]))
+            self._compare(actual, expected, "result")
+            self._compare_state(inputs, others)
+            if not self.drawn.managed and self.drawn.chance.random() < 0.3:
+                self._write((*inputs, actual), (*others, expected))
+                self._compare(actual, expected, "result that the caller wrote to")
+                self._compare_state(inputs, others)
+        for _, result, copied in self.kept:
+            self._compare(result, copied, "kept")
+        if not self.drawn.managed and self.drawn.front_end not in WRAPPERS:
+            self.kept = [*self.kept[1 - KEPT :], (which, actual, expected)]
+        return actual, expected
+
+    def _count(self, replayed: bool, which: int, rows: int) -> None:
+        """Count the step, and whether it was due: one like it ran before, with the same weights."""
+        like_it = (which, rows, torch.is_grad_enabled())
+        self.like_it[like_it] += 1
+        self.called += 1
+        self.replays += replayed
+        if self.like_it[like_it] > DUE_AFTER:
+            self.due += 1
+            self.due_replays += replayed
+
+    def check_replayed(self) -> None:
+        """Graphs that are captured anew for each set of weights are right, and of no use."""
+        rebinds = any(op == "rebind" for op, _, _ in self.models[0].steps)
+        without = self.drawn.traced and self.drawn.mode == "NONE"
+        # a fresh input that the step writes is bound by address: it does not replay
+        if self.drawn.static and not rebinds and not without and self.due >= 100:
+            share = self.due_replays / self.due
+            assert share >= LEAST_DUE, f"{share:.0%} replayed of {self.due} steps that were due"
+
+    def _compare_state(self, inputs: Tensors, others: Tensors) -> None:
         if not self.drawn.managed:  # a manager runs a copy of its inputs
             self._compare(inputs, others, "inputs")
         for one, other in zip(self.models, self.references, strict=True):
-            self._compare(dict(one.named_buffers()), dict(other.named_buffers()), "buffers")
-        self._look_at_kept(actual, *inputs)
+            self._compare(list(one.buffers()), list(other.buffers()), "buffers")
+
+    def _write(self, actual: Any, expected: Any) -> None:
+        """What the caller may do after a call: write to an input, or to a result that may be one."""
+        pairs = list(zip(tree_leaves(actual), tree_leaves(expected), strict=True))
+        one, other = self.drawn.chance.choice(pairs)
+        other.mul_(0.5)
+        one.mul_(0.5)
 
     def _modes(self) -> ExitStack:
         """The grad mode and autocast of a step."""
@@ -202,55 +270,88 @@ class Run:
         if self.drawn.inference:
             stack.enter_context(torch.inference_mode())
         else:
-            stack.enter_context(torch.set_grad_enabled(self.drawn.chance.random() < 0.2))
+            stack.enter_context(
+                torch.set_grad_enabled(self.drawn.chance.random() < self.drawn.grads)
+            )
         if self.drawn.autocast:
             stack.enter_context(torch.autocast(self.options.device, torch.bfloat16))
         return stack
 
-    def _inputs(self) -> tuple[torch.Tensor, ...]:
+    def _inputs(self) -> tuple[Tensors, Tensors]:
+        """What the model is called with, and the same for its reference."""
         if self.drawn.managed:  # padded rows would count in a program that mixes rows
             larger = max(ROWS) if self.drawn.front_end.startswith("Encoder") else MANAGED_ROWS
             rows = self.drawn.chance.choice((MANAGED_ROWS, MANAGED_ROWS, larger))
-            return (torch.randn(rows, WIDTH, device=self.options.device),)
+            x = torch.randn(rows, WIDTH, device=self.options.device)
+            return (x,), (x.clone(),)
         rows = self.drawn.chance.choice(ROWS)
-        return self._input("x", rows), self._input("cache", rows)
+        pairs = [self._input(name, rows) for name in ("x", "cache")]
+        return tuple([one for one, _ in pairs]), tuple([other for _, other in pairs])
+
+    def _input(self, name: str, rows: int) -> Tensors:
+        fresh = torch.randn(rows, WIDTH, device=self.options.device)
+        if not self.drawn.static and name == "x":
+            return fresh, fresh.clone()
+        pair = self.static.setdefault((rows, name), (fresh.clone(), fresh.clone()))
+        for static in pair:
+            static.copy_(fresh)
+        return pair
+
+    # -------------------------------------------------------------- between steps
 
     def _between_steps(self) -> None:
+        """Now and then change weights in place, replace them, or release all graphs."""
         chance = self.drawn.chance
         what = chance.random()
-        which = chance.randrange(len(self.models))
-        programs = [self._program(models[which]) for models in (self.models, self.references)]
+        pairs = list(zip(self.models, self.references, strict=True))
+        one, other = map(self._program, chance.choice(pairs))
         with torch.inference_mode(self.drawn.inference), torch.no_grad():
-            if what < 0.03:
-                noise = torch.randn(WIDTH, WIDTH, device=self.options.device)
-                for program in programs:
-                    program.first.weight.mul_(0.9).add_(noise, alpha=0.1)
-            elif what < 0.06:
+            if what < 0.06:
                 noise = torch.rand(WIDTH, device=self.options.device)
-                for program in programs:
-                    program.state.copy_(noise)
-            elif what < 0.065 and self._may_replace:
-                weight = torch.randn(WIDTH, WIDTH, device=self.options.device) * 0.3
-                for program in programs:
-                    program.second.weight = nn.Parameter(weight.clone(), requires_grad=False)
-            elif what < 0.068 and not self.drawn.managed:
+                for program in (one, other):
+                    weight = program.first.weight if what < 0.03 else program.state
+                    weight.mul_(0.9).add_(noise, alpha=0.1)
+                return
+        if what < 0.08 and self._may_replace:
+            self._replace(one, other)
+        elif what < 0.083 and not self.drawn.managed:
+            if self.drawn.context:
                 self.kept.clear()
-                release = self.target.release if self.drawn.traced else self.target.clear_graphs
-                release()
+            self.like_it.clear()
+            release = self.target.release if self.drawn.traced else self.target.clear_graphs
+            release()
+
+    def _replace(self, one: nn.Module, other: nn.Module) -> None:
+        """Give a program and its reference other parameters, or other memory for them."""
+        if self.drawn.context:
+            self.kept.clear()
+        self.like_it.clear()
+        way = self.drawn.chance.choice(WAYS_TO_REPLACE)
+        states = [
+            {
+                name: value.flip(0) if name == "second.weight" else value * 0.9
+                for name, value in program.state_dict().items()
+            }
+            for program in (one, other)
+        ]
+        for program, state in zip((one, other), states, strict=True):
+            with torch.inference_mode(self.drawn.inference and way == "load"):
+                replace(program, way, state)
+        if way == "exchange models":
+            for programs in (self.models, self.references):
+                first, last = programs[0], programs[-1]
+                first.second.weight, last.second.weight = last.second.weight, first.second.weight
 
     def _program(self, model: nn.Module) -> nn.Module:
         return model.program if self.drawn.managed else model
 
     @property
     def _may_replace(self) -> bool:
-        guarded = self.drawn.front_end == "torch.compile" or self.drawn.guards == "keep"
-        return self.drawn.traced and guarded and not self.drawn.context
-
-    def _input(self, name: str, rows: int) -> torch.Tensor:
-        fresh = torch.randn(rows, WIDTH, device=self.options.device)
-        if not self.drawn.context and name == "x":
-            return fresh
-        return self.static.setdefault((rows, name), torch.empty_like(fresh)).copy_(fresh)
+        guarded = self.drawn.front_end == "torch.compile" or self.drawn.guards != "none"
+        fixed = (
+            self.drawn.chained and self.drawn.context
+        )  # a result that moves is an input that moves
+        return self.drawn.traced and guarded and not fixed
 
     def _context(self, rows: int) -> AbstractContextManager[Any]:
         if not self.drawn.context:
@@ -259,29 +360,42 @@ class Run:
         return set_forward_context(cudagraph_runtime_mode=self.mode, batch_descriptor=descriptor)
 
     def _compare(self, actual: Any, expected: Any, what: str) -> None:
+        one, other = tree_leaves(actual), tree_leaves(expected)
+        if len(one) == len(other) and all(map(torch.equal, one, other)):  # the quick way
+            return
         tolerance = {"rtol": 0, "atol": 0} if self.exact else {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(
             actual, expected, equal_nan=True, msg=lambda text: f"{what}: {text}", **tolerance
         )
 
-    def _look_at_kept(self, actual: Any, *inputs: torch.Tensor) -> None:
-        """Results that the caller owns do not change later; without a context all are."""
-        if self.drawn.context or self.drawn.managed:
-            return
-        for result, copied in self.kept:
-            torch.testing.assert_close(
-                result, copied, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"kept: {text}"
-            )
-        buffers = [buffer for model in self.models for buffer in model.buffers()]
-        shared = {tensor.untyped_storage().data_ptr() for tensor in (*inputs, *buffers)}
-        own = [
-            leaf for leaf in tree_leaves(actual) if leaf.untyped_storage().data_ptr() not in shared
-        ]
-        self.kept = [*self.kept[1 - KEPT :], (own, [leaf.clone() for leaf in own])]
-
     def __str__(self) -> str:
         lines = [f"    {op}({i}, {j})" for op, i, j in self.models[0].steps]
         return "\n".join((f"{self.drawn}", *lines, f"    returns {self.models[0].returns}"))
+
+
+def _passed_on(inputs: Tensors, result: Any) -> Tensors:
+    """The inputs of the next layer: the last tensor of a result that fits takes the place of x."""
+    fitting = [each for each in tree_leaves(result) if each.shape == inputs[0].shape]
+    fitting = [each for each in fitting if each.is_contiguous() and each.dtype is torch.float32]
+    return (fitting[-1] if fitting else inputs[0], *inputs[1:])
+
+
+def replace(program: nn.Module, way: str, state: dict[str, torch.Tensor]) -> None:
+    """Change or replace the weights of one program."""
+    first, second, weight = program.first, program.second, state["second.weight"]
+    if way == "data":
+        second.weight.data = weight
+    elif way == "exchange data":
+        first.weight.data, second.weight.data = second.weight.data, first.weight.data
+    elif way == "parameter":
+        second.weight = nn.Parameter(weight, requires_grad=False)
+    elif way == "delete":
+        del second.weight
+        second.weight = nn.Parameter(weight, requires_grad=False)
+    elif way in ("assign", "load"):
+        program.load_state_dict(state, assign=way == "assign")
+    elif way == "buffer":
+        program.state = state["state"].mul_(0.5)
 
 
 def fuzz(seed: int, options: Options) -> Counter[str]:
@@ -297,8 +411,10 @@ def fuzz(seed: int, options: Options) -> Counter[str]:
     run = Run(seed, options)
     torch.manual_seed(seed)
     try:
-        for _ in range(options.steps):
-            run.step()
+        with torch._dynamo.config.patch(recompile_limit=64):
+            for _ in range(options.steps):
+                run.step()
+        run.check_replayed()
     except Exception as error:
         if isinstance(error, TraceError) and torch_fixes_a_size(seed, options):
             return Counter(programs=1, refused=1)
@@ -310,10 +426,12 @@ def fuzz(seed: int, options: Options) -> Counter[str]:
     with_graphs = run.drawn.mode != "NONE" or not run.drawn.traced
     return Counter(
         programs=1,
-        steps=options.steps,
-        graph_steps=options.steps * with_graphs,
+        steps=run.called,
+        graph_steps=run.called * with_graphs,
         captures=captures,
         replays=run.replays,
+        due=run.due * with_graphs,
+        due_replays=run.due_replays * with_graphs,
     )
 
 
