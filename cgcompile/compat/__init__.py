@@ -55,7 +55,6 @@ from cgcompile.compat.compilers import (
     inductor_mode_options,
     inductor_option_names,
     start_compile_workers,
-    uncapturable_op,
 )
 from cgcompile.compat.direct import Direct, inductor_graph
 from cgcompile.compat.dynamo import (
