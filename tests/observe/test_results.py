@@ -17,7 +17,6 @@ import cgcompile
 from cgcompile import CUDAGraphMode, CUDAGraphWrapper, set_forward_context, verify, verify_wrapper
 from cgcompile.graphs.opened import alike, named_values, uncompared
 from cgcompile.graphs.verify import first_difference
-from cgcompile.observe.bench import bench
 from cgcompile.observe.subject import Subject
 
 
@@ -196,14 +195,6 @@ def test_a_wrapper_says_it_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="cgcompile"):
         assert in_full(wrapper, x, lambda: verify_wrapper(wrapper, x)) is None
     assert "[1] of the result is not compared" in caplog.text
-
-
-def test_bench_says_it() -> None:
-    model, x = returning(lambda y: (Scores(y), Empty()))
-    found = bench(model, ((x,), {}), config=config(), rounds=1, calls=1)
-    assert found.ok, str(found)
-    assert found.ways[1].uncompared == ("[1] (an Empty object)",)
-    assert str(found).endswith("as eager; not compared: [1] (an Empty object)")
 
 
 # ---------------------------------------------------------------- the parts
