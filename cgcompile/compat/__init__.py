@@ -8,7 +8,6 @@ that torch does not document. Callers write ``compat.name``, whatever file here 
 from cgcompile.compat.artifacts import (
     SizeGuards,
     ambient_state,
-    compile_direct,
     compile_saveable,
     compiler_settings,
     inductor_files_in,
@@ -51,12 +50,12 @@ from cgcompile.compat.capture import (
 )
 from cgcompile.compat.compilers import (
     compile_aten,
+    compile_standalone,
     compile_whole,
     inductor_mode_options,
     inductor_option_names,
     start_compile_workers,
 )
-from cgcompile.compat.direct import Direct, inductor_graph
 from cgcompile.compat.dynamo import (
     ENTER_AUTOCAST,
     ENTER_INFERENCE_MODE,
