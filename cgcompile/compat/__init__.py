@@ -130,7 +130,6 @@ from cgcompile.compat.operators import (
     parameter_names,
     process_group_backend,
     process_group_store,
-    program_line,
     returns_nothing,
     waited_collective,
     written_arguments,

@@ -2,22 +2,20 @@
 
 The step is run in several ways: as the eager model, with uncompiled pieces, with compiled pieces
 that are not captured, and replayed. Between the last right way and the first wrong one, delta
-debugging finds the pieces, and then the op.
+debugging finds the pieces; the op is the one that makes the first value that differs.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.verify import Difference, put_back
-from cgcompile.observe.comparing import Tolerance, without_gradients
+from cgcompile.observe.comparing import Tolerance
 from cgcompile.observe.inputs import Call, InputSets, require_comparison
-from cgcompile.observe.locate import WHOLE, Place, finding_of, made, place_of
-from cgcompile.observe.minimal import minimal
-from cgcompile.observe.miscompiled import miscompiled_op
+from cgcompile.observe.locate import WHOLE, Place, finding_of, made
 from cgcompile.observe.passes import anew, wrong_pass
 from cgcompile.observe.subject import Subject, tolerance_of
 from cgcompile.observe.traces import Parting, Watcher
@@ -28,6 +26,7 @@ from cgcompile.piecewise.verify import Observer
 from cgcompile.piecewise.ways import Way, run_step
 from cgcompile.settings import checked_but
 
+T_ = TypeVar("T_")
 Item = tuple[int, int]
 """(number of the compiled graph, index of the piece); -1 is all of a FULL graph."""
 
@@ -93,7 +92,7 @@ def bisect(
     """Find the piece, and the op, that make the result of a model wrong.
 
     What runs is put back after it, as :func:`cgcompile.verify` says. Synchronises. Runs the step
-    some dozens of times, and compiles parts of a piece again where a compiler is to blame.
+    some dozens of times.
 
     Args:
         model: as of ``verify``, without managers.
@@ -150,7 +149,6 @@ class _Search:
         elif subject.wrapper is not None:
             kept = subject.kept
             place = wrapper_place(subject.wrapper, self._call, self._tolerance, kept)
-            self._note(f"op by op: {place.op or 'no op'}")
             finding = made("replay", self._number, difference, real_rows(), place)
             found = self._result("replay", (place.piece,) if place.piece else (), "", finding)
         else:
@@ -267,14 +265,7 @@ class _Search:
         if parting is None or parting.piece is None:
             finding = self._made("compilation", difference, Place(", ".join(names)))
             return self._result("compilation", names, "", finding)
-        finding = finding_of(parting, self._number, self._tolerance)
-        if len(items) == 1:
-            with without_gradients():
-                node, how = miscompiled_op(parting.step, parting.piece, self._tolerance)
-            self._note(f"{parting.piece.name} op by op: {node.name if node else how}")
-            if node is not None:
-                place = place_of(parting.piece, node, how)
-                finding = self._made("compilation", parting.difference, place)
+        finding = finding_of(parting, self._number)
         return self._result("compilation", names, "", finding)
 
     def _replay(self, items: list[Item], difference: Difference) -> Bisection:
@@ -283,8 +274,7 @@ class _Search:
         if parting is None:
             finding = self._made("replay", difference, Place(", ".join(names)))
         else:
-            finding = finding_of(parting, self._number, self._tolerance)
-            self._note(f"{finding.piece} op by op: {finding.op or 'no op'}")
+            finding = finding_of(parting, self._number)
         if items[0][1] < 0:
             if finding.piece == WHOLE:
                 return self._in_pieces() or self._result("replay", names, "", finding)
@@ -317,3 +307,29 @@ class _Search:
         graphs = {number for number, _ in items}
         found = [p for p in watcher.partings if p.stage == stage and p.step.graph in graphs]
         return found[0] if found else None
+
+
+def minimal(items: Sequence[T_], fails: Callable[[Sequence[T_]], bool]) -> list[T_]:
+    """Some of the items that fail together and of which none can be left out.
+
+    Args:
+        items: that fail together.
+        fails: whether some of them, in order, do; asked about log(n) times for one culprit.
+    """
+    found, parts = list(items), 2
+    while len(found) > 1:
+        size = -(-len(found) // parts)
+        chunks = [found[at : at + size] for at in range(0, len(found), size)]
+        smaller = next((chunk for chunk in chunks if fails(chunk)), None)
+        if smaller is not None:
+            found, parts = smaller, 2
+            continue
+        rests = [[each for each in found if each not in chunk] for chunk in chunks]
+        rest = next((rest for rest in rests if len(chunks) > 2 and fails(rest)), None)
+        if rest is not None:
+            found, parts = rest, max(parts - 1, 2)
+            continue
+        if len(chunks) == len(found):
+            break
+        parts = min(2 * parts, len(found))
+    return found

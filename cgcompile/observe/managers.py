@@ -76,7 +76,7 @@ def _compare(
         return None
     parting = _parting(manager, batch, tolerance)
     if parting is not None:
-        return finding_of(parting, number, tolerance)
+        return finding_of(parting, number)
     return made("replay", number, difference, batch.num_tokens, _place(manager, batch))
 
 

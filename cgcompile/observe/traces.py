@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from cgcompile import compat
@@ -196,10 +195,3 @@ def nodes_of(step: Step) -> dict[int, Nodes]:
     with step.kept():
         step.run(Way.UNCOMPILED, around=run)
     return found
-
-
-def same_layout(one: Any, other: Any) -> bool:
-    """Whether two values are tensors of one shape and dtype."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return False
-    return one.shape == other.shape and one.dtype == other.dtype

@@ -183,7 +183,7 @@ def _located(
     with subject.observed(watcher.of):
         subject.outcome(subject.call, call)
     for parting in watcher.partings:
-        return finding_of(parting, number, tolerance)
+        return finding_of(parting, number)
     detail = "the uncompiled pieces give it as well: a pass or the trace; cgcompile.bisect tells"
     return made("tracing", number, difference, real_rows(), Place(detail=detail))
 
