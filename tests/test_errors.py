@@ -314,7 +314,6 @@ EXAMPLES: dict[str, CGCompileError] = {
     "ManagerError.no_metadata": ManagerError.no_metadata("num_tokens=4, num_reqs=4"),
     "ManagerError.too_few_bytes": ManagerError.too_few_bytes(2**20, 3 * 2**20),
     "ManagerError.no_replay": ManagerError.no_replay("num_tokens=4, num_reqs=4"),
-    "ManagerError.nothing_verified": ManagerError.nothing_verified("no batch has a FULL graph"),
     "ManagerError.no_axis": ManagerError.no_axis("inputs_embeds"),
     "ManagerError.presence": ManagerError.presence("inputs_embeds", True),
     "ManagerError.rows": ManagerError.rows("rows"),

@@ -252,14 +252,6 @@ class ManagerError(CGCompileError, RuntimeError):
         )
 
     @classmethod
-    def nothing_verified(cls, why: str) -> "ManagerError":
-        return cls(
-            f"verify_full: nothing was compared: {why}.\n"
-            "  capture() first, and give batches that FULL graphs serve; manager.dispatched(batch) "
-            "says which do."
-        )
-
-    @classmethod
     def capture_mode(cls, mode: str) -> "ManagerError":
         return cls(
             f"cannot capture in mode {mode}; expected PIECEWISE or FULL.\n"

@@ -11,5 +11,5 @@ from cgcompile.observe.explain import explain
 from cgcompile.observe.explanation import Explanation
 from cgcompile.observe.gather import report
 from cgcompile.observe.overview import Overview
-from cgcompile.observe.verification import Check, Finding, Verification
+from cgcompile.observe.verification import Check, Verification
 from cgcompile.observe.verify import verify

@@ -11,8 +11,8 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import with_article
 from cgcompile.forward_context import callers_context
 from cgcompile.graphs.guards import is_plain_value, layout_text, same_value
-from cgcompile.graphs.memory import Memory
 from cgcompile.observe.notes import Notes
+from cgcompile.observe.restore import Memory
 from cgcompile.passes.lines import Line, is_users_file, line_at
 from cgcompile.tracing.dims import bind_arguments
 

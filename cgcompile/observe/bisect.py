@@ -11,19 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.entry import Observer
 from cgcompile.errors import DispatchError
-from cgcompile.graphs.verify import Difference, put_back
-from cgcompile.observe.comparing import Tolerance
+from cgcompile.observe.comparing import Difference, Tolerance, plain
 from cgcompile.observe.inputs import Call, InputSets, require_comparison
-from cgcompile.observe.locate import WHOLE, Place, finding_of, made
+from cgcompile.observe.locate import WHOLE, finding_of, made
+from cgcompile.observe.mixed_run import PieceMode, run_step
 from cgcompile.observe.passes import anew, wrong_pass
+from cgcompile.observe.restore import put_back
 from cgcompile.observe.subject import Subject, tolerance_of
 from cgcompile.observe.traces import Parting, Watcher
-from cgcompile.observe.verification import Finding, plain
 from cgcompile.observe.verify import real_rows
 from cgcompile.observe.wrappers import wrapper_place
-from cgcompile.piecewise.verify import Observer
-from cgcompile.piecewise.ways import Way, run_step
 from cgcompile.settings import checked_but
 
 T_ = TypeVar("T_")
@@ -51,7 +50,7 @@ class Bisection:
     stage: str
     pieces: tuple[str, ...]
     culprit: str
-    finding: Finding | None
+    finding: Difference | None
     steps: tuple[str, ...]
     replays: int
 
@@ -157,7 +156,7 @@ class _Search:
         return replace(found, replays=replays)
 
     def _result(
-        self, stage: str, pieces: Sequence[str], culprit: str, finding: Finding | None
+        self, stage: str, pieces: Sequence[str], culprit: str, finding: Difference | None
     ) -> Bisection:
         steps = tuple(self.steps)
         return Bisection(self._subject.name, stage, tuple(pieces), culprit, finding, steps, 0)
@@ -186,17 +185,19 @@ class _Search:
         self._list_pieces()
         if self._wrong({}, "all pieces uncompiled"):
             return self._before_pieces(difference)
-        compiled = dict.fromkeys(self._compiled, Way.COMPILED)
+        compiled = dict.fromkeys(self._compiled, PieceMode.COMPILED)
         if self._wrong(compiled, "all pieces compiled, not captured"):
-            found = minimal(self._compiled, lambda some: self._wrong_with(Way.COMPILED, some))
+            found = minimal(self._compiled, lambda some: self._wrong_with(PieceMode.COMPILED, some))
             return self._compilation(found, difference)
-        found = minimal(self._captured, lambda some: self._wrong_with(Way.REPLAYED, some))
+        found = minimal(self._captured, lambda some: self._wrong_with(PieceMode.REPLAYED, some))
         return self._replay(found, difference)
 
-    def _wrong_with(self, way: Way, some: Sequence[Item]) -> bool:
-        base = {} if way is Way.COMPILED else dict.fromkeys(self._compiled, Way.COMPILED)
+    def _wrong_with(self, way: PieceMode, some: Sequence[Item]) -> bool:
+        base = (
+            {} if way is PieceMode.COMPILED else dict.fromkeys(self._compiled, PieceMode.COMPILED)
+        )
         names = ", ".join(map(self._name, some))
-        what = "compiled" if way is Way.COMPILED else "replayed"
+        what = "compiled" if way is PieceMode.COMPILED else "replayed"
         return self._wrong({**base, **dict.fromkeys(some, way)}, f"{what}: {names}")
 
     def _name(self, item: Item) -> str:
@@ -204,14 +205,14 @@ class _Search:
         piece = WHOLE if item[1] < 0 else f"piece_{item[1]}"
         return piece if len(graphs) < 2 else f"graph {item[0]} {piece}"
 
-    def _wrong(self, ways: dict[Item, Way], what: str) -> bool:
+    def _wrong(self, ways: dict[Item, PieceMode], what: str) -> bool:
         """Whether the step is wrong where its pieces run in these ways, others uncompiled."""
 
         def of(number: int) -> Observer:
             def run(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
                 whole = ways.get((number, -1))
                 chosen = {
-                    piece.index: whole or ways.get((number, piece.index), Way.UNCOMPILED)
+                    piece.index: whole or ways.get((number, piece.index), PieceMode.UNCOMPILED)
                     for piece in program.split.pieces
                 }
                 return run_step(program, recording, inputs, real, chosen)
@@ -253,7 +254,7 @@ class _Search:
             detail = "the traced graph computes something else than the model does"
             if stale:
                 detail = "traced anew it is right: what the trace holds has changed since"
-            finding = self._made("tracing", difference, Place(detail=detail))
+            finding = self._made("tracing", difference, Difference(detail=detail))
             return self._result("tracing", (), "", finding)
         name, place = found
         finding = self._made("pass", difference, place)
@@ -263,7 +264,7 @@ class _Search:
         parting = self._parting(items, "compilation")
         names = [self._name(item) for item in items]
         if parting is None or parting.piece is None:
-            finding = self._made("compilation", difference, Place(", ".join(names)))
+            finding = self._made("compilation", difference, Difference(piece=", ".join(names)))
             return self._result("compilation", names, "", finding)
         finding = finding_of(parting, self._number)
         return self._result("compilation", names, "", finding)
@@ -272,7 +273,7 @@ class _Search:
         names = [self._name(item) for item in items]
         parting = self._parting(items, "replay")
         if parting is None:
-            finding = self._made("replay", difference, Place(", ".join(names)))
+            finding = self._made("replay", difference, Difference(piece=", ".join(names)))
         else:
             finding = finding_of(parting, self._number)
         if items[0][1] < 0:
@@ -296,7 +297,7 @@ class _Search:
         finally:
             other.release()
 
-    def _made(self, stage: str, difference: Difference, place: Place) -> Finding:
+    def _made(self, stage: str, difference: Difference, place: Difference) -> Difference:
         return made(stage, self._number, difference, real_rows(), place)
 
     def _parting(self, items: list[Item], stage: str) -> Parting | None:

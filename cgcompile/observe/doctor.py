@@ -23,9 +23,6 @@ from cgcompile.errors import ConfigError
 from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import devices_of
-from cgcompile.graphs.memory import Memory
-from cgcompile.graphs.state import Change, Place, RandomState, State, changes
-from cgcompile.graphs.undone import uncompile_parts
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe.advice import Way
 from cgcompile.observe.arguments import (
@@ -38,6 +35,15 @@ from cgcompile.observe.arguments import (
 from cgcompile.observe.diagnosis import Diagnosis
 from cgcompile.observe.failures import is_of_inference_tensors, name_of, of_handle
 from cgcompile.observe.notes import Notes
+from cgcompile.observe.restore import (
+    Change,
+    Memory,
+    Place,
+    RandomState,
+    State,
+    changes,
+    uncompile_parts,
+)
 from cgcompile.observe.subject import original_of
 from cgcompile.observe.targets import resolved
 from cgcompile.observe.watch import Case, Watch

@@ -1,44 +1,26 @@
 """From a value that differs to the op and the user's line: :func:`finding_of`, :func:`op_of`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from cgcompile.boundaries import target_name
-from cgcompile.graphs.verify import Difference
+from cgcompile.observe.comparing import Difference
 from cgcompile.observe.traces import Parting
-from cgcompile.observe.verification import Finding
 from cgcompile.passes.nodes import is_container_item, is_view, user_line, written
 from cgcompile.passes.pieces import Piece
 
 WHOLE = "the whole step"
 
 
-@dataclass(frozen=True)
-class Place:
-    """An op of the user's program.
-
-    Attributes:
-        piece: that holds it; empty if unknown.
-        op: its name; empty if unknown.
-        line: the user's, with the code.
-        detail: what was seen of it; empty if it is only the one that makes the value.
-    """
-
-    piece: str = ""
-    op: str = ""
-    line: str = ""
-    detail: str = ""
-
-
-def place_of(piece: Piece, node: fx.Node | None, detail: str = "") -> Place:
-    """A node of a piece as a place."""
+def place_of(piece: Piece, node: fx.Node | None, detail: str = "") -> Difference:
+    """Return the piece, op and line of a node, as a difference of which no more is known."""
     line = user_line(node) if node is not None and _own_lines(piece) else None
     if line is None and piece.lines:
         line, detail = piece.lines[0], f"{detail}; the piece begins at that line"
     op = "" if node is None else op_name(node)
-    return Place(piece.name, op, ": ".join(line or ()), detail)
+    return Difference(piece=piece.name, op=op, line=": ".join(line or ()), detail=detail)
 
 
 def _own_lines(piece: Piece) -> bool:
@@ -68,7 +50,7 @@ def producer(piece: Piece, name: str) -> fx.Node | None:
     return found if isinstance(found, fx.Node) and found.op != "placeholder" else None
 
 
-def finding_of(parting: Parting, number: int) -> Finding:
+def finding_of(parting: Parting, number: int) -> Difference:
     """What a parting of two ways is, in words: with op, line, and the rows that are padding."""
     step, difference = parting.step, parting.difference
     place = op_of(parting)
@@ -81,30 +63,28 @@ def finding_of(parting: Parting, number: int) -> Finding:
 
 
 def made(
-    stage: str, number: int, difference: Difference, real: int | None, place: Place
-) -> Finding:
+    stage: str, number: int, difference: Difference, real: int | None, place: Difference
+) -> Difference:
     """A finding of a difference at a place; ``real`` rows are no padding."""
     padding = tuple(row for row in difference.rows if real is not None and row >= real)
     detail = "; ".join(filter(None, (difference.detail, place.detail.removeprefix("; "))))
-    return Finding(
-        stage,
-        number,
-        place.piece,
-        place.op,
-        place.line,
-        difference.what,
-        difference.rows,
-        padding,
-        difference.largest,
-        detail,
+    return replace(
+        difference,
+        stage=stage,
+        inputs=number,
+        piece=place.piece,
+        op=place.op,
+        line=place.line,
+        padding_rows=padding,
+        detail=detail,
     )
 
 
-def op_of(parting: Parting) -> Place:
+def op_of(parting: Parting) -> Difference:
     """Return the op that makes the value in which two ways part."""
     piece = parting.piece
     if piece is None:
-        return Place()
+        return Difference()
     if parting.overwritten:
         return place_of(piece, None)
-    return place_of(piece, producer(piece, parting.difference.what), "this op makes the value")
+    return place_of(piece, producer(piece, parting.difference.value), "this op makes the value")

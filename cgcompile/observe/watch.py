@@ -18,11 +18,11 @@ from cgcompile import compat
 from cgcompile.boundaries import Boundaries, SplittingOp
 from cgcompile.graphs.foreign import foreign_breaks
 from cgcompile.graphs.host_rules import refusal
-from cgcompile.graphs.memory import Memory
 from cgcompile.observe.advice import Way
 from cgcompile.observe.attention import resembles
 from cgcompile.observe.calls import PythonCalls
 from cgcompile.observe.notes import Notes
+from cgcompile.observe.restore import Memory
 from cgcompile.observe.streams import Streams
 from cgcompile.passes.capturable import takes_python_data, why_no_collective, why_not_on
 from cgcompile.passes.nodes import short_name

@@ -41,8 +41,8 @@ from cgcompile import (
 from cgcompile.errors import DispatchError
 from cgcompile.observe.bisect import minimal
 from cgcompile.observe.comparing import Tolerance
+from cgcompile.observe.mixed_run import PieceMode, run_step
 from cgcompile.observe.subject import Subject
-from cgcompile.piecewise.ways import Way, run_step
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
 
@@ -98,8 +98,8 @@ def test_nothing_replayed_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("kind", [Good, Calculates, lambda: Stack(2, D)])
-@pytest.mark.parametrize("way", [Way.COMPILED, Way.UNCOMPILED])
-def test_any_pieces_may_be_replayed(device: str, kind: Any, way: Way) -> None:
+@pytest.mark.parametrize("way", [PieceMode.COMPILED, PieceMode.UNCOMPILED])
+def test_any_pieces_may_be_replayed(device: str, kind: Any, way: PieceMode) -> None:
     """Views cross, results are written in place, values live long: the step is the same."""
     library()
     model = built(kind, device)
@@ -112,7 +112,7 @@ def test_any_pieces_may_be_replayed(device: str, kind: Any, way: Way) -> None:
     def run(chosen: tuple[int, ...], told: list[str]) -> Any:
         def observer(program: Any, recording: Any, inputs: Any, real: Any) -> Any:
             pieces = program.split.pieces
-            ways = {p.index: Way.REPLAYED if p.index in chosen else way for p in pieces}
+            ways = {p.index: PieceMode.REPLAYED if p.index in chosen else way for p in pieces}
             note = lambda piece, values: told.extend(values)  # noqa: E731
             return run_step(program, recording, inputs, real, ways, note)
 

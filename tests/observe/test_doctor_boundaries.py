@@ -14,10 +14,10 @@ from torch import nn
 import cgcompile
 from cgcompile import compat
 from cgcompile.config import CompilationConfig
-from cgcompile.graphs.memory import Memory
 from cgcompile.observe.advice import Way
 from cgcompile.observe.doctor import _call
 from cgcompile.observe.notes import Notes
+from cgcompile.observe.restore import Memory
 from cgcompile.observe.watch import Case, Watch
 
 BREAKABLE = CompilationConfig(splitting="breakable")

@@ -16,9 +16,9 @@ import cgcompile
 from cgcompile import CompilationConfig
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.cuda import named_failures
-from cgcompile.graphs.memory import Memory
 from cgcompile.observe.advice import Way
 from cgcompile.observe.notes import Notes
+from cgcompile.observe.restore import Memory
 from cgcompile.observe.streams import Streams
 from cgcompile.observe.watch import Case, Watch
 
