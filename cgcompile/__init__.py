@@ -59,8 +59,7 @@ from cgcompile.observe.comparing import Difference
 from cgcompile.observe.diagnosis import Diagnosis
 from cgcompile.observe.doctor import doctor
 from cgcompile.observe.findings import Finding
-from cgcompile.observe.profile import Profile, profile
-from cgcompile.observe.timeline import timeline
+from cgcompile.observe.profile import Profile, profile, timeline
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudagraphDispatcher, CudaGraphManager, get_cudagraph_sizes
 from cgcompile.tracing.dims import DynamicDim
