@@ -68,7 +68,7 @@ class Difference:
 
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.piece, self.op)))
-        rows = [f"wrong by {self.stage}, inputs {self.inputs}: {where or 'nobody knows where'}"]
+        rows = [f"wrong by {self.stage}, inputs {self.inputs}: {where or 'location unknown'}"]
         if self.line:
             rows.append(f"  at    {self.line}")
         rows.append(f"  value {self.value}: {self.detail}")
@@ -86,7 +86,7 @@ def first_difference(
 ) -> Difference | None:
     """Compare values of the same names; synchronises.
 
-    What nobody can compare is no difference; see :func:`~cgcompile.observe.opened.uncompared`.
+    Values without a usable ``==`` are no difference; see ``opened.uncompared``.
 
     Args:
         piece: the part of the step that has them.
@@ -182,7 +182,7 @@ class Tolerance:
 def uncomparable(
     plain: Mapping[str, Any], found: Mapping[str, Any], written: Collection[str]
 ) -> tuple[tuple[str, ...], bool]:
-    """What of a result nobody can compare, in words, and whether that is all there is of it.
+    """Return what of a result has no usable ``==``, in words, and whether that is all of it.
 
     Args:
         plain: what the plain step returned and wrote.

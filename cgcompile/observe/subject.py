@@ -142,7 +142,7 @@ class Subject:
     def uncompared(
         self, call: Call, plain: dict[str, Any], found: dict[str, Any]
     ) -> tuple[tuple[str, ...], str]:
-        """What of a result nobody can compare; and why nothing was, where that is all there is."""
+        """Return what of a result has no usable ``==``; and why nothing was compared, if so."""
         said, blind = uncomparable(plain, found, self._left(call))
         return said, "nothing that it returns can be compared" if blind else ""
 

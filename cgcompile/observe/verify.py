@@ -135,7 +135,7 @@ def _replays(subject: Subject, inputs: InputSets, sets: int, tolerance: Toleranc
 
 
 class Outcome(NamedTuple):
-    """Of one set of inputs: replays, why there are fewer, what differs, what nobody can compare."""
+    """Of one set of inputs: replays, why there are fewer, the difference, what is not compared."""
 
     replays: int
     missing: str = ""

@@ -79,7 +79,7 @@ def wrapper_difference(
     changes is put back before the replay: tensors among the arguments, and tensors, attributes and
     containers that the model leads to, weights included. What is written elsewhere, such as a
     global or a cache that the forward context leads to, is written twice. Of a model with compiled
-    code all tensors are copied, as nobody sees what that writes; else those that are written, the
+    code all tensors are copied, as its writes are not seen; else those that are written, the
     arguments and the buffers. Synchronises.
 
     Args:
