@@ -40,7 +40,6 @@ from cgcompile.graphs.regions import eager_region
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
 from cgcompile.graphs.staging import HostStaging
 from cgcompile.graphs.timeline import CaptureRecord
-from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe import (
@@ -48,7 +47,6 @@ from cgcompile.observe import (
     Check,
     Coverage,
     Explanation,
-    Finding,
     Overview,
     Verification,
     bisect,
@@ -57,10 +55,11 @@ from cgcompile.observe import (
     report,
     verify,
 )
+from cgcompile.observe.comparing import Difference
 from cgcompile.observe.diagnosis import Diagnosis
 from cgcompile.observe.doctor import doctor
-from cgcompile.observe.profile import Profile, profile
-from cgcompile.observe.timeline import timeline
+from cgcompile.observe.findings import Finding
+from cgcompile.observe.profile import Profile, profile, timeline
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudagraphDispatcher, CudaGraphManager, get_cudagraph_sizes
 from cgcompile.tracing.dims import DynamicDim
@@ -133,5 +132,4 @@ __all__ = [
     "tracing_ranges",
     "update_weights",
     "verify",
-    "verify_wrapper",
 ]

@@ -26,14 +26,12 @@ from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import releasing, without_garbage_collection
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.timeline import Timeline
-from cgcompile.graphs.verify import Difference, verify_wrapper
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes import check_disabled
 from cgcompile.piecewise.cache import PieceCache
 from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
 from cgcompile.piecewise.splitting import check_sizes, split_as_set
 from cgcompile.piecewise.traces import trace_code, trace_split
-from cgcompile.piecewise.verify import verifier
 from cgcompile.reasons import Counters, Ledger, Reason, Why
 from cgcompile.settings import checked
 
@@ -95,7 +93,7 @@ class Backend:
         self._forget.add(traces)
 
     def adopt(self, wrapper: CUDAGraphWrapper) -> None:
-        """Count, capture, release and verify with this handle what a wrapper captures as well.
+        """Count, capture and release with this handle what a wrapper captures as well.
 
         That of a model of :func:`cgcompile.compile` that is not traced. Held weakly.
         """
@@ -173,55 +171,6 @@ class Backend:
             warmups=self.config.num_warmups,
             strict=self.config.strict,
         )
-
-    @checked
-    def verify(
-        self,
-        model: Callable[..., Any],
-        *args: Any,
-        rtol: float = 0.0,
-        atol: float = 0.0,
-        **kwargs: Any,
-    ) -> list[Difference]:
-        """Call a model, replay its steps and run them plain, and compare piece by piece.
-
-        Inputs that the model writes are put back in between; what splitting ops write elsewhere,
-        such as a cache that the forward context leads to, is written twice. Synchronises. Use
-        ``poison=True`` to find stale reads as well.
-
-        Args:
-            model: what ``torch.compile`` or ``cgcompile.compile`` returned for this backend.
-            *args: of the call, in the forward context that it needs.
-            rtol: relative tolerance; 0 for bitwise.
-            atol: absolute tolerance.
-            **kwargs: of the call.
-
-        Returns:
-            The first difference of each compiled graph that has one.
-
-        Raises:
-            DispatchError: nothing was replayed.
-            BaseException: what the model raised.
-        """
-        wrapper = getattr(model, "wrapper", None)
-        if isinstance(wrapper, CUDAGraphWrapper) and wrapper in self.wrappers:
-            difference = verify_wrapper(wrapper, *args, rtol=rtol, atol=atol, **kwargs)
-            return [] if difference is None else [difference]
-        found: list[Difference | None] = []
-        graphs, before = self.graphs, self.counters
-        for graph in graphs:
-            graph.observe(verifier(found, rtol, atol))
-        try:
-            model(*args, **kwargs)
-        finally:
-            for graph in graphs:
-                graph.observe(None)
-        if not found:
-            after = self.counters
-            whys = after.why_plain(before)
-            whys += ["it has just been captured"] if after.captures > before.captures else []
-            raise DispatchError.nothing_verified(why="; ".join(whys) or "no graph of it was called")
-        return [each for each in found if each is not None]
 
     @checked
     def invalidate(self, reason: str) -> None:

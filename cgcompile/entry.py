@@ -49,10 +49,14 @@ from cgcompile.piecewise.recording import Batch, Recording
 from cgcompile.piecewise.roles import Roles, full_support, why_never
 from cgcompile.piecewise.stitch import Step
 from cgcompile.piecewise.traced import TracedOutputs
-from cgcompile.piecewise.verify import Observer
 from cgcompile.reasons import EXPECTED, Counters, Ledger, Reason, Why
 
 log = logging.getLogger(__name__)
+
+Observer = Callable[[Program, Recording, Sequence[Any], int | None], Any]
+"""Runs a recorded step in place of its replay: (program, recording, inputs, real rows) -> result.
+
+It leaves what one execution of the step leaves, and returns what that returns."""
 
 _MOST_DROPPED = 8  # recordings of one step, until it runs plain where an input has moved
 

@@ -900,11 +900,6 @@ class ManagerError(CGCompileError, RuntimeError):
         "Call a manager from one thread at a time: take a lock of your own around the step and "
         "the reading of its results.",
     )
-    nothing_verified = Template(
-        "verify_full: nothing was compared: {why}.",
-        "capture() first, and give batches that FULL graphs serve; manager.dispatched(batch) says "
-        "which do.",
-    )
     capture_mode = Template(
         "cannot capture in mode {mode}; expected PIECEWISE or FULL.",
         "NONE has no graphs; pairs such as FULL_AND_PIECEWISE are captured one by one.",

@@ -116,7 +116,7 @@ INTERNAL = {
 # number names a CUDA device, which may not exist.
 RUN = {"device", "model", "inputs", "*", "step", "push", "pop", "wrapper"}
 # Valid arguments, without what they need: captured graphs, or ranks.
-REFUSED = {"Agreement", "Backend.verify", "Sharder", "verify_wrapper"}
+REFUSED = {"Agreement", "Sharder"}
 # Made by cgcompile alone.
 RESULTS = {"CompiledModel", "CUDAGraphEntry", "EagerSegment", "GraphSegment", "GraphSequence"}
 RESULTS |= {"Profile", "MemoryPlan", "SplitGraph"}
@@ -220,7 +220,6 @@ CALLS: dict[str, Valid] = {
     "Backend.anticipate": lambda: (backend().anticipate, {"model": MODEL}),
     "Backend.capture": lambda: (backend().capture, {"step": lambda batch: None, "batches": []}),
     "Backend.invalidate": lambda: (backend().invalidate, {"reason": "other weights"}),
-    "Backend.verify": lambda: (backend().verify, {"model": MODEL, "*": X}),
     "BatchDescriptor": lambda: (cgcompile.BatchDescriptor, {"num_tokens": 2}),
     "Boundaries": lambda: (cgcompile.Boundaries, {"entries": ("aten::mm",)}),
     "Boundaries.match": lambda: (cgcompile.Boundaries().match, {"node": first_node()}),
@@ -399,7 +398,6 @@ CALLS: dict[str, Valid] = {
         cgcompile.verify,
         {"model": MODEL, "inputs": (X,), "config": CONFIG, "sets": 1},
     ),
-    "verify_wrapper": lambda: (cgcompile.verify_wrapper, {"wrapper": wrapper(), "*": X}),
     "Agreement": lambda: (serving.Agreement, {"dispatcher": dispatcher()}),
     "Axis": lambda: (serving.Axis, {"name": "x", "values": (1, 2)}),
     "Batch": lambda: (serving.Batch, {**BATCH, "inputs": {"input": X}}),

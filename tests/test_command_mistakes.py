@@ -88,7 +88,7 @@ def test_a_traceback_is_there_for_those_who_ask(run: Any) -> None:
         main(["--traceback", "explain", f"{HERE}:raises"])
 
 
-@pytest.mark.parametrize("command", ["explain", "doctor", "report", "bench"])
+@pytest.mark.parametrize("command", ["explain", "doctor", "report"])
 def test_a_splitting_op_that_does_not_exist(run: Any, command: str) -> None:
     status, out, err = run(command, "pair", "--set", "splitting_ops=aten::nonsense")
     assert (status, out) == (2, "")

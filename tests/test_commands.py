@@ -125,23 +125,6 @@ page: PAGE""",
     assert status == 1  # nothing was replayed
 
 
-def test_bench(run: Any) -> None:
-    words = ("--rounds", "2", "--calls", "3")
-    status, out, _ = run("bench", "triple", *EAGER, *words, "--json")
-    assert status == 0
-    found = json.loads(out)
-    eager, ours = found["ways"]
-    assert (eager["name"], eager["ratio"], eager["replays"]) == ("eager", 1.0, None)
-    assert (ours["name"], ours["replays"], ours["difference"]) == ("cgcompile", 6, None)
-    assert ours["ratio"] == eager["seconds"] / ours["seconds"] > 0
-    status, out, _ = run("bench", "pair", "--set", "cudagraph_mode=NONE", *EAGER, *words)
-    assert status == 1
-    assert "no graph was replayed: mode_none" in out
-    status, out, _ = run("bench", "wrong", *words)
-    assert status == 1
-    assert re.search(r"cgcompile .* 6 +the result: result: ", out)
-
-
 def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -172,7 +155,7 @@ def test_a_module_by_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["verify"], ["bench", "a:b", "--rounds", "0"], ["explane", "a:b"]):
+    for words in (["verify"], ["report", "a:b", "--calls", "0"], ["explane", "a:b"]):
         with pytest.raises(SystemExit) as stopped:
             main(words)
         assert stopped.value.code == 2
@@ -219,7 +202,6 @@ positional arguments:
     doctor     what CUDA graphs cannot hold, with the line and the fix
     verify     eager against replayed, on several inputs
     report     one page: split, graphs, coverage, timeline, settings
-    bench      time of a call, as ratios against eager
     env        versions, machine, cache and settings, for an issue
     cache      what is kept on disk
 
@@ -292,39 +274,6 @@ Example: cgcompile verify model.py:make --set compiler=aot --sets 5
 """,
         )
 
-    def test_bench(self, capsys: pytest.CaptureFixture[str]) -> None:
-        Snapshot().check(
-            told(capsys, "bench"),
-            """\
-usage: cgcompile bench [-h] [--set KEY=VALUE] [--json] [--torch-compile] [--rounds ROUNDS]
-                       [--calls CALLS]
-                       TARGET
-
-Time of a call, as ratios against eager.
-
-positional arguments:
-  TARGET           what makes the model; see below
-
-options:
-  -h, --help       show this help message and exit
-  --set KEY=VALUE  a setting, as in options of torch.compile; may be repeated
-  --json           as JSON, not as text
-  --torch-compile  measure torch.compile too
-  --rounds ROUNDS  turns of each way (default: 10)
-  --calls CALLS    calls a turn (default: 10)
-
-TARGET is module:function or path/to/file.py:function. The function takes nothing and returns
-  (model, args)           args: a tuple, or one tensor
-  (model, args, kwargs)
-  {"model": ..., "args": ..., "kwargs": ...}
-  a compiled model or a manager that has run, alone (report and doctor)
-
-Tensors on the CPU are recorded by the host recorder, unless capture_device is set.
-Exit status: 0 fine; 1 a difference or no replay, or an error; 2 words that cannot be.
-Example: cgcompile bench model.py:make --torch-compile --rounds 20
-""",
-        )
-
     def test_examples(self, capsys: pytest.CaptureFixture[str]) -> None:
-        for name in ("explain", "doctor", "verify", "report", "bench", "env"):
+        for name in ("explain", "doctor", "verify", "report", "env"):
             assert f"Example: cgcompile {name} " in told(capsys, name)

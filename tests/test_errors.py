@@ -413,7 +413,6 @@ EXAMPLES: dict[str, CGCompileError] = {
     "ManagerError.no_metadata": ManagerError.no_metadata(batch="num_tokens=4, num_reqs=4"),
     "ManagerError.too_few_bytes": ManagerError.too_few_bytes(budget=2**20, needed=3 * 2**20),
     "ManagerError.no_replay": ManagerError.no_replay(batch="num_tokens=4, num_reqs=4"),
-    "ManagerError.nothing_verified": ManagerError.nothing_verified(why="no batch has a FULL graph"),
     "ManagerError.no_axis": ManagerError.no_axis(name="inputs_embeds"),
     "ManagerError.presence": ManagerError.presence(name="inputs_embeds", said=True),
     "ManagerError.rows": ManagerError.rows(found="rows"),

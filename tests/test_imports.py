@@ -259,5 +259,4 @@ def test_public_face() -> None:
         "tracing_ranges",
         "update_weights",
         "verify",
-        "verify_wrapper",
     ]

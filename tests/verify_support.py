@@ -120,7 +120,7 @@ class Calculates(nn.Module):
         x = attention(self.first(x).cos())
         y = self.second(x) * 2
         z = torch.sin(y)  # FAULT: miscompiled
-        z = torch.exp(-z * z)
+        z = torch.exp(-z * z)  # FAULT: shows
         return attention(z) + z.tanh()
 
 

@@ -7,7 +7,6 @@ that torch does not document. Callers write ``compat.name``, whatever file here 
 
 from cgcompile.compat.artifacts import (
     SizeGuards,
-    compile_direct,
     compile_saveable,
     compiler_settings,
     inductor_files_in,
@@ -50,13 +49,12 @@ from cgcompile.compat.capture import (
 )
 from cgcompile.compat.compilers import (
     compile_aten,
+    compile_standalone,
     compile_whole,
     inductor_mode_options,
     inductor_option_names,
     start_compile_workers,
-    uncapturable_op,
 )
-from cgcompile.compat.direct import Direct, inductor_graph
 from cgcompile.compat.dynamo import (
     ENTER_AUTOCAST,
     ENTER_INFERENCE_MODE,
@@ -125,7 +123,6 @@ from cgcompile.compat.operators import (
     parameter_names,
     process_group_backend,
     process_group_store,
-    program_line,
     returns_nothing,
     waited_collective,
     written_arguments,

@@ -18,7 +18,6 @@ import torch
 from torch import fx
 
 from cgcompile.compat.compilers import compile_standalone, known_patches
-from cgcompile.compat.direct import Direct
 from cgcompile.compat.guard_text import guards_hold, require_guards
 from cgcompile.compat.modes import autocast_state
 from cgcompile.compat.operators import op_overloads
@@ -27,13 +26,6 @@ from cgcompile.locks import new_lock
 log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------- compile, save and load
-
-
-def compile_direct(
-    gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any]
-) -> Direct:
-    """Compile one piece with Inductor."""
-    return Direct(compile_standalone(gm, fake_inputs, patches))
 
 
 def compile_saveable(
@@ -50,11 +42,11 @@ def compile_saveable(
         # torch gave up saving it, after compiling it; its own caches shorten the second time.
         if "serialize" not in str(error):
             raise
-        return compile_direct(gm, fake_inputs, patches), None, str(error)
+        return compile_standalone(gm, fake_inputs, patches), None, str(error)
     try:
-        return Direct(made), made.serialize(), ""
+        return made, made.serialize(), ""
     except Exception as error:  # whatever pickle says of what the graph holds
-        return Direct(made), None, f"torch cannot save it ({type(error).__name__}: {error})"
+        return made, None, f"torch cannot save it ({type(error).__name__}: {error})"
 
 
 def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]:
@@ -72,7 +64,8 @@ def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]
         config.patch(known_patches(patches)),
         functorch_config.patch("bundled_autograd_cache", True),
     ):
-        return Direct(AOTCompiledArtifact.deserialize(data))
+        artifact: Callable[..., Any] = AOTCompiledArtifact.deserialize(data)
+        return artifact
 
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)

@@ -95,14 +95,6 @@ def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if name in inductor_option_names()}
 
 
-def uncapturable_op(aten: fx.GraphModule) -> str | None:
-    """The first node of an ATen graph that torch's own CUDA graphs refuse, as ``op``; else None."""
-    from torch._inductor.utils import get_first_incompatible_cudagraph_node
-
-    node = get_first_incompatible_cudagraph_node(aten)
-    return None if node is None else str(node.target)
-
-
 def _with_a_tensor_output(gm: fx.GraphModule) -> fx.GraphModule:
     """``gm``, or a copy of one without outputs that returns an input: callers drop it.
 

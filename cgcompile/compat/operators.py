@@ -1,10 +1,7 @@
 """Operators: their names, overloads and schemas. See ``cgcompile/compat/__init__.py``."""
 
 import inspect
-import linecache
 import operator
-import os
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -222,16 +219,3 @@ def process_group_store(group: Any) -> Any:
 
     known = dist.distributed_c10d._world.pg_map.get(group)
     return None if known is None else known[1]
-
-
-def program_line() -> str:
-    """Where the program is: the innermost frame that is neither torch's nor ours, with its code."""
-    ours = os.path.dirname(os.path.dirname(__file__))
-    others = (os.path.dirname(torch.__file__), ours)
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(others):
-        frame = frame.f_back
-    code = frame.f_code
-    text = linecache.getline(code.co_filename, frame.f_lineno).strip()
-    where = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-    return f"{where}: {text.encode('ascii', 'backslashreplace').decode()}" if text else where

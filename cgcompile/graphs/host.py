@@ -36,7 +36,6 @@ from cgcompile.graphs.host_rules import copies_python_data, refusal, replaced_me
 from cgcompile.graphs.host_rules import written as write_targets
 from cgcompile.graphs.host_steps import (
     HostStep,
-    OpRun,
     all_bytes,
     storage_bytes,
 )
@@ -50,14 +49,9 @@ _ALLOCATIONS |= {aten.new_empty, aten.new_empty_strided}
 
 
 class HostGraph:
-    """One recording. See :class:`~cgcompile.graphs.device.DeviceGraph`.
+    """One recording. See :class:`~cgcompile.graphs.device.DeviceGraph`."""
 
-    Args:
-        lines: note for each call where the program made it; slow.
-    """
-
-    def __init__(self, lines: bool = False) -> None:
-        self._lines = lines
+    def __init__(self) -> None:
         self._steps: list[HostStep] = []
         self._recorder: _Recorder | None = None
         self._constants: list[torch.Tensor] = []
@@ -74,7 +68,7 @@ class HostGraph:
             raise CaptureError.nested(what="HostGraph.begin()")
         if self._recorded:
             raise CaptureError.twice(what="HostGraph", advice="Call reset() first.")
-        self._recorder = _Recorder(pool, self._steps, self._constants, self._lines)
+        self._recorder = _Recorder(pool, self._steps, self._constants)
         self._recorder.start()
         self._pool = pool
         _active.graph = self
@@ -102,13 +96,6 @@ class HostGraph:
         self._pool = None
 
     def replay(self) -> None:
-        self._each(HostStep.run)
-
-    def watch(self, told: Callable[[OpRun], Any]) -> None:
-        """As :meth:`replay`; ``told`` of each call what it was given and made, as copies."""
-        self._each(lambda step: told(step.watched()))
-
-    def _each(self, run: Callable[[HostStep], Any]) -> None:
         if not self._recorded:
             raise CaptureError.empty()
         if getattr(_active, "graph", None) is not None:
@@ -119,7 +106,7 @@ class HostGraph:
             stack.enter_context(compat.autocast_off())
             stack.enter_context(compat.without_modes())
             for step in self._steps:
-                run(step)
+                step.run()
 
 
 class _HostReads:
@@ -155,10 +142,8 @@ class _Recorder(compat.DispatchMode):
         pool: HostPool,
         steps: list[HostStep],
         constants: list[torch.Tensor],
-        lines: bool,
     ) -> None:
         super().__init__()
-        self._lines = lines
         self._pool = pool
         self._steps = steps
         self._constants = constants
@@ -271,8 +256,7 @@ class _Recorder(compat.DispatchMode):
             return compat.weak_tensor(leaf).requires_grad_(leaf.requires_grad)
 
         weak_args, weak_kwargs = compat.tree_map(held, (args, kwargs))
-        line = compat.program_line() if self._lines else ""
-        return HostStep(name, call, weak_args, weak_kwargs, outside, line)
+        return HostStep(name, call, weak_args, weak_kwargs, outside)
 
     def _finish(
         self, step: HostStep, made: Any, given: list[torch.Tensor], has_effect: bool
@@ -340,14 +324,11 @@ class HostDevice:
     tensor_type = "cpu"
     notices_freed, graph_step = True, 1
 
-    def __init__(self, lines: bool = False) -> None:
-        self._lines = lines  # see HostGraph
-
     def new_pool(self, stream: None = None, lasting: Callable[[int], bool] = nowhere) -> HostPool:
         return HostPool(lasting)
 
     def new_graph(self) -> HostGraph:
-        return HostGraph(self._lines)
+        return HostGraph()
 
     def capture_stream(self) -> None:
         return None

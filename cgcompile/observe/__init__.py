@@ -2,7 +2,8 @@
 
 Read in this order: ``parts`` and ``explanation`` (the values), ``explain`` (how they are made),
 ``report`` (from a split), ``text`` (how they print); ``coverage``;
-``targets``, ``profile`` and ``timeline``. The rule: what is here looks, and changes nothing.
+``targets`` and ``profile``; ``verify`` and ``bisect``, which compare (``comparing``) runs that
+leave nothing behind (``restore``). The rule: what is here looks, and changes nothing.
 """
 
 from cgcompile.observe.bisect import Bisection, bisect
@@ -11,5 +12,5 @@ from cgcompile.observe.explain import explain
 from cgcompile.observe.explanation import Explanation
 from cgcompile.observe.gather import report
 from cgcompile.observe.overview import Overview
-from cgcompile.observe.verification import Check, Finding, Verification
+from cgcompile.observe.verification import Check, Verification
 from cgcompile.observe.verify import verify

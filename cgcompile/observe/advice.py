@@ -92,14 +92,6 @@ _ADVICE: dict[str, tuple[str, str, str, str]] = {
         "Nothing, if slots come in a tensor that stays where it is: it is captured with its piece. "
         "If it reads the forward context or numbers of the host, add {op} to splitting_ops.",
     ),
-    "handwritten_attention": (
-        "note",
-        "note",
-        "note",
-        "Nothing, if all it depends on is in tensors: it is captured. If lengths or offsets come "
-        "from Python, take F.scaled_dot_product_attention, or make it an op "
-        "(torch.library.custom_op) and add its name to splitting_ops.",
-    ),
     "context_read": (
         "error",
         "error",

@@ -11,10 +11,9 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import with_article
 from cgcompile.forward_context import callers_context
 from cgcompile.graphs.guards import is_plain_value, layout_text, same_value
-from cgcompile.graphs.memory import Memory
 from cgcompile.observe.notes import Notes
-from cgcompile.observe.stores import forward_line
-from cgcompile.passes.lines import Line
+from cgcompile.observe.restore import Memory
+from cgcompile.passes.lines import Line, is_users_file, line_at
 from cgcompile.tracing.dims import bind_arguments
 
 _CPU = torch.device("cpu")
@@ -64,6 +63,15 @@ def check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     except ValueError:  # of something that is not written in Python: nobody says
         return dict(kwargs)
     return dict(bind_arguments(name, signature, args, kwargs).arguments)
+
+
+def forward_line(model: Any) -> Line | None:
+    """The line in which the function that a call of a model runs begins, if it is the user's."""
+    function = model.forward if isinstance(model, torch.nn.Module) else model
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or not is_users_file(code.co_filename):
+        return None
+    return line_at(code, code.co_firstlineno)
 
 
 def look_at_call(notes: Notes, model: Any, call: Call, device: torch.device, varies: bool) -> None:

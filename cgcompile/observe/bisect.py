@@ -2,32 +2,30 @@
 
 The step is run in several ways: as the eager model, with uncompiled pieces, with compiled pieces
 that are not captured, and replayed. Between the last right way and the first wrong one, delta
-debugging finds the pieces, and then the op.
+debugging finds the pieces; the op is the one that makes the first value that differs.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.entry import Observer
 from cgcompile.errors import DispatchError
-from cgcompile.graphs.verify import Difference, put_back
-from cgcompile.observe.comparing import Tolerance, without_gradients
+from cgcompile.observe.comparing import Difference, Tolerance, plain
 from cgcompile.observe.inputs import Call, InputSets, require_comparison
-from cgcompile.observe.locate import WHOLE, Place, finding_of, made, place_of
-from cgcompile.observe.minimal import minimal
-from cgcompile.observe.miscompiled import miscompiled_op
+from cgcompile.observe.locate import WHOLE, finding_of, made
+from cgcompile.observe.mixed_run import PieceMode, run_step
 from cgcompile.observe.passes import anew, wrong_pass
+from cgcompile.observe.restore import put_back
 from cgcompile.observe.subject import Subject, tolerance_of
 from cgcompile.observe.traces import Parting, Watcher
-from cgcompile.observe.verification import Finding, plain
 from cgcompile.observe.verify import real_rows
 from cgcompile.observe.wrappers import wrapper_place
-from cgcompile.piecewise.verify import Observer
-from cgcompile.piecewise.ways import Way, run_step
 from cgcompile.settings import checked_but
 
+T_ = TypeVar("T_")
 Item = tuple[int, int]
 """(number of the compiled graph, index of the piece); -1 is all of a FULL graph."""
 
@@ -52,7 +50,7 @@ class Bisection:
     stage: str
     pieces: tuple[str, ...]
     culprit: str
-    finding: Finding | None
+    finding: Difference | None
     steps: tuple[str, ...]
     replays: int
 
@@ -93,7 +91,7 @@ def bisect(
     """Find the piece, and the op, that make the result of a model wrong.
 
     What runs is put back after it, as :func:`cgcompile.verify` says. Synchronises. Runs the step
-    some dozens of times, and compiles parts of a piece again where a compiler is to blame.
+    some dozens of times.
 
     Args:
         model: as of ``verify``, without managers.
@@ -150,7 +148,6 @@ class _Search:
         elif subject.wrapper is not None:
             kept = subject.kept
             place = wrapper_place(subject.wrapper, self._call, self._tolerance, kept)
-            self._note(f"op by op: {place.op or 'no op'}")
             finding = made("replay", self._number, difference, real_rows(), place)
             found = self._result("replay", (place.piece,) if place.piece else (), "", finding)
         else:
@@ -159,7 +156,7 @@ class _Search:
         return replace(found, replays=replays)
 
     def _result(
-        self, stage: str, pieces: Sequence[str], culprit: str, finding: Finding | None
+        self, stage: str, pieces: Sequence[str], culprit: str, finding: Difference | None
     ) -> Bisection:
         steps = tuple(self.steps)
         return Bisection(self._subject.name, stage, tuple(pieces), culprit, finding, steps, 0)
@@ -188,17 +185,19 @@ class _Search:
         self._list_pieces()
         if self._wrong({}, "all pieces uncompiled"):
             return self._before_pieces(difference)
-        compiled = dict.fromkeys(self._compiled, Way.COMPILED)
+        compiled = dict.fromkeys(self._compiled, PieceMode.COMPILED)
         if self._wrong(compiled, "all pieces compiled, not captured"):
-            found = minimal(self._compiled, lambda some: self._wrong_with(Way.COMPILED, some))
+            found = minimal(self._compiled, lambda some: self._wrong_with(PieceMode.COMPILED, some))
             return self._compilation(found, difference)
-        found = minimal(self._captured, lambda some: self._wrong_with(Way.REPLAYED, some))
+        found = minimal(self._captured, lambda some: self._wrong_with(PieceMode.REPLAYED, some))
         return self._replay(found, difference)
 
-    def _wrong_with(self, way: Way, some: Sequence[Item]) -> bool:
-        base = {} if way is Way.COMPILED else dict.fromkeys(self._compiled, Way.COMPILED)
+    def _wrong_with(self, way: PieceMode, some: Sequence[Item]) -> bool:
+        base = (
+            {} if way is PieceMode.COMPILED else dict.fromkeys(self._compiled, PieceMode.COMPILED)
+        )
         names = ", ".join(map(self._name, some))
-        what = "compiled" if way is Way.COMPILED else "replayed"
+        what = "compiled" if way is PieceMode.COMPILED else "replayed"
         return self._wrong({**base, **dict.fromkeys(some, way)}, f"{what}: {names}")
 
     def _name(self, item: Item) -> str:
@@ -206,14 +205,14 @@ class _Search:
         piece = WHOLE if item[1] < 0 else f"piece_{item[1]}"
         return piece if len(graphs) < 2 else f"graph {item[0]} {piece}"
 
-    def _wrong(self, ways: dict[Item, Way], what: str) -> bool:
+    def _wrong(self, ways: dict[Item, PieceMode], what: str) -> bool:
         """Whether the step is wrong where its pieces run in these ways, others uncompiled."""
 
         def of(number: int) -> Observer:
             def run(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
                 whole = ways.get((number, -1))
                 chosen = {
-                    piece.index: whole or ways.get((number, piece.index), Way.UNCOMPILED)
+                    piece.index: whole or ways.get((number, piece.index), PieceMode.UNCOMPILED)
                     for piece in program.split.pieces
                 }
                 return run_step(program, recording, inputs, real, chosen)
@@ -255,7 +254,7 @@ class _Search:
             detail = "the traced graph computes something else than the model does"
             if stale:
                 detail = "traced anew it is right: what the trace holds has changed since"
-            finding = self._made("tracing", difference, Place(detail=detail))
+            finding = self._made("tracing", difference, Difference(detail=detail))
             return self._result("tracing", (), "", finding)
         name, place = found
         finding = self._made("pass", difference, place)
@@ -265,26 +264,18 @@ class _Search:
         parting = self._parting(items, "compilation")
         names = [self._name(item) for item in items]
         if parting is None or parting.piece is None:
-            finding = self._made("compilation", difference, Place(", ".join(names)))
+            finding = self._made("compilation", difference, Difference(piece=", ".join(names)))
             return self._result("compilation", names, "", finding)
-        finding = finding_of(parting, self._number, self._tolerance)
-        if len(items) == 1:
-            with without_gradients():
-                node, how = miscompiled_op(parting.step, parting.piece, self._tolerance)
-            self._note(f"{parting.piece.name} op by op: {node.name if node else how}")
-            if node is not None:
-                place = place_of(parting.piece, node, how)
-                finding = self._made("compilation", parting.difference, place)
+        finding = finding_of(parting, self._number)
         return self._result("compilation", names, "", finding)
 
     def _replay(self, items: list[Item], difference: Difference) -> Bisection:
         names = [self._name(item) for item in items]
         parting = self._parting(items, "replay")
         if parting is None:
-            finding = self._made("replay", difference, Place(", ".join(names)))
+            finding = self._made("replay", difference, Difference(piece=", ".join(names)))
         else:
-            finding = finding_of(parting, self._number, self._tolerance)
-            self._note(f"{finding.piece} op by op: {finding.op or 'no op'}")
+            finding = finding_of(parting, self._number)
         if items[0][1] < 0:
             if finding.piece == WHOLE:
                 return self._in_pieces() or self._result("replay", names, "", finding)
@@ -306,7 +297,7 @@ class _Search:
         finally:
             other.release()
 
-    def _made(self, stage: str, difference: Difference, place: Place) -> Finding:
+    def _made(self, stage: str, difference: Difference, place: Difference) -> Difference:
         return made(stage, self._number, difference, real_rows(), place)
 
     def _parting(self, items: list[Item], stage: str) -> Parting | None:
@@ -317,3 +308,29 @@ class _Search:
         graphs = {number for number, _ in items}
         found = [p for p in watcher.partings if p.stage == stage and p.step.graph in graphs]
         return found[0] if found else None
+
+
+def minimal(items: Sequence[T_], fails: Callable[[Sequence[T_]], bool]) -> list[T_]:
+    """Some of the items that fail together and of which none can be left out.
+
+    Args:
+        items: that fail together.
+        fails: whether some of them, in order, do; asked about log(n) times for one culprit.
+    """
+    found, parts = list(items), 2
+    while len(found) > 1:
+        size = -(-len(found) // parts)
+        chunks = [found[at : at + size] for at in range(0, len(found), size)]
+        smaller = next((chunk for chunk in chunks if fails(chunk)), None)
+        if smaller is not None:
+            found, parts = smaller, 2
+            continue
+        rests = [[each for each in found if each not in chunk] for chunk in chunks]
+        rest = next((rest for rest in rests if len(chunks) > 2 and fails(rest)), None)
+        if rest is not None:
+            found, parts = rest, max(parts - 1, 2)
+            continue
+        if len(chunks) == len(found):
+            break
+        parts = min(2 * parts, len(found))
+    return found

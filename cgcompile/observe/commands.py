@@ -1,4 +1,4 @@
-"""The commands that look at a model: ``explain``, ``doctor``, ``verify``, ``report``, ``bench``.
+"""The commands that look at a model: ``explain``, ``doctor``, ``verify``, ``report``.
 
 And ``env``. Each makes a value that has ``to_dict()`` and prints; this file is words and choices.
 The rule: a command answers with lines and a status, and prints nothing itself.
@@ -21,7 +21,6 @@ from cgcompile.config import CompilationConfig
 from cgcompile.errors import BoundaryError, CommandError
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe.arguments import check_arguments
-from cgcompile.observe.bench import bench
 from cgcompile.observe.coverage import coverage
 from cgcompile.observe.doctor import doctor
 from cgcompile.observe.environment import environment
@@ -62,7 +61,6 @@ def add_commands(commands: Any) -> None:
         ("doctor", _doctor, "what CUDA graphs cannot hold, with the line and the fix", "a finding"),
         ("verify", _verify, "eager against replayed, on several inputs", "a difference"),
         ("report", _report, "one page: split, graphs, coverage, timeline, settings", "no replay"),
-        ("bench", _bench, "time of a call, as ratios against eager", "a difference or no replay"),
     )
     for name, run, about, bad in looks:
         example = {
@@ -70,9 +68,8 @@ def add_commands(commands: Any) -> None:
             "doctor": "mylib.models:decoder --json",
             "verify": "model.py:make --set compiler=aot --sets 5",
             "report": "model.py:make --html report.html",
-            "bench": "model.py:make --torch-compile --rounds 20",
         }[name]
-        last = [TARGET, CPU] if name in ("verify", "report", "bench") else [TARGET.rstrip()]
+        last = [TARGET, CPU] if name in ("verify", "report") else [TARGET.rstrip()]
         parser = commands.add_parser(
             name,
             help=about,
@@ -89,10 +86,8 @@ def add_commands(commands: Any) -> None:
             help="a setting, as in options of torch.compile; may be repeated",
         )
         parser.add_argument("--json", action="store_true", help="as JSON, not as text")
-        if name != "bench":
-            parser.add_argument(
-                "--html", type=_page, metavar="PATH", help="write a page there as well"
-            )
+        help = "write a page there as well"
+        parser.add_argument("--html", type=_page, metavar="PATH", help=help)
         parser.set_defaults(run=run)
         if name in _ADD:
             _ADD[name](parser)
@@ -131,13 +126,7 @@ def _for_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls", type=_count, default=4, help=help)
 
 
-def _for_bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--torch-compile", action="store_true", help="measure torch.compile too")
-    parser.add_argument("--rounds", type=_count, default=10, help="turns of each way (default: 10)")
-    parser.add_argument("--calls", type=_count, default=10, help="calls a turn (default: 10)")
-
-
-_ADD = {"verify": _for_verify, "report": _for_report, "bench": _for_bench}
+_ADD = {"verify": _for_verify, "report": _for_report}
 
 
 # ---------------------------------------------------------------- the commands
@@ -182,20 +171,6 @@ def _report(given: argparse.Namespace) -> Answer:
         served = coverage(model)
     text = f"{found.title}:\n{served}"
     return _answer(given, found, not found.counters.replays, text)
-
-
-def _bench(given: argparse.Namespace) -> Answer:
-    with load(given.target) as target:
-        found = bench(
-            target.model,
-            target.call("bench"),
-            config=_config(given, target, recorded=True),
-            torch_compile=given.torch_compile,
-            rounds=given.rounds,
-            calls=given.calls,
-        )
-    text = json.dumps(found.to_dict(), indent=2) if given.json else str(found)
-    return Answer([text], int(not found.ok))
 
 
 def _env(given: argparse.Namespace) -> Answer:

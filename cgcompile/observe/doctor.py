@@ -6,8 +6,10 @@ recorder (``graphs/host_rules.py``) and of the registry of boundaries. Read on i
 ``state``, ``advice``, and for errors that have happened in ``failures``.
 """
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import CodeType
 from typing import Any
 
@@ -21,27 +23,31 @@ from cgcompile.errors import ConfigError
 from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.entries import devices_of
-from cgcompile.graphs.memory import Memory
-from cgcompile.graphs.state import Change, RandomState, State, changes
-from cgcompile.graphs.undone import uncompile_parts
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe.advice import Way
 from cgcompile.observe.arguments import (
     Call,
     check_arguments,
     compare_calls,
+    forward_line,
     look_at_call,
-    named_weights,
 )
-from cgcompile.observe.attention import identity
 from cgcompile.observe.diagnosis import Diagnosis
 from cgcompile.observe.failures import is_of_inference_tensors, name_of, of_handle
 from cgcompile.observe.notes import Notes
-from cgcompile.observe.stores import forward_line, store_line
+from cgcompile.observe.restore import (
+    Change,
+    Memory,
+    Place,
+    RandomState,
+    State,
+    changes,
+    uncompile_parts,
+)
 from cgcompile.observe.subject import original_of
 from cgcompile.observe.targets import resolved
 from cgcompile.observe.watch import Case, Watch
-from cgcompile.passes.lines import raised_at
+from cgcompile.passes.lines import Line, is_users_file, line_at, raised_at
 from cgcompile.settings import checked_but
 
 
@@ -145,13 +151,11 @@ class _Examination:
         self._memory = Memory(self._before.tensors)
         ops, builtin = config.splitting_ops, config.builtin_splitting_ops
         device = capture_device(self._device, config.capture_device)
-        weights = {identity(each) for _, each in named_weights(self._model)}
         self._case = Case(
             self._notes,
             Boundaries(ops, builtin=builtin),
             self._device,
             self._memory,
-            weights,
             device.stream_key if device is not None else _one_stream,
         )
         self._ran: list[set[CodeType]] = []  # of each call
@@ -214,8 +218,30 @@ class _Examination:
                 self._add("lazy_attribute", "the first call sets it", change, self._ran[0])
 
     def _add(self, kind: str, text: str, change: Change, ran: set[CodeType]) -> None:
-        line = store_line(change.place, ran) or forward_line(self._model)
+        line = _store_line(change.place, self._model, ran) or forward_line(self._model)
         self._notes.add(kind, change.place.path, text, line)
+
+
+def _store_line(place: Place, model: Any, ran: set[CodeType]) -> Line | None:
+    """Return the first user line that assigns an attribute, else the first that names it.
+
+    Read from the source of what ran: methods of its owner, then the model's forward, then the rest.
+    """
+    kinds = [vars(kind).items() for kind in type(place.owner).__mro__]
+    methods = [method for items in kinds for name, method in items if name != "__init__"]
+    methods.append(model.forward if isinstance(model, torch.nn.Module) else model)
+    own = [getattr(inspect.unwrap(each), "__code__", None) for each in methods if callable(each)]
+    rest = sorted(ran - {*own}, key=lambda code: (code.co_filename, code.co_firstlineno))
+    codes = [each for each in (*own, *rest) if each in ran and is_users_file(each.co_filename)]
+    named = rf"\.{re.escape(place.attribute)}\b"
+    for pattern in (rf"{named}.*[^=!<>]=([^=]|$)", named) if place.attribute else ():
+        for code in codes:
+            with suppress(OSError):  # no source
+                lines, first = inspect.getsourcelines(code)
+                for number, text in enumerate(lines, first):
+                    if re.search(pattern, text):
+                        return line_at(code, number)
+    return None
 
 
 def _one_stream() -> int:

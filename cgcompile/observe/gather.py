@@ -29,9 +29,9 @@ from cgcompile.observe.overview import (
     StepReport,
 )
 from cgcompile.observe.parts import settings_of
+from cgcompile.observe.profile import timeline
 from cgcompile.observe.report import Reporter
 from cgcompile.observe.targets import counters_of, recorders_of
-from cgcompile.observe.timeline import timeline
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudaGraphManager
 from cgcompile.settings import checked, sizes_given

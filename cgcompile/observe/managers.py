@@ -1,19 +1,20 @@
 """The checks of a manager's graphs."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from cgcompile.backend import handle_of
 from cgcompile.config import CUDAGraphMode
-from cgcompile.errors import ManagerError
-from cgcompile.graphs.verify import copies
-from cgcompile.observe.comparing import Tolerance, named
-from cgcompile.observe.locate import Place, finding_of, made
+from cgcompile.observe.comparing import Difference, Tolerance, named
+from cgcompile.observe.locate import finding_of, made
+from cgcompile.observe.restore import copies
 from cgcompile.observe.traces import Parting, Watcher
-from cgcompile.observe.verification import Check, Finding, Verification
+from cgcompile.observe.verification import Check, Verification
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.steps import Batch
-from cgcompile.serving.verifying import replayed_step
+
+log = logging.getLogger(__name__)
 
 CHECKS = ("exact eager against exact replay", "exact eager against padded replay")
 
@@ -24,18 +25,18 @@ def check_manager(
     sets: int,
     rtol: float | None = None,
     atol: float | None = None,
+    refuse: bool = False,
 ) -> Verification:
     """Run batches plain and exact, and on the graph that the dispatcher chooses; compare.
 
-    Graphs stay dispatched whatever is found; :func:`~cgcompile.serving.verifying.verify_full`
-    refuses those that are wrong.
-
     Args:
-        manager: with captured graphs, on one rank.
+        manager: with captured graphs. With an agreement all ranks call this, with as many batches
+            that go the same ways.
         batches: what to run, or a callable that makes a batch from its number.
         sets: how many such.
         rtol: relative tolerance; None: by dtype.
         atol: absolute tolerance.
+        refuse: dispatch no FULL graph any more if one of them differs, on any rank.
 
     Raises:
         BaseException: what a step raised.
@@ -43,18 +44,28 @@ def check_manager(
     tolerance = Tolerance(False, rtol, atol)
     make: Callable[[int], Batch] | None = batches if callable(batches) else None
     given = list(batches) if make is None else [make(number) for number in range(sets)]
-    compared: dict[str, list[Finding | None]] = {name: [] for name in CHECKS}
+    compared: dict[str, list[Difference | None]] = {name: [] for name in CHECKS}
     missing = "" if given else "there are no batches"
+    wrong: list[str] = []
     for number, batch in enumerate(given):
         chosen = manager.dispatched(batch)
         if chosen.mode is CUDAGraphMode.NONE:
             missing = missing or f"batch {number} has no graph: {chosen.why}"
             continue
+        plain = copies(named(manager.run(batch, valid_modes=())))
+        replayed = _replayed(manager, batch)
+        if replayed is None:
+            missing = missing or f"batch {number} has a graph and does not replay it"
+            continue
         name = CHECKS[chosen.descriptor.num_tokens > batch.num_tokens]
-        try:
-            compared[name].append(_compare(manager, batch, number, tolerance))
-        except ManagerError as error:
-            missing = missing or str(error).splitlines()[0]
+        difference = tolerance.first("the result", plain, replayed)
+        if difference is not None:
+            difference = _located(manager, batch, number, difference, tolerance)
+            if chosen.mode is CUDAGraphMode.FULL:
+                wrong.append(f"FULL, {chosen.descriptor}: {difference.detail}")
+        compared[name].append(difference)
+    if refuse:
+        _refuse_full(manager, wrong)
     checks = [
         Check(name, len(all_), len(all_), str(tolerance), tuple(f for f in all_ if f is not None))
         for name, all_ in compared.items()
@@ -66,28 +77,52 @@ def check_manager(
     return Verification(subject, tuple(checks))
 
 
-def _compare(
-    manager: CudaGraphManager, batch: Batch, number: int, tolerance: Tolerance
-) -> Finding | None:
-    plain = copies(named(manager.run(batch, valid_modes=())))
-    found = copies(named(replayed_step(manager, batch, number)))
-    difference = tolerance.first("the result", plain, found)
-    if difference is None:
-        return None
-    parting = _parting(manager, batch, tolerance)
+def _replayed(manager: CudaGraphManager, batch: Batch) -> dict[str, Any] | None:
+    """Return the result of a replay, or None; a lazy manager replays from the third step on."""
+    for _ in range(3):
+        before = manager.counters.replays
+        result = manager.run(batch)
+        if manager.counters.replays > before:
+            return copies(named(result))
+    return None
+
+
+def _located(
+    manager: CudaGraphManager,
+    batch: Batch,
+    number: int,
+    difference: Difference,
+    tolerance: Tolerance,
+) -> Difference:
+    """Return the difference with piece and op; with other ranks, without a further step."""
+    parting = None if manager.agreement is not None else _parting(manager, batch, tolerance)
     if parting is not None:
-        return finding_of(parting, number, tolerance)
+        return finding_of(parting, number)
     return made("replay", number, difference, batch.num_tokens, _place(manager, batch))
 
 
-def _place(manager: CudaGraphManager, batch: Batch) -> Place:
+def _refuse_full(manager: CudaGraphManager, wrong: list[str]) -> None:
+    """Dispatch no FULL graph any more if one is wrong, on this rank or another."""
+    agreement = manager.agreement
+    if not (wrong if agreement is None else agreement.largest(len(wrong))):
+        return
+    detail = wrong[0] if wrong else "it differs on another rank"
+    log.warning("no FULL graphs any more: %s", detail)
+    for mode, descriptor in manager.dispatcher.plan():
+        if mode is CUDAGraphMode.FULL:
+            manager.dispatcher.refused(mode, descriptor, detail)
+
+
+def _place(manager: CudaGraphManager, batch: Batch) -> Difference:
     chosen = manager.dispatched(batch)
     what = f"{chosen.mode.name} graph for {chosen.descriptor}, {batch.num_tokens} rows are real"
     if chosen.descriptor.num_tokens > batch.num_tokens and chosen.mode is CUDAGraphMode.PIECEWISE:
-        return Place(
+        return Difference(
             detail=f"{what}; each piece does what it does eager: padding reaches real rows"
         )
-    return Place(detail=f"{what}; an op inside has frozen a number, or padding reaches real rows")
+    return Difference(
+        detail=f"{what}; an op inside has frozen a number, or padding reaches real rows"
+    )
 
 
 def _parting(manager: CudaGraphManager, batch: Batch, tolerance: Tolerance) -> Parting | None:

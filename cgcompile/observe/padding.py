@@ -4,17 +4,17 @@ from typing import Any
 
 import torch
 
-from cgcompile.graphs.verify import put_back
-from cgcompile.observe.comparing import Tolerance, without_gradients
+from cgcompile.observe.comparing import Difference, Tolerance, without_gradients
 from cgcompile.observe.inputs import Call
-from cgcompile.observe.locate import Place, place_of
+from cgcompile.observe.locate import place_of
+from cgcompile.observe.restore import put_back
 from cgcompile.observe.subject import Subject
 from cgcompile.observe.traces import Nodes, Watcher, nodes_of
 
 
 def padding_place(
     subject: Subject, exact: Call, larger: Call, real: int, tolerance: Tolerance
-) -> Place:
+) -> Difference:
     """The first op whose real rows differ between a step of the exact size and a padded one.
 
     Args:
@@ -30,7 +30,7 @@ def padding_place(
         with subject.observed(watcher.of):
             subject.outcome(subject.call, call)
         if not watcher.seen:
-            return Place(detail="and no step of it was seen")
+            return Difference(detail="and no step of it was seen")
         with put_back(subject.kept), without_gradients():
             runs.append((watcher.seen, [nodes_of(step) for step in watcher.seen]))
     (steps, exact_nodes), (_, padded_nodes) = runs
@@ -42,7 +42,7 @@ def padding_place(
             if name is not None:
                 node = next(n for n in piece.module.graph.nodes if n.name == name)
                 return place_of(piece, node, "first in this op")
-    return Place(detail="and no op of the uncompiled pieces does so")
+    return Difference(detail="and no op of the uncompiled pieces does so")
 
 
 def _first(small: Nodes, large: Nodes, real: int, tolerance: Tolerance) -> str | None:

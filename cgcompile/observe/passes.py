@@ -8,10 +8,10 @@ from torch import fx
 
 from cgcompile.config import CompilationMode
 from cgcompile.errors import CGCompileError
-from cgcompile.graphs.verify import put_back
-from cgcompile.observe.comparing import Tolerance, without_gradients
+from cgcompile.observe.comparing import Difference, Tolerance, without_gradients
 from cgcompile.observe.inputs import Call
-from cgcompile.observe.locate import Place, place_of
+from cgcompile.observe.locate import place_of
+from cgcompile.observe.restore import put_back
 from cgcompile.observe.subject import Subject
 from cgcompile.observe.traces import Nodes, Step, Watcher, nodes_of
 from cgcompile.passes import OPTIONAL
@@ -35,7 +35,7 @@ def wrong_pass(
     expected: dict[str, Any],
     tolerance: Tolerance,
     note: Note,
-) -> tuple[str, Place] | None:
+) -> tuple[str, Difference] | None:
     """(its name, the first op that it makes wrong); None if no single pass is to blame.
 
     The original model is compiled without each pass in turn.
@@ -85,10 +85,10 @@ def anew(
     return right
 
 
-def _place(subject: Subject, good: Subject, call: Call, tolerance: Tolerance) -> Place:
+def _place(subject: Subject, good: Subject, call: Call, tolerance: Tolerance) -> Difference:
     """The first node that has another value with the pass, or the new one that it reads."""
     if good.until_replayed(call):
-        return Place()
+        return Difference()
     bad_nodes, good_nodes = _nodes(subject, call), _nodes(good, call)
     for (step, bad), (_, right) in zip(bad_nodes, good_nodes, strict=False):
         for piece in step.split.pieces:
@@ -96,7 +96,7 @@ def _place(subject: Subject, good: Subject, call: Call, tolerance: Tolerance) ->
                 node = _first(bad[piece.index], right[piece.index], tolerance)
                 if node is not None:
                     return place_of(piece, node)
-    return Place()
+    return Difference()
 
 
 def _nodes(subject: Subject, call: Call) -> list[tuple[Step, dict[int, Nodes]]]:

@@ -1,4 +1,4 @@
-"""Where the time of replayed steps goes: :func:`profile`, a measurement on demand.
+"""Where the time of replayed steps and of captures goes: :func:`profile`, :func:`timeline`.
 
 Replays know nothing of it: :mod:`cgcompile.graphs.ranges` lets it look while the context is
 entered, and outside of it a replay runs the loop that it always runs.
@@ -18,7 +18,8 @@ import torch
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.ranges import Observed, observing
 from cgcompile.graphs.sequence import EagerSegment, GraphSequence
-from cgcompile.observe.targets import sequences_of
+from cgcompile.graphs.timeline import CaptureRecord
+from cgcompile.observe.targets import recorders_of, sequences_of
 from cgcompile.settings import checked
 
 
@@ -246,3 +247,23 @@ def _measured(found: Profile) -> Iterator[Profile]:
             yield found
     finally:
         found.finish()
+
+
+def timeline(target: Any) -> tuple[CaptureRecord, ...]:
+    """What was captured, or refused, when, how long it took and how many bytes.
+
+    Args:
+        target: a compiled model, a :class:`cgcompile.Backend`, one of its graphs, a wrapper, a
+            ``CudaGraphManager`` or an ``EncoderCudaGraphManager``.
+
+    Returns:
+        A record for each capture, in the order they began; of what lives, and of each the last
+        few thousand. Releasing graphs removes none. ``[each.to_dict() for each in found]`` is JSON.
+
+    Raises:
+        ConfigError: the target captures nothing.
+    """
+    found = [
+        record for each in recorders_of(target, "timeline") for record in each.timeline.records
+    ]
+    return tuple(sorted(found, key=lambda record: record.start))

@@ -11,13 +11,12 @@ from cgcompile import compat
 from cgcompile.backend import handle_of
 from cgcompile.compile import CompiledModel, check_compilable, compile
 from cgcompile.config import CompilationConfig, CompilationMode
+from cgcompile.entry import Observer
 from cgcompile.errors import ConfigError
-from cgcompile.graphs.undone import Undone
-from cgcompile.graphs.verify import buffers_of, copies, put_back
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.observe.comparing import Tolerance, named, uncomparable, without_gradients
 from cgcompile.observe.inputs import Call
-from cgcompile.piecewise.verify import Observer
+from cgcompile.observe.restore import Undone, buffers_of, copies, put_back
 from cgcompile.reasons import Counters
 
 
@@ -143,7 +142,7 @@ class Subject:
     def uncompared(
         self, call: Call, plain: dict[str, Any], found: dict[str, Any]
     ) -> tuple[tuple[str, ...], str]:
-        """What of a result nobody can compare; and why nothing was, where that is all there is."""
+        """Return what of a result has no usable ``==``; and why nothing was compared, if so."""
         said, blind = uncomparable(plain, found, self._left(call))
         return said, "nothing that it returns can be compared" if blind else ""
 

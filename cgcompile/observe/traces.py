@@ -9,18 +9,18 @@ import torch
 from torch import fx
 
 from cgcompile import compat
-from cgcompile.graphs.verify import Difference, copies, put_back
-from cgcompile.observe.comparing import Tolerance, named, without_gradients
+from cgcompile.entry import Observer
+from cgcompile.observe.comparing import Difference, Tolerance, named, without_gradients
+from cgcompile.observe.mixed_run import PieceMode, left_by, run_step
+from cgcompile.observe.restore import copies, put_back
 from cgcompile.passes.nodes import is_allocation, written
 from cgcompile.passes.pieces import Piece
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.program import Program
 from cgcompile.piecewise.recording import Recording
 from cgcompile.piecewise.returns import returned_names
-from cgcompile.piecewise.verify import Observer, filled_outputs, written_now
-from cgcompile.piecewise.ways import Way, left_by, run_step
 
-STAGES = {Way.COMPILED: "compilation", Way.REPLAYED: "replay"}
+STAGES = {PieceMode.COMPILED: "compilation", PieceMode.REPLAYED: "replay"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +46,8 @@ class Step:
         """The split graph."""
         return self.program.split
 
-    def run(self, way: Way, **told: Any) -> Any:
-        """Run all pieces in one way; see :func:`~cgcompile.piecewise.ways.run_step`."""
+    def run(self, way: PieceMode, **told: Any) -> Any:
+        """Run all pieces in one way; see :func:`~cgcompile.observe.mixed_run.run_step`."""
         ways = {piece.index: way for piece in self.split.pieces}
         return run_step(self.program, self.recording, self.inputs, self.real, ways, **told)
 
@@ -100,7 +100,7 @@ class Parting:
     @property
     def overwritten(self) -> bool:
         """Whether it is a value of an earlier piece, which this one spoils."""
-        return self.piece is not None and self.difference.what not in left_by(self.piece)
+        return self.piece is not None and self.difference.value not in left_by(self.piece)
 
 
 class Watcher:
@@ -128,9 +128,9 @@ class Watcher:
         self.seen.append(step)
         before: Any = None
         result: Any = None
-        for way in (Way.UNCOMPILED, Way.COMPILED, Way.REPLAYED):
+        for way in (PieceMode.UNCOMPILED, PieceMode.COMPILED, PieceMode.REPLAYED):
             left = Left(step.split)
-            if way is Way.REPLAYED:
+            if way is PieceMode.REPLAYED:
                 result = step.run(way, after=left.note)
                 made = copies(named(result))
             else:
@@ -140,11 +140,11 @@ class Watcher:
             parting = None if before is None else self._part(step, way, before, now)
             if parting is not None:
                 self.partings.append(parting)
-                return result if way is Way.REPLAYED else step.run(Way.REPLAYED)
+                return result if way is PieceMode.REPLAYED else step.run(PieceMode.REPLAYED)
             before = now
         return result
 
-    def _part(self, step: Step, way: Way, before: Any, now: Any) -> Parting | None:
+    def _part(self, step: Step, way: PieceMode, before: Any, now: Any) -> Parting | None:
         for piece in step.split.pieces:
             found = now[0].get(piece.index)
             if found is None:
@@ -194,12 +194,18 @@ def nodes_of(step: Step) -> dict[int, Nodes]:
         return found[piece.index].run(*given)
 
     with step.kept():
-        step.run(Way.UNCOMPILED, around=run)
+        step.run(PieceMode.UNCOMPILED, around=run)
     return found
 
 
-def same_layout(one: Any, other: Any) -> bool:
-    """Whether two values are tensors of one shape and dtype."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return False
-    return one.shape == other.shape and one.dtype == other.dtype
+def written_now(program: Program, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The inputs of a call that the step writes."""
+    return [inputs[position] for position in program.written_positions]
+
+
+def filled_outputs(piece: Piece) -> list[str]:
+    """The outputs of a piece that hold something: some are memory for the next piece to write."""
+    (results,) = piece.module.graph.output_node().args
+    assert isinstance(results, (tuple, list))
+    pairs = zip(piece.outputs, results, strict=True)
+    return [name for name, node in pairs if not (isinstance(node, fx.Node) and is_allocation(node))]

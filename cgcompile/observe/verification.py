@@ -1,57 +1,10 @@
-"""What was found wrong, as values: :class:`Finding`, :class:`Check`, :class:`Verification`."""
+"""What was compared, as values: :class:`Check`, :class:`Verification`."""
 
-import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cgcompile.observe.comparing import Difference, plain
 from cgcompile.observe.page import Shown
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The first thing that differs, for one set of inputs.
-
-    Attributes:
-        stage: since when it is wrong: ``tracing``, ``pass``, ``compilation``, ``replay``,
-            ``padding`` or ``breakable``.
-        inputs: which set of inputs, from 0; of a manager, which batch.
-        piece: its name, such as ``piece_2``; ``the whole step`` of a FULL graph; empty if unknown.
-        op: the op, or the one that makes the value if the device does not let us look closer; empty
-            if unknown.
-        line: the user's line of it, as ``model.py:12 in forward: y = f(x)``.
-        value: the name of the value in the piece, or its path in the result.
-        rows: the first rows that differ, at most eight.
-        padding_rows: those of them that are padding.
-        largest: the largest absolute difference; NaN where that has no meaning.
-        detail: in words.
-    """
-
-    stage: str
-    inputs: int
-    piece: str
-    op: str
-    line: str
-    value: str
-    rows: tuple[int, ...]
-    padding_rows: tuple[int, ...]
-    largest: float
-    detail: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: lists for tuples, None for NaN."""
-        found: dict[str, Any] = plain(self)
-        return found
-
-    def __str__(self) -> str:
-        where = ", ".join(filter(None, (self.piece, self.op)))
-        rows = [f"wrong by {self.stage}, inputs {self.inputs}: {where or 'nobody knows where'}"]
-        if self.line:
-            rows.append(f"  at    {self.line}")
-        rows.append(f"  value {self.value}: {self.detail}")
-        if self.padding_rows:
-            rows.append(f"  rows {list(self.padding_rows)} are padding")
-        return "\n".join(rows)
 
 
 @dataclass(frozen=True)
@@ -74,7 +27,7 @@ class Check:
     compared: int
     replays: int
     tolerance: str
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Difference, ...] = ()
     missing: str = ""
     uncompared: tuple[str, ...] = ()
 
@@ -104,7 +57,7 @@ class Verification(Shown):
         return bool(self.checks) and all(check.ok for check in self.checks)
 
     @property
-    def differences(self) -> tuple[Finding, ...]:
+    def differences(self) -> tuple[Difference, ...]:
         """All that differs, in the order of the checks."""
         return tuple(found for check in self.checks for found in check.findings)
 
@@ -137,14 +90,3 @@ def _result(check: Check) -> str:
     if not check.replays:
         return f"nothing was replayed: {check.missing}"
     return check.missing or "equal"
-
-
-def plain(value: Any) -> Any:
-    """A frozen value as dicts, lists, text and numbers; None for what JSON has no number for."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, (tuple, list)):
-        return [plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -15,15 +15,15 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.errors import CGCompileError, ConfigError
 from cgcompile.forward_context import BatchDescriptor, callers_context, set_forward_context
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.verify import Difference, put_back
-from cgcompile.observe.comparing import Tolerance
+from cgcompile.observe.comparing import Difference, Tolerance
 from cgcompile.observe.inputs import Call, InputSets, padded, require_comparison, rows_of
-from cgcompile.observe.locate import Place, finding_of, made
+from cgcompile.observe.locate import finding_of, made
 from cgcompile.observe.managers import check_manager
 from cgcompile.observe.padding import padding_place
+from cgcompile.observe.restore import put_back
 from cgcompile.observe.subject import Subject, tolerance_of
 from cgcompile.observe.traces import Watcher
-from cgcompile.observe.verification import Check, Finding, Verification
+from cgcompile.observe.verification import Check, Verification
 from cgcompile.observe.wrappers import wrapper_place
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.settings import checked_but, sizes_given
@@ -44,6 +44,7 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
+    refuse: bool = False,
 ) -> Verification:
     """Run a model eager and replayed on several sets of inputs, and compare.
 
@@ -61,26 +62,24 @@ def verify(
             whose tensors are filled with other random numbers for each set after the first; or a
             callable that makes one of these from the number of the set. Of a manager: batches, or
             a callable that makes one.
-        config: with which a plain model is compiled; left out: the defaults, and tensors on the CPU
-            are recorded by the host recorder.
+        config: with which a plain model is compiled; left out: the defaults, on a CPU recorded.
         sets: how many sets of inputs, at least 1; of a manager with given batches, all of those.
         padded_sizes: sizes of the batch, its first dimension, to which inputs are padded, as
             numbers or as text ``"8,16"``: a replay of that size must give the real rows that eager
             gives for the exact size. Without a forward context alone.
-        tails: what padded rows hold: ``"random"`` (integers in the range of the real ones) or
-            ``"nan"``.
+        tails: what padded rows hold: ``"random"`` (integers in the real range) or ``"nan"``.
         breakable: compare the model with a breakable capture of the eager one as well.
         rtol: relative tolerance; 0 with ``atol`` 0 for bitwise. Left out: bitwise where graphs hold
             eager's kernels (host device, pieces that are not compiled), else by dtype.
         atol: absolute tolerance.
         seed: of the random numbers.
+        refuse: of a manager: dispatch no FULL graph any more if one differs, on any rank.
 
     Returns:
         What was compared and what differs; not ``ok`` where nothing was replayed.
 
     Raises:
-        ConfigError: settings for a model that has its own, something that is no model, or an
-            argument that cannot be.
+        ConfigError: settings for a model that has its own, no model, or an impossible argument.
         BaseException: what the model raised.
     """
     if tails not in TAILS:
@@ -90,7 +89,11 @@ def verify(
     require_comparison("verify", sets, rtol, atol, seed)
     sizes = sizes_given("padded_sizes", "verify", padded_sizes)
     if isinstance(model, CudaGraphManager):
-        return check_manager(model, inputs, sets, rtol, atol)
+        return check_manager(model, inputs, sets, rtol, atol, refuse)
+    if refuse:
+        raise ConfigError.bad_value(
+            name="refuse", where="verify", value=refuse, expected="False: only a manager dispatches"
+        )
     subject = Subject(model, config)
     try:
         sets_ = InputSets(inputs, seed)
@@ -126,7 +129,7 @@ def _replays(subject: Subject, inputs: InputSets, sets: int, tolerance: Toleranc
             missing = subject.until_replayed(call)
             found = subject.outcome(subject.call, call)
             replays = int(not missing)
-        difference = tolerance.first("the result", expected, found)
+        difference = _of_real_rows(tolerance, expected, found)
         if difference is None or not replays:
             return _equal(subject, call, replays, missing, expected, found)
         finding = _located(subject, call, number, difference, tolerance)
@@ -136,11 +139,11 @@ def _replays(subject: Subject, inputs: InputSets, sets: int, tolerance: Toleranc
 
 
 class Outcome(NamedTuple):
-    """Of one set of inputs: replays, why there are fewer, what differs, what nobody can compare."""
+    """Of one set of inputs: replays, why there are fewer, the difference, what is not compared."""
 
     replays: int
     missing: str = ""
-    finding: Finding | None = None
+    finding: Difference | None = None
     uncompared: tuple[str, ...] = ()
 
 
@@ -160,7 +163,7 @@ def _equal(
 def _check(name: str, sets: int, tolerance: Tolerance, compare: Callable[[int], Outcome]) -> Check:
     replays, compared, missing = 0, 0, ""
     uncompared: dict[str, None] = {}
-    findings: list[Finding] = []
+    findings: list[Difference] = []
     for number in range(sets):
         more, why, finding, unsaid = compare(number)
         replays += more
@@ -176,7 +179,7 @@ def _check(name: str, sets: int, tolerance: Tolerance, compare: Callable[[int], 
 
 def _located(
     subject: Subject, call: Call, number: int, difference: Difference, tolerance: Tolerance
-) -> Finding:
+) -> Difference:
     """Where the graphs of a call part from its plain pieces, if they do."""
     if subject.wrapper is not None:
         place = wrapper_place(subject.wrapper, call, tolerance, subject.kept)
@@ -185,9 +188,30 @@ def _located(
     with subject.observed(watcher.of):
         subject.outcome(subject.call, call)
     for parting in watcher.partings:
-        return finding_of(parting, number, tolerance)
+        return finding_of(parting, number)
     detail = "the uncompiled pieces give it as well: a pass or the trace; cgcompile.bisect tells"
-    return made("tracing", number, difference, real_rows(), Place(detail=detail))
+    return made("tracing", number, difference, real_rows(), Difference(detail=detail))
+
+
+def _of_real_rows(
+    tolerance: Tolerance, expected: dict[str, Any], found: dict[str, Any]
+) -> Difference | None:
+    """Return the first difference, with its padding rows; None if only padding rows differ."""
+    context, real = callers_context(), real_rows()
+    batch = None if context is None else context.batch_descriptor
+    if real is not None and batch is not None:
+        cut = [
+            {n: _first_rows(v, batch.num_tokens, real) for n, v in values.items()}
+            for values in (expected, found)
+        ]
+        if tolerance.first("the result", *cut) is None:
+            return None
+    return tolerance.first("the result", expected, found)
+
+
+def _first_rows(value: Any, size: int, real: int) -> Any:
+    is_batch = isinstance(value, torch.Tensor) and value.dim() and len(value) == size
+    return value[:real] if is_batch else value
 
 
 def real_rows() -> int | None:
@@ -233,7 +257,9 @@ def _padded(
         if difference is None:
             return _equal(subject, call, replays, "", expected, cut)
         missing = subject.until_replayed(call)
-        place = padding_place(subject, call, larger, real, tolerance) if not missing else Place()
+        place = (
+            padding_place(subject, call, larger, real, tolerance) if not missing else Difference()
+        )
         detail = place.detail or "a replay of the exact size could not be had"
         place = replace(place, detail=f"real rows depend on padding, {detail}")
         return Outcome(replays, "", made("padding", number, difference, real, place))

@@ -18,11 +18,11 @@ from cgcompile import compat
 from cgcompile.boundaries import Boundaries, SplittingOp
 from cgcompile.graphs.foreign import foreign_breaks
 from cgcompile.graphs.host_rules import refusal
-from cgcompile.graphs.memory import Memory
 from cgcompile.observe.advice import Way
-from cgcompile.observe.attention import WrittenOut, resembles
+from cgcompile.observe.attention import resembles
 from cgcompile.observe.calls import PythonCalls
 from cgcompile.observe.notes import Notes
+from cgcompile.observe.restore import Memory
 from cgcompile.observe.streams import Streams
 from cgcompile.passes.capturable import takes_python_data, why_no_collective, why_not_on
 from cgcompile.passes.nodes import short_name
@@ -58,7 +58,6 @@ class Case:
         boundaries: what runs eager.
         device: of the graph.
         memory: told of every write.
-        weights: storages of parameters and buffers.
         stream_key: a number, equal for equal current streams.
 
     Attributes:
@@ -71,14 +70,12 @@ class Case:
         boundaries: Boundaries,
         device: torch.device,
         memory: Memory,
-        weights: set[int],
         stream_key: Callable[[], int],
     ) -> None:
         self.notes = notes
         self.device = device
         self.memory = memory
         self.streams = Streams(stream_key)
-        self.written_out = WrittenOut(weights)
         self._boundaries = boundaries
         self._known: dict[Any, SplittingOp | None] = {}
 
@@ -275,10 +272,6 @@ class _Ops(compat.DispatchMode):
             if why is not None:
                 severity = "note" if self._may_copy(why.reason, [*given, *made]) else None
                 notes.here(why.reason.value, name, why.detail, severity=severity)
-        softmax = self._case.written_out.see(name, given, made, notes.line)
-        if softmax is not None:
-            text = "softmax between two matmuls: attention written out, captured as it is"
-            notes.add("handwritten_attention", "softmax", text, softmax)
 
     def _may_copy(self, reason: Reason, tensors: list[torch.Tensor]) -> bool:
         """Whether a graph can hold a copy: from or into pinned memory, where nothing is traced."""

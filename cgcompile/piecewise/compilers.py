@@ -175,7 +175,7 @@ def compiler_for(config: CompilationConfig) -> PieceCompiler:
         return lambda gm, fake_inputs: gm.forward
     if config.compiler == "aot":
         return _aot
-    return lambda gm, fake_inputs: compat.compile_direct(gm, fake_inputs, patches)
+    return lambda gm, fake_inputs: compat.compile_standalone(gm, fake_inputs, patches)
 
 
 def inductor_patches(config: CompilationConfig) -> dict[str, Any]:

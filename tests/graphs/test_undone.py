@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from cgcompile.graphs.memory import Memory
-from cgcompile.graphs.undone import Undone
+from cgcompile.observe.restore import Memory, Undone
 
 
 class Runs(nn.Module):
@@ -153,7 +152,7 @@ def test_memory_is_put_back_whatever_else_fails(monkeypatch: pytest.MonkeyPatch)
     def fails(self: Any) -> None:
         raise OSError("as asked")
 
-    monkeypatch.setattr("cgcompile.graphs.state.State.put_back", fails)
+    monkeypatch.setattr("cgcompile.observe.restore.State.put_back", fails)
     with pytest.raises(OSError, match="as asked"):
         undone(model)
     assert not model.cache.any()

@@ -26,10 +26,10 @@ from cgcompile.entry import CompiledGraph
 from cgcompile.errors import HostValueChangedError
 from cgcompile.graphs.host import HostDevice
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.observe.mixed_run import PieceMode, run_step
 from cgcompile.passes.split import SplitGraph
 from cgcompile.piecewise.compilers import compile_pieces
 from cgcompile.piecewise.splitting import split_as_set
-from cgcompile.piecewise.ways import Way, run_step
 from cgcompile.reasons import Reason
 
 
@@ -214,9 +214,9 @@ def test_pieces_that_run_plain_fill_the_copies_of_later_ones() -> None:
         calls: list[Any] = []
 
         def observe(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
-            replayed = {piece.index: Way.REPLAYED for piece in program.split.pieces}
+            replayed = {piece.index: PieceMode.REPLAYED for piece in program.split.pieces}
             calls.append(inputs)
-            return run_step(program, recording, inputs, real, {**replayed, 0: Way.COMPILED})
+            return run_step(program, recording, inputs, real, {**replayed, 0: PieceMode.COMPILED})
 
         graph.observe(observe)
         check_steps(compiled, model, "cpu", steps=3)

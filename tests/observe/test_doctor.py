@@ -198,25 +198,6 @@ def test_functorch(device: str) -> None:
     assert seen.op == "torch.func Vmap"
 
 
-def test_attention_that_is_written_out(device: str) -> None:
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv, self.classes = nn.Linear(8, 24), nn.Linear(8, 3)
-
-        def forward(self, x):
-            q, k, v = self.qkv(x).chunk(3, -1)
-            scores = q @ k.transpose(-1, -2) / 3 + torch.ones_like(q[:, :1])
-            scores = scores.softmax(-1)  # <softmax>
-            return (self.classes(scores @ v)).softmax(-1) @ self.classes.weight
-
-    model = Attention().to(device)
-    diagnosis = examine(model, torch.randn(5, 8, device=device))
-    seen = found(diagnosis, "handwritten_attention", Attention.forward, "softmax")
-    assert seen.severity == "note"
-    assert len(diagnosis.findings) == 1, str(diagnosis)
-
-
 def test_a_function_of_an_extension_that_looks_like_attention() -> None:
     notes = Notes(Way.UNTRACED, _call.__code__)
     calls = PythonCalls(notes)

@@ -14,10 +14,10 @@ from torch import nn
 import cgcompile
 from cgcompile import compat
 from cgcompile.config import CompilationConfig
-from cgcompile.graphs.memory import Memory
 from cgcompile.observe.advice import Way
 from cgcompile.observe.doctor import _call
 from cgcompile.observe.notes import Notes
+from cgcompile.observe.restore import Memory
 from cgcompile.observe.watch import Case, Watch
 
 BREAKABLE = CompilationConfig(splitting="breakable")
@@ -170,7 +170,7 @@ def test_another_stream() -> None:
     x = torch.ones(2)
     notes = Notes(Way.SPLIT, _call.__code__)
     boundaries, memory = cgcompile.Boundaries(), Memory([x])
-    case = Case(notes, boundaries, x.device, memory, set(), lambda: stream[0])
+    case = Case(notes, boundaries, x.device, memory, lambda: stream[0])
     with Watch(case):
         model(x)
     assert found(cgcompile.Diagnosis.of("model", "cpu", notes), "side_stream", model, "side")

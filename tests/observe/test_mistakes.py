@@ -12,7 +12,6 @@ from verify_support import config
 import cgcompile
 from cgcompile import CompilationConfig, Diagnosis, verify
 from cgcompile.errors import ArgumentsError, CaptureError, CGCompileError, ConfigError
-from cgcompile.observe.bench import bench
 
 
 class Model(nn.Module):
@@ -53,7 +52,6 @@ MODEL = "expected a module, a bound method of one, or a function."
     [
         ("verify", lambda model: verify(model, X)),
         ("bisect", lambda model: cgcompile.bisect(model, X)),
-        ("bench", lambda model: bench(model, ((X,), {}))),
         ("explain", lambda model: cgcompile.explain(model, X)),
         ("doctor", lambda model: cgcompile.doctor(model, X)),
     ],
@@ -78,10 +76,6 @@ SIZES = "positive whole numbers, as a sequence or as text '1,2,4'."
         (
             lambda m: cgcompile.bisect(m, X, sets=0),
             "bisect: sets = 0; expected a whole number from 1 to 1048576.",
-        ),
-        (
-            lambda m: bench(m, ((X,), {}), rounds=0),
-            "bench: rounds = 0; expected a whole number of at least 1.",
         ),
         (
             lambda m: verify(m, X, padded_sizes=("a",)),

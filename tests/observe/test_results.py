@@ -14,11 +14,11 @@ from torch import nn
 from verify_support import config
 
 import cgcompile
-from cgcompile import CUDAGraphMode, CUDAGraphWrapper, set_forward_context, verify, verify_wrapper
-from cgcompile.graphs.opened import alike, named_values, uncompared
-from cgcompile.graphs.verify import first_difference
-from cgcompile.observe.bench import bench
+from cgcompile import CUDAGraphMode, CUDAGraphWrapper, set_forward_context, verify
+from cgcompile.observe.comparing import first_difference
+from cgcompile.observe.opened import alike, named_values, uncompared
 from cgcompile.observe.subject import Subject
+from cgcompile.observe.wrappers import wrapper_difference
 
 
 @dataclasses.dataclass
@@ -122,7 +122,7 @@ def test_what_differs_inside_is_found(pack: Any, value: str) -> None:
     outcomes = [subject.outcome(run, call) for run in (subject.original, subject.call)]
     told = first_difference("the result", *outcomes, 0.0, 0.0)
     assert told is not None
-    assert told.what == f"result.{value}"
+    assert told.value == f"result.{value}"
     assert told.rows == (0, 1, 2)
     subject.release()
 
@@ -147,7 +147,7 @@ def in_full(wrapper: CUDAGraphWrapper, x: torch.Tensor, run: Callable[[], Any]) 
 @pytest.mark.parametrize("pack", [Scores, Bag, Frozen, lambda y: {"k": Scores(y, Bag(y))}])
 def test_of_a_wrapper(pack: Any) -> None:
     wrapper, x = wrapped(pack)
-    assert in_full(wrapper, x, lambda: verify_wrapper(wrapper, x)) is None
+    assert in_full(wrapper, x, lambda: wrapper_difference(wrapper, x)) is None
     found = in_full(*(each := wrapped(pack)), lambda: verify(each[0], each[1], config=None))
     assert found.ok, str(found)
 
@@ -158,10 +158,10 @@ def test_of_a_wrapper_that_is_wrong() -> None:
 
     def run() -> Any:
         scale[0] = 2.0
-        return verify_wrapper(wrapper, x)
+        return wrapper_difference(wrapper, x)
 
     found = in_full(wrapper, x, run)
-    assert (found.where, found.what) == ("the result", ".scores")
+    assert (found.piece, found.value) == ("the result", ".scores")
     assert found.rows == (0, 1, 2)
 
 
@@ -194,16 +194,8 @@ def test_where_nothing_can_be_compared_nothing_is_ok() -> None:
 def test_a_wrapper_says_it_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     wrapper, x = wrapped(lambda y: (y, Empty()))
     with caplog.at_level(logging.WARNING, logger="cgcompile"):
-        assert in_full(wrapper, x, lambda: verify_wrapper(wrapper, x)) is None
+        assert in_full(wrapper, x, lambda: wrapper_difference(wrapper, x)) is None
     assert "[1] of the result is not compared" in caplog.text
-
-
-def test_bench_says_it() -> None:
-    model, x = returning(lambda y: (Scores(y), Empty()))
-    found = bench(model, ((x,), {}), config=config(), rounds=1, calls=1)
-    assert found.ok, str(found)
-    assert found.ways[1].uncompared == ("[1] (an Empty object)",)
-    assert str(found).endswith("as eager; not compared: [1] (an Empty object)")
 
 
 # ---------------------------------------------------------------- the parts
@@ -282,4 +274,4 @@ def test_an_object_that_both_runs_return_is_itself_whatever_became_of_it() -> No
     assert first_difference("r", before, named_values([kept, 1], "result"), 0.0, 0.0) is None
     told = first_difference("r", before, named_values([kept, 2], "result"), 0.0, 0.0)
     assert told is not None
-    assert told.what == "[1]"
+    assert told.value == "[1]"

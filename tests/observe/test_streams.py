@@ -16,9 +16,9 @@ import cgcompile
 from cgcompile import CompilationConfig
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.cuda import named_failures
-from cgcompile.graphs.memory import Memory
 from cgcompile.observe.advice import Way
 from cgcompile.observe.notes import Notes
+from cgcompile.observe.restore import Memory
 from cgcompile.observe.streams import Streams
 from cgcompile.observe.watch import Case, Watch
 
@@ -109,9 +109,7 @@ def raises(board: Board, x: torch.Tensor) -> None:
 
 def watched(model: Callable[[Board, torch.Tensor], None], way: Way) -> cgcompile.Diagnosis:
     notes, board, x = Notes(way, watched.__code__), Board(), torch.ones(2)
-    case = Case(
-        notes, cgcompile.Boundaries(), torch.device("cuda"), Memory([x]), set(), lambda: board.now
-    )
+    case = Case(notes, cgcompile.Boundaries(), torch.device("cuda"), Memory([x]), lambda: board.now)
     with suppress(KeyError), Watch(case):
         model(board, x)
     return cgcompile.Diagnosis.of("model", "cuda", notes)

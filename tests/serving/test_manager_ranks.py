@@ -21,13 +21,12 @@ from manager_support import (
 )
 from rank_support import said
 
-from cgcompile import BatchDescriptor, get_forward_context
+from cgcompile import BatchDescriptor, get_forward_context, verify
 from cgcompile.errors import AgreementError, BatchError, ManagerError
 from cgcompile.serving.agreement import Agreement
 from cgcompile.serving.buffers import InputBuffer
 from cgcompile.serving.steps import Batch, Metadata
 from cgcompile.serving.variants import Axis, LoraCases
-from cgcompile.serving.verifying import verify_full
 
 DECODE, MIXED = True, False
 IDLE: tuple[Any, ...] = ()
@@ -275,9 +274,9 @@ def verifying(rank: int, ranks: int) -> Any:
     made = Engine(mode="FULL_AND_PIECEWISE", model=Baking(rank == 1)).manager
     made.capture()
     batches = [staged(*[1] * count, decode=True) for count in (2, 3)]
-    unequal = verify_full(made, batches, rtol=1e-5, atol=1e-5)
+    found = verify(made, batches, rtol=1e-5, atol=1e-5, refuse=True)
     made.run(batches[0])
-    return len(unequal), made.dispatched(batches[0]).mode.name
+    return len(found.differences), made.dispatched(batches[0]).mode.name
 
 
 def test_full_graphs_that_do_not_hold_on_one_rank_are_refused_on_all(tmp_path: Path) -> None:

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from manager_support import NONE, PIECEWISE, Decoder, dispatcher, manager, metadata, requests
+from manager_support import NONE, PIECEWISE, Decoder, manager, metadata, requests
 
-from cgcompile import get_forward_context
-from cgcompile.errors import ManagerError
+from cgcompile import get_forward_context, verify
+from cgcompile.errors import ConfigError
 from cgcompile.reasons import Reason
 from cgcompile.serving.steps import Batch, Metadata
-from cgcompile.serving.verifying import verify_full
 
 LAYOUTS = ((1, 1, 1), (3, 1), (2, 2, 2, 2), (7,), (1,), (12, 4))
 
@@ -22,7 +21,7 @@ def layouts(device: str) -> list[Batch]:
 def test_graphs_that_hold(device: str) -> None:
     made = manager("FULL", device=device)
     made.capture()
-    assert verify_full(made, layouts(device), rtol=1e-5, atol=1e-5) == []
+    assert verify(made, layouts(device), rtol=1e-5, atol=1e-5, refuse=True).ok
     assert made.dispatched(requests(3, device=device)).mode.name == "FULL"
 
 
@@ -47,18 +46,20 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
     made = manager(mode, device=device, metadata=told)
     made.capture()
     decode = [requests(*[1] * n, device=device, decode=True) for n in (1, 3, 8)]
-    assert (verify_full(made, decode, rtol=1e-5, atol=1e-5) == []) is (mode != "FULL")
+    assert verify(made, decode, rtol=1e-5, atol=1e-5).ok is (mode != "FULL")
+    assert made.dispatched(decode[0]).mode.name != "NONE"  # not told to refuse
     if mode == "FULL":
         made.release()
         made.capture()
-        (first, *_) = verify_full(made, layouts(device), rtol=1e-5, atol=1e-5)
-        assert (first.batch, first.row) == (0, 0)
+        found = verify(made, layouts(device), rtol=1e-5, atol=1e-5, refuse=True)
+        first = next(each for each in found.differences if each.inputs == 0)
+        assert first.rows[0] == 0
         assert first.largest > 0.01
         chosen = made.dispatched(requests(3, device=device))
         assert chosen.mode is NONE
         assert chosen.why is not None
         assert chosen.why.reason is Reason.NOT_CAPTURED
-        assert "read a number on the host" in chosen.why.detail
+        assert "an op inside has frozen a number" in chosen.why.detail
     else:
         assert made.dispatched(requests(3, device=device)).mode is PIECEWISE
     batch = requests(3, device=device)
@@ -66,21 +67,17 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
     torch.testing.assert_close(again, plain)
 
 
-def test_what_has_no_full_graph_is_not_compared() -> None:
-    made = manager(dispatch=dispatcher("PIECEWISE"))
-    made.capture()
-    with pytest.raises(ManagerError, match="nothing was compared: batch 5"):
-        verify_full(made, layouts("cpu"))
-    assert made.statistics.steps == 0
-
-
 def test_what_never_replays_is_no_proof() -> None:
     """A lazy manager warms, captures, and only then replays."""
     made = manager("FULL", lazily=True)
-    assert verify_full(made, layouts("cpu"), rtol=1e-5, atol=1e-5) == []
+    assert verify(made, layouts("cpu"), rtol=1e-5, atol=1e-5, refuse=True).ok
     assert made.counters.replays >= len(LAYOUTS)
-    with pytest.raises(ManagerError, match="nothing was compared"):
-        verify_full(manager("FULL"), layouts("cpu"))
+    assert not verify(manager("FULL"), layouts("cpu"), refuse=True).ok
+
+
+def test_only_a_manager_refuses_graphs() -> None:
+    with pytest.raises(ConfigError, match="refuse = True"):
+        verify(torch.nn.Linear(2, 2), torch.ones(2, 2), refuse=True)
 
 
 def test_results_of_one_dimension(monkeypatch: Any) -> None:
@@ -90,7 +87,7 @@ def test_results_of_one_dimension(monkeypatch: Any) -> None:
 
     made = manager("FULL", model=Ids())
     made.capture()
-    assert verify_full(made, layouts("cpu")) == []
+    assert verify(made, layouts("cpu")).ok
     run = made.run
     monkeypatch.setattr(made, "run", lambda batch, **more: run(batch, **more) + (not more))
-    assert verify_full(made, layouts("cpu"))[0].largest == 1
+    assert verify(made, layouts("cpu")).differences[0].largest == 1

@@ -27,7 +27,7 @@ After = Callable[[Piece, Mapping[str, Any]], None]
 """Told what a piece has left: its outputs and the inputs that it writes, by name; not copied."""
 
 
-class Way(enum.Enum):
+class PieceMode(enum.Enum):
     """How a piece runs."""
 
     UNCOMPILED = "uncompiled"  # its FX graph, op by op
@@ -40,7 +40,7 @@ def run_step(
     recording: Recording,
     inputs: Sequence[Any],
     real: int | None,
-    ways: Mapping[int, Way],
+    ways: Mapping[int, PieceMode],
     after: After | None = None,
     around: Around | None = None,
 ) -> Any:
@@ -61,7 +61,7 @@ def run_step(
     Returns:
         What the call returns.
     """
-    replayed = {index for index, way in ways.items() if way is Way.REPLAYED}
+    replayed = {index for index, way in ways.items() if way is PieceMode.REPLAYED}
     if replayed and recording.batch.mode is CUDAGraphMode.FULL:
         return recording.replay(inputs, real)
     step = _Mixed(program, recording, inputs, ways, after, around)
@@ -83,7 +83,7 @@ class _Mixed:
         program: Program,
         recording: Recording,
         inputs: Sequence[Any],
-        ways: Mapping[int, Way],
+        ways: Mapping[int, PieceMode],
         after: After | None,
         around: Around | None,
     ) -> None:
@@ -126,7 +126,7 @@ class _Mixed:
 
     def _call(self, piece: Piece, given: tuple[Any, ...]) -> list[Any]:
         run = self._program.runnables[piece.index]
-        if self._ways.get(piece.index) is Way.UNCOMPILED and piece.compiled:
+        if self._ways.get(piece.index) is PieceMode.UNCOMPILED and piece.compiled:
             run = piece.module.forward
         return list(run(*given) if self._around is None else self._around(piece, run, given))
 
@@ -144,7 +144,7 @@ class _Mixed:
             return
         piece = pieces[place]
         lent = self._lend(piece.inputs)
-        if piece.capture and self._ways.get(piece.index) is not Way.REPLAYED:
+        if piece.capture and self._ways.get(piece.index) is not PieceMode.REPLAYED:
             self._recording.sequence.fill(place)  # a later segment may read the same copy
             self._instead(piece)
         else:
