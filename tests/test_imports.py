@@ -47,7 +47,6 @@ STANDARD_LIBRARY_ONLY = {
     "encoder/grouping": set(),
     "encoder/packing": {"encoder/grouping", "errors", "settings"},
     "serving/fit": {"errors", "serving", "settings"},
-    "serving/optimum": {"errors"},
     "serving/sizes": {"errors", "modes", "settings"},
     "version": set(),
     "serving/batches": {*DISPATCH, "serving/planning"},
