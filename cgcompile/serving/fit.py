@@ -250,6 +250,19 @@ def fit_sizes(
     return _fitted(steps, problem, chosen, bytes_of is not None)
 
 
+def removal_order(histogram: Mapping[int, int], sizes: Iterable[int]) -> list[tuple[float, int]]:
+    """Order sizes as a greedy removal drops them, with the padded rows that each removal adds.
+
+    The largest size stays, and is left out.
+
+    Raises:
+        SizesError: an entry of the histogram is out of range.
+    """
+    ladder = tuple(sorted(sizes))
+    problem = _problem(checked_histogram(histogram), ladder, Budget(None, None), None, None, None)
+    return [(loss, ladder[place]) for loss, place in removals(problem)]
+
+
 def _candidates(
     steps: Mapping[int, int], candidates: Iterable[int] | None, maximum: int | None, must: bool
 ) -> tuple[int, ...]:
