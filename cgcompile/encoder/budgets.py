@@ -150,7 +150,7 @@ def fitted_budgets(
     costs: Costs | None = None,
     path: int = 0,
 ) -> tuple[int, ...]:
-    """Budgets of least cost over what was observed, exactly; see ``serving.fit_sizes``.
+    """Fit budgets of little cost to what was observed; see ``serving.fit_sizes``.
 
     Args:
         observed: output tokens of groups that ran: each of them, or tokens -> number of groups.

@@ -5,7 +5,9 @@ each group takes one replay per path, at the smallest budget that holds it. What
 is known before anything runs, so that the cheapest is a question of arithmetic. First fit, which
 asks only what still fits, pays a third more on common mixes.
 
-The search itself is in ``grouping.py``; here are its question and its answer.
+The grouping is the cheaper of two: the shortest path over runs of the items in order of size, and
+best fit over the items in descending order. On mixes of images and videos that costs 0.4 % more
+than a search for the best grouping.
 
 The one rule a caller keeps: ``Capacity`` and ``Costs`` are made once and kept, since their tables
 are. ``pack((), capacity, costs)`` makes the tables ahead of the first request.
@@ -16,19 +18,16 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from operator import index as index_of
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from cgcompile.encoder.grouping import Problem, solve
 from cgcompile.errors import EncoderError
 from cgcompile.settings import require_arguments, require_fields, require_kind
 
 # A group more costs this, far below one token, so that of equals the one of fewer groups is taken.
 # A power of two: sums of whole costs stay exact.
 _GROUP = 2.0**-20
-# Exchanges looked at, per item: up to 20 items about one round. A looked-up cost takes a third of
-# the time of one that is computed.
-_TRIES, _TRIES_COMPUTED = 8, 5
 
 
 class Need(NamedTuple):
@@ -133,11 +132,10 @@ def pack(needs: Sequence[Need], capacity: Capacity, costs: Costs) -> list[Group]
     all budgets it runs eager; with too many frames, on every path.
 
     A path runs eager where that is estimated to be cheaper than the padding of its graph. Ties
-    prefer a replay, and fewer groups. The cost does not depend on the order of the items; it is
-    the least possible for up to 8 items, and never above that of next fit over items in ascending
-    order, or of first fit over ascending or descending ones.
+    prefer a replay, and fewer groups. The cost does not depend on the order of the items, and it is
+    never above that of next fit over items in ascending order.
 
-    Time: O(n * max_items), and exchanges up to a fixed number. 20 items take about 0.1 ms.
+    Time: O(n * max_items) for runs, O(n * groups) for best fit.
 
     Args:
         needs: of each item.
@@ -299,20 +297,77 @@ def _grouped(
     """Groups of items that are all within the limits."""
     frames = [needs[index].frames for index in ordinary]
     free = sum(frames) <= table.frames or max(frames) * table.items <= table.frames
+    cost: _Lookup
     if free and len(table.budgets) == 1 and table.budgets[0]:
         tokens = [needs[index].tokens[0] for index in ordinary]
         places = sorted(range(len(tokens)), key=tokens.__getitem__)
         keys = [tokens[place] for place in places]
-        problem = Problem(
-            keys, table.by_tokens, table.tops[0], table.items, _TRIES * len(keys), table.budgets[0]
-        )
+        cost, top = table.by_tokens, table.tops[0]
     else:
         columns = zip(*(needs[index].tokens for index in ordinary), strict=True)
-        several = _Several(table, [sum(column) for column in columns])
+        cost, top = _Several(table, [sum(column) for column in columns]), math.inf
         places = sorted(
             range(len(ordinary)),
             key=lambda at: (sum(needs[ordinary[at]].tokens), *needs[ordinary[at]]),
         )
-        keys = [several.key(needs[ordinary[at]]) for at in places]
-        problem = Problem(keys, several, math.inf, table.items, _TRIES_COMPUTED * len(keys))
-    return [tuple([ordinary[places[at]] for at in group]) for group in solve(problem)]
+        keys = [cost.key(needs[ordinary[at]]) for at in places]
+    least, groups = _runs(keys, cost, top, table.items)
+    if keys[0] != keys[-1]:  # of equal items the order restricts nothing
+        other, fitted = _best_fit(keys, cost, top, table.items)
+        groups = fitted if other < least else groups
+    return [tuple([ordinary[places[at]] for at in group]) for group in groups]
+
+
+class _Lookup(Protocol):
+    """The cost of a group, by the sum of its items' keys; infinite where a limit is broken."""
+
+    def __getitem__(self, key: int, /) -> float: ...
+
+
+_Groups = tuple[float, list[Sequence[int]]]
+"""Cost, and the places of the items of each group."""
+
+
+def _runs(keys: Sequence[int], cost: _Lookup, top: float, most: int) -> _Groups:
+    """Return the best grouping into runs of neighbours: a shortest path from cut to cut."""
+    before = [0, *accumulate(keys)]
+    best, cuts = [0.0], [0]
+    for end in range(1, len(before)):
+        upto = before[end]
+        least, cut = math.inf, end - 1
+        for start in range(end - 1, max(end - most, 0) - 1, -1):
+            key = upto - before[start]
+            if key > top:
+                break
+            value = best[start] + cost[key]
+            if value < least:
+                least, cut = value, start
+        best.append(least)
+        cuts.append(cut)
+    groups: list[Sequence[int]] = []
+    end = len(keys)
+    while end:
+        groups.append(range(cuts[end], end))
+        end = cuts[end]
+    return best[-1], groups
+
+
+def _best_fit(keys: Sequence[int], cost: _Lookup, top: float, most: int) -> _Groups:
+    """Put each item, the largest first, where it adds the least cost: into a group or a new one."""
+    groups: list[list[int]] = []
+    sums: list[int] = []
+    for at in range(len(keys) - 1, -1, -1):
+        key = keys[at]
+        least, best = cost[key], -1
+        for number, total in enumerate(sums):
+            if total + key <= top and len(groups[number]) < most:
+                more = cost[total + key] - cost[total]
+                if more <= least:
+                    least, best = more, number
+        if best < 0:
+            groups.append([at])
+            sums.append(key)
+        else:
+            groups[best].append(at)
+            sums[best] += key
+    return sum([cost[key] for key in sums]), list(groups)

@@ -4,7 +4,7 @@ A pool gives nothing back for one graph, so a graph that took too much could not
 graphs take is therefore measured before, on memory that is dropped as a whole: :class:`Rehearsal`.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cgcompile.config import CompilationConfig, CUDAGraphMode
@@ -15,6 +15,7 @@ from cgcompile.graphs.capture import bulk_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Reason
+from cgcompile.serving.memory import most_that_fit, ranked
 
 Sizes = tuple[str, int]
 """Path and budget; the graphs of all values of capture axes go together."""
@@ -77,6 +78,10 @@ def left_out(
 ) -> dict[GraphKey, str]:
     """What has no room, and why.
 
+    The largest budget of each path comes first; a path for which it has no room gets no graph.
+    Then as many budgets as fit, those first that save the most padding if all numbers of tokens are
+    equally frequent.
+
     Args:
         missing: what has no graph, the largest first.
         captured: what has one.
@@ -86,114 +91,36 @@ def left_out(
         measure: captures a graph on a rehearsal; returns the bytes that its buffers will add.
     """
 
-    def together(sizes: Sizes, made: Rehearsal) -> int:
-        return sum(measure(key, made) for key in missing if key[:2] == sizes)
+    have = {key[:2] for key in captured}
+    ladders: dict[str, set[int]] = {}
+    for path, budget, _ in (*missing, *captured):
+        ladders.setdefault(path, set()).add(budget)
 
-    order = list(dict.fromkeys(key[:2] for key in missing))
-    kept = _fitting({key[:2] for key in captured}, order, left, rehearsal, together)
+    def fits(some: Sequence[Sizes]) -> bool:
+        buffers, trial = 0, rehearsal()
+        try:
+            for key in missing:
+                if key[:2] in some:
+                    buffers += measure(key, trial)
+                    if trial.nbytes + buffers > left:
+                        return False
+            return True
+        finally:
+            trial.drop()
+
+    order = [sizes for sizes in ranked(ladders) if sizes not in have]
+    kept: Sequence[Sizes] = order
+    if not fits(order):
+        tops = [sizes for sizes in order if sizes[1] == max(ladders[sizes[0]])]
+        first: list[Sizes] = []
+        for sizes in tops:
+            if fits([*first, sizes]):
+                first.append(sizes)
+        refused = {path for path, _ in tops} - {path for path, _ in first}
+        rest = [sizes for sizes in order if sizes not in tops and sizes[0] not in refused]
+        kept = most_that_fit([*first, *rest], len(first), fits)
     why = (
         f"{Reason.NOT_CAPTURED.value}: no room in max_graph_bytes={most}, of which "
         f"{max(left, 0)} were left"
     )
     return {key: why for key in missing if key[:2] not in kept}
-
-
-def _fitting(
-    captured: Collection[Sizes],
-    missing: list[Sizes],
-    left: int,
-    rehearsal: Callable[[], Rehearsal],
-    measure: Callable[[Sizes, Rehearsal], int],
-) -> set[Sizes]:
-    """What of ``missing`` fits into ``left`` bytes.
-
-    The largest budget of each path comes first; a path for which it has no room gets no graph.
-    Then whichever saves the most padding, if all numbers of tokens are equally frequent, again and
-    again. Graphs are taken to need what their buffers do, and what those up to the last of them
-    took when they were rehearsed in order, those that are left out included: smaller graphs lie
-    in the memory of larger ones, and without a larger one they need their own.
-
-    Args:
-        captured: what has graphs.
-        missing: what has not, the largest first.
-        left: bytes.
-        rehearsal: a new one.
-        measure: captures sizes on a rehearsal; returns the bytes that buffers will add.
-    """
-    tops = {path: max(b for p, b in [*captured, *missing] if p == path) for path, _ in missing}
-    refused: set[str] = set()
-    while True:
-        here = [each for each in missing if each[0] not in refused]
-        order = sorted(here, key=lambda each: each[1] != tops[each[0]])
-        first = [each for each in order if each[1] == tops[each[0]]]
-        took = _rehearsed(order, left, rehearsal, measure)
-        for place, each in enumerate(first):
-            if _bound(first[: place + 1], order, took) > left:
-                refused.add(each[0])
-                break
-        else:
-            return set(_chosen(first, order, took, left, captured))
-
-
-Took = dict[Sizes, tuple[int, int]]
-"""Bytes of buffers, and of the rehearsal's memory once it and all before it are captured."""
-
-
-def _rehearsed(
-    order: Sequence[Sizes],
-    left: int,
-    rehearsal: Callable[[], Rehearsal],
-    measure: Callable[[Sizes, Rehearsal], int],
-) -> Took:
-    """What was measured, up to the first that is too much, so that little more than ``left`` is
-    ever in use."""
-    found: Took = {}
-    if not order:
-        return found
-    made = rehearsal()
-    try:
-        for each in order:
-            buffers = measure(each, made)
-            found[each] = (buffers, made.nbytes)
-            if made.nbytes > left:
-                break
-    finally:
-        made.drop()
-    return found
-
-
-def _bound(sizes: Collection[Sizes], order: Sequence[Sizes], took: Took) -> float:
-    """Bytes that graphs take at the most; infinite with one that was not measured."""
-    if not all(each in took for each in sizes):
-        return float("inf")
-    last = max((order.index(each) for each in sizes), default=-1)
-    return sum(took[each][0] for each in sizes) + (took[order[last]][1] if last >= 0 else 0)
-
-
-def _chosen(
-    first: Sequence[Sizes],
-    order: Sequence[Sizes],
-    took: Took,
-    left: int,
-    captured: Collection[Sizes],
-) -> list[Sizes]:
-    """The first ones, and then what saves most, as long as something fits."""
-    found = list(first)
-    while True:
-        fits = [
-            each
-            for each in order
-            if each not in found and _bound([*found, each], order, took) <= left
-        ]
-        if not fits:
-            return found
-        found.append(max(fits, key=lambda each: _saved(each, [*found, *captured])))
-
-
-def _saved(sizes: Sizes, among: Collection[Sizes]) -> int:
-    """Padding that a budget saves: of each number of tokens from the next lower one up to it."""
-    path, budget = sizes
-    others = [b for p, b in among if p == path and b != budget]
-    lower = max((b for b in others if b < budget), default=0)
-    upper = min((b for b in others if b > budget), default=budget)
-    return (budget - lower) * (upper - budget)

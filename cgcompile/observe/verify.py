@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.errors import CGCompileError, ConfigError
+from cgcompile.errors import CGCompileError
 from cgcompile.forward_context import BatchDescriptor, callers_context, set_forward_context
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.observe.comparing import Difference, Tolerance
@@ -26,7 +26,7 @@ from cgcompile.observe.traces import Watcher
 from cgcompile.observe.verification import Check, Verification
 from cgcompile.observe.wrappers import wrapper_place
 from cgcompile.serving.manager import CudaGraphManager
-from cgcompile.settings import checked_but, sizes_given
+from cgcompile.settings import checked_but, require, sizes_given
 
 TAILS = ("random", "nan")
 
@@ -82,18 +82,14 @@ def verify(
         ConfigError: settings for a model that has its own, no model, or an impossible argument.
         BaseException: what the model raised.
     """
-    if tails not in TAILS:
-        raise ConfigError.bad_value(
-            name="tails", where="verify", value=tails, expected="one of " + ", ".join(TAILS)
-        )
+    is_manager = isinstance(model, CudaGraphManager)
+    require(tails in TAILS, "tails", "verify", tails, "one of " + ", ".join(TAILS))
+    expected = "False: only a manager dispatches"
+    require(is_manager or not refuse, "refuse", "verify", refuse, expected)
     require_comparison("verify", sets, rtol, atol, seed)
     sizes = sizes_given("padded_sizes", "verify", padded_sizes)
-    if isinstance(model, CudaGraphManager):
+    if is_manager:
         return check_manager(model, inputs, sets, rtol, atol, refuse)
-    if refuse:
-        raise ConfigError.bad_value(
-            name="refuse", where="verify", value=refuse, expected="False: only a manager dispatches"
-        )
     subject = Subject(model, config)
     try:
         sets_ = InputSets(inputs, seed)

@@ -255,11 +255,6 @@ class Agreement:
         """The largest of the numbers of all ranks. Collective."""
         return max(row[0] for row in self._ranks.gather(Kind.NUMBER, number))
 
-    def common(self, planned: Sequence[Any], chosen: Sequence[Any]) -> tuple[Any, ...]:
-        """Of what this rank has chosen from the plan what every rank has. Collective."""
-        lacking = self.without(planned, chosen)
-        return tuple(each for each in chosen if each not in lacking)
-
     def without(self, planned: Sequence[Any], done: Collection[Any]) -> dict[Any, int]:
         """For each planned graph that some rank is without, the first such rank. Collective.
 

@@ -19,13 +19,12 @@ from cgcompile.graphs.bulk import BulkCapture
 from cgcompile.graphs.sets import capture_set
 from cgcompile.locks import new_lock
 from cgcompile.serving.agreement import Agreement, together
-from cgcompile.serving.budget import choose_graphs
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.captured import CapturedGraphs
 from cgcompile.serving.capturing import largest, sets_of
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.fillers import Fillers
-from cgcompile.serving.memory import MemoryMeter, MemoryPlan, plan_memory
+from cgcompile.serving.memory import MemoryMeter, MemoryPlan, choose_graphs, plan_memory
 from cgcompile.serving.questions import Questions
 from cgcompile.serving.statistics import DispatchStatistics
 from cgcompile.serving.stepping import BuildMetadata, StepRunner
@@ -148,15 +147,10 @@ class CudaGraphManager(Questions):
 
     # -------------------------------------------------------------- capture
 
-    @checked
-    def plan(self, within: float = 0.25) -> MemoryPlan:
-        """What the planned graphs will take of the device, in bytes, before any is there.
+    def plan(self) -> MemoryPlan:
+        """Measure what the planned graphs take of the device, in bytes, before any is there.
 
-        Some sizes are captured and dropped again; see
-        :func:`~cgcompile.serving.memory.plan_memory`.
-
-        Args:
-            within: the width of the interval, as a share of its lower end.
+        All are captured and dropped again; see :func:`~cgcompile.serving.memory.plan_memory`.
 
         Raises:
             ManagerError: a graph is there already.
@@ -165,7 +159,7 @@ class CudaGraphManager(Questions):
         """
         self._graphs.refuse_twice(self.dispatcher.plan())
         with self._alone("plan"), together(self.agreement):
-            return plan_memory(self, within)
+            return plan_memory(self)
 
     @checked
     def capture(
@@ -176,10 +170,10 @@ class CudaGraphManager(Questions):
         What could not be captured is not dispatched; its reason is in the result.
 
         Args:
-            max_graph_bytes: what all graphs may take of the device. If given, :meth:`plan` is asked
-                first, and where not all graphs fit, those worth the most are captured; see
-                :func:`~cgcompile.serving.budget.choose_graphs`. Batches of the other sizes are
-                padded to the next larger graph.
+            max_graph_bytes: what all graphs may take of the device. If given, graphs are captured
+                and dropped to measure them first, and where not all fit, those worth the most are
+                captured; see :func:`~cgcompile.serving.memory.choose_graphs`. Batches of the other
+                sizes are padded to the next larger graph.
             histogram: batch size in tokens -> number of steps: what graphs are worth; left out, all
                 sizes are equally frequent.
 
@@ -196,10 +190,8 @@ class CudaGraphManager(Questions):
         planned = chosen = self.dispatcher.plan()
         self._graphs.refuse_twice(planned)
         with self._alone("capture"), together(self.agreement):
-            if max_graph_bytes is not None and self.pool is not None:
-                chosen = choose_graphs(self.plan(), max_graph_bytes, histogram)
-                if self.agreement is not None:  # ranks may have measured other bytes
-                    chosen = self.agreement.common(planned, chosen)
+            if max_graph_bytes is not None and self.pool is not None and planned:
+                chosen = choose_graphs(self, max_graph_bytes, histogram)
             for title, mode, descriptors in sets_of(chosen):
                 self._capture_set(title, mode, descriptors)
         self._graphs.leave_out(chosen, f"max_graph_bytes={max_graph_bytes} has no room for it")

@@ -1,31 +1,40 @@
-"""What graphs take of the device: planned from a few of them, and measured: :func:`plan_memory`.
+"""What graphs take of the device: :func:`plan_memory`, and which fit: :func:`choose_graphs`.
 
-An engine sizes its caches before it captures, so it has to know what graphs will take. Captured
-once to see, they would take it; guessed from two of them, they took three times as much. Here some
-sizes are captured and dropped again, and the rest is bounded; ``estimate.py`` has the arithmetic.
+An engine sizes its caches before it captures, so it has to know what graphs will take. Graphs share
+their memory, so what they take does not add up, and is not estimated here: the graphs in question
+are captured, the largest first, measured, and dropped again. The rule: a chosen set of graphs has
+been measured within the budget.
 """
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from cgcompile.backend import Backend
 from cgcompile.config import CUDAGraphMode
 from cgcompile.descriptors import BatchDescriptor
 from cgcompile.entry import CompiledGraph
+from cgcompile.errors import ManagerError
 from cgcompile.graphs.bulk import BulkCapture, warm_all
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.usage import MIB, PoolBytes
-from cgcompile.serving.capturing import sets_of
-from cgcompile.serving.estimate import Estimate, Group, Interval, Sample, spread
+from cgcompile.serving.capturing import Planned, sets_of
+from cgcompile.serving.fit import removal_order
 from cgcompile.serving.outputs import OutputBuffers
 
 log = logging.getLogger(__name__)
 
-Planned = tuple[CUDAGraphMode, BatchDescriptor]
+_AT_ONCE = 8  # graphs captured between two comparisons with the budget
+
+# Steps of the driver. Seen on an H200 with driver 580: graphs captured again took a step less or
+# more, since a driver keeps some memory of destroyed graphs and hands it out in other parts.
+_UNSTEADY = 2
+
+K_ = TypeVar("K_")
+T_ = TypeVar("T_")
 
 
 @dataclass(frozen=True)
@@ -100,21 +109,20 @@ class MemoryMeter:
         found = [self._pool, *(graph.pool for graph in self.graphs)]
         return [pool for pool in found if pool is not None]
 
-    def begin(self) -> int:
-        """Remember the level of the driver, unless that was done: captures follow.
-
-        Returns:
-            What is taken by now: buffers, and what the driver holds of graphs that were dropped.
-        """
-        now = self.read()
+    def begin(self) -> None:
+        """Remember the level of the driver, unless that was done: captures follow."""
         if self._before is None:
-            self._before = now.driver
-        return now.held + max(0, now.driver - self._before)
+            self._before = self.read().driver
 
     def before_capture(self, _: BatchDescriptor) -> None:
-        """The same, if it was not done: cheap at each further graph."""
-        if self._before is None:
-            self.begin()
+        """The same, as a hook of each capture."""
+        self.begin()
+
+    def taken(self) -> int:
+        """Bytes taken by now: buffers, graphs, and what the driver holds of dropped graphs."""
+        now = self.read()
+        before = now.driver if self._before is None else self._before
+        return now.held + max(0, now.driver - before)
 
     def end(self) -> None:
         """Measure the driver's share: captures have ended. Synchronises."""
@@ -138,58 +146,35 @@ class MemoryMeter:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What the planned graphs of a manager will take; ``print`` it.
+    """What the planned graphs of a manager take, measured; ``print`` it.
 
     Attributes:
         graphs: in the order of their capture: mode, descriptor, and the bytes that it adds to those
-            before it. The first of a kind holds the memory that the others use too, so the
-            intervals do not add up to the total, which is narrower.
-        sampled: which of them were captured to see.
+            before it. The first of a kind holds the memory that the others use too.
         missing: which of those could not be captured, with the reason.
         total: bytes of all graphs.
-        fixed: of that, what is the same for any choice of graphs: output buffers.
+        fixed: of that, what is there before any graph: buffers.
         seconds: of host time that planning took, warming up included.
     """
 
-    graphs: tuple[tuple[CUDAGraphMode, BatchDescriptor, Interval], ...]
-    sampled: tuple[Planned, ...]
+    graphs: tuple[tuple[CUDAGraphMode, BatchDescriptor, int], ...]
     missing: tuple[tuple[Planned, str], ...]
-    total: Interval
+    total: int
     fixed: int
     seconds: float
-    estimate: Estimate | None = field(repr=False, default=None)
-
-    @property
-    def share(self) -> float:
-        """How wide the interval of the total is, as a share of its lower end."""
-        return self.total.width / self.total.least if self.total.least else float(self.total.width)
-
-    def most_of(self, chosen: Iterable[Planned]) -> int:
-        """The most bytes that some of the graphs take, with the largest of each kind among them."""
-        if self.estimate is None:
-            return self.fixed
-        places = {(mode, key): place for place, (mode, key, _) in enumerate(self.graphs)}
-        return self.fixed + self.estimate.most_of(places[each] for each in chosen)
 
     def against(self, measured: GraphMemory) -> str:
-        """One line: planned, measured, and whether the plan was right."""
-        inside = "inside" if self.total.holds(measured.total) else "OUTSIDE"
-        width = self.total.width / max(1, measured.total)
-        return f"planned {_text(self.total)}, measured {measured}: {inside}, width {width:.1%}"
+        """One line: planned and measured."""
+        return f"planned {self.total / MIB:.2f} MiB, measured {measured}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, for JSON. Bytes; intervals as [least, most]."""
+        """Plain numbers and strings, for JSON."""
         return {
-            "total": list(self.total),
+            "total": self.total,
             "fixed": self.fixed,
             "seconds": self.seconds,
             "graphs": [
-                {
-                    "mode": mode.name,
-                    "descriptor": str(descriptor),
-                    "bytes": list(nbytes),
-                    "sampled": (mode, descriptor) in self.sampled,
-                }
+                {"mode": mode.name, "descriptor": str(descriptor), "bytes": nbytes}
                 for mode, descriptor, nbytes in self.graphs
             ],
             "missing": [[mode.name, str(key), why] for (mode, key), why in self.missing],
@@ -197,167 +182,207 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         rows = [
-            f"{mode.name:10} {descriptor!s:40} {_text(nbytes):>22}"
-            f"{'  sampled' if (mode, descriptor) in self.sampled else ''}"
+            f"{mode.name:10} {descriptor!s:40} {nbytes / MIB:8.2f} MiB"
             for mode, descriptor, nbytes in self.graphs
         ]
         rows += [
             f"{mode.name:10} {key!s:40} not captured: {why}" for (mode, key), why in self.missing
         ]
-        rows += [f"total {_text(self.total)}, {len(self.sampled)} of {len(self.graphs)} sampled"]
-        return "\n".join(rows)
+        return "\n".join([*rows, f"total {self.total / MIB:.2f} MiB"])
 
 
-def _text(nbytes: Interval) -> str:
-    return f"{nbytes.least / MIB:.2f} to {nbytes.most / MIB:.2f} MiB"
+def plan_memory(manager: Any) -> MemoryPlan:
+    """Measure what the planned graphs of a manager take, by captures that are dropped.
 
-
-def plan_memory(manager: Any, within: float = 0.25) -> MemoryPlan:
-    """What the planned graphs of a manager will take, from captures of some, which are dropped.
-
-    All planned sizes run plain first. Then some are captured, the largest first: the largest and
-    the smallest of each kind, and as many between them as it takes for an interval that is narrow
-    enough; all of them if need be. The rest is bounded by what was measured. After it the manager
-    is as before. Synchronises.
+    After it the manager is as before. Synchronises.
 
     Args:
         manager: a :class:`~cgcompile.serving.manager.CudaGraphManager` without graphs.
-        within: the width of the interval, as a share of its lower end. Drivers take memory in steps
-            (2 MiB on CUDA) and two of them more or less at times, so that the interval of graphs
-            that take a few MiB stays wider.
 
     Raises:
-        DispatchError: ``strict``, and a sampled graph could not be captured.
+        DispatchError: ``strict``, and a graph could not be captured.
         BaseException: what the model, ``prepare`` or ``metadata`` raised.
     """
     start = time.perf_counter()
-    sampling = _Sampling(manager)
-    if not sampling.planned or manager.pool is None:
-        return MemoryPlan((), (), (), Interval(0, 0), 0, time.perf_counter() - start)
-    try:
-        sampling.warm()
-        estimate = sampling.sample(0)
-        for turn in range(1, len(sampling.planned)):
-            narrow = estimate.total.width <= within * estimate.total.least
-            # What a failed capture takes is no measure for others.
-            if sampling.agreed(sampling.complete or (narrow and not sampling.missing)):
-                break
-            estimate = sampling.sample(turn)
-    finally:
-        sampling.drop()
-    fixed = sampling.fixed
-    total = Interval(*(fixed + end for end in estimate.total))
-    graphs = [(*each, estimate.graph(place)) for place, each in enumerate(sampling.planned)]
-    sampled = [each for place, each in enumerate(sampling.planned) if place in estimate.samples]
+    planned = manager.dispatcher.plan()
+    if not planned or manager.pool is None:
+        return MemoryPlan((), (), 0, 0, time.perf_counter() - start)
+    rehearsal = _Rehearsal(manager)
+    total = rehearsal.nbytes(planned)
+    graphs = [(*each, rehearsal.added.get(each, 0)) for each in planned]
     seconds = time.perf_counter() - start
-    found = MemoryPlan(
-        tuple(graphs), tuple(sampled), tuple(sampling.missing), total, fixed, seconds, estimate
-    )
-    log.info("%s", found)
-    return found
+    missing = tuple(rehearsal.missing)
+    plan = MemoryPlan(tuple(graphs), missing, total, rehearsal.fixed, seconds)
+    log.info("%s", plan)
+    return plan
 
 
-class _Sampling:
-    """Captures some graphs of a manager, looks what each took, and drops them.
+def choose_graphs(
+    manager: Any, max_graph_bytes: int, histogram: Mapping[int, int] | None = None
+) -> tuple[Planned, ...]:
+    """Choose planned graphs that stay within a budget of bytes and save the most padding.
+
+    The largest graph of each kind (mode, query length, LoRA, axes) is always among them, so that
+    every batch that the plan serves keeps a graph; the others are ranked by the padded rows that
+    they save (:func:`ranked`), and as many are taken as fit. FULL graphs come first where two save
+    the same. All are chosen if all fit. The graphs in question are captured to measure them, and
+    dropped; ranks of an agreement decide together.
+
+    Args:
+        manager: a :class:`~cgcompile.serving.manager.CudaGraphManager` without graphs.
+        max_graph_bytes: what they may take on the device, in bytes.
+        histogram: batch size in tokens -> number of steps, for every kind alike; left out, all
+            sizes of batches are equally frequent.
+
+    Returns:
+        In the order of the plan.
+
+    Raises:
+        ManagerError: the largest graphs alone take more.
+        SizesError: the histogram is none.
+    """
+    planned: tuple[Planned, ...] = manager.dispatcher.plan()
+    kinds: dict[Any, dict[int, Planned]] = {}
+    for mode, key in sorted(planned, key=lambda each: each[0] is not CUDAGraphMode.FULL):
+        kinds.setdefault(kind_of(mode, key), {})[key.num_tokens] = (mode, key)
+    order = [kinds[kind][size] for kind, size in ranked(kinds, histogram)]
+    rehearsal = _Rehearsal(manager)
+    if rehearsal.fits(planned, max_graph_bytes):
+        return planned
+    needed = rehearsal.nbytes(order[: len(kinds)]) + rehearsal.margin
+    if needed > max_graph_bytes:
+        raise ManagerError.too_few_bytes(budget=max_graph_bytes, needed=needed)
+    kept = set(most_that_fit(order, len(kinds), lambda some: rehearsal.fits(some, max_graph_bytes)))
+    return tuple(each for each in planned if each in kept)
+
+
+def ranked(
+    ladders: Mapping[K_, Collection[int]], histogram: Mapping[int, int] | None = None
+) -> list[tuple[K_, int]]:
+    """Rank all (kind, size): the largest of each kind, then by the padded rows that each saves.
+
+    Of each kind, every prefix of the result is a ladder as the greedy removal leaves it.
+
+    Args:
+        ladders: kind of batch -> sizes.
+        histogram: rows -> number of steps; left out, all numbers of rows are equally frequent.
+    """
+    rest: list[tuple[float, K_, int]] = []
+    for kind, sizes in ladders.items():
+        largest = max(sizes)
+        steps = {rows: times for rows, times in (histogram or {}).items() if rows <= largest}
+        if not any(steps.values()):
+            steps = dict.fromkeys(range(1, largest + 1), 1)
+        every, saved = sum(steps.values()) * largest, 0.0
+        order: list[tuple[float, K_, int]] = []
+        for loss, size in removal_order(steps, sizes):
+            saved = max(saved, loss / every)
+            order.append((saved, kind, size))
+        rest += reversed(order)
+    rest.sort(key=lambda each: -each[0])
+    firsts = [(kind, max(sizes)) for kind, sizes in ladders.items()]
+    return [*firsts, *((kind, size) for _, kind, size in rest)]
+
+
+def most_that_fit(
+    order: Sequence[T_], least: int, fits: Callable[[Sequence[T_]], bool]
+) -> Sequence[T_]:
+    """Return the longest beginning of ``order`` that fits, by bisection.
+
+    Args:
+        order: what is worth the most comes first.
+        least: how many are known to fit.
+        fits: measures.
+    """
+    low, high = least, len(order)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(order[:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return order[:low]
+
+
+class _Rehearsal:
+    """Captures graphs of a manager to measure them, and drops them.
 
     Attributes:
-        planned: all graphs, in the order of capture.
-        missing: those that could not be captured.
+        added: bytes that each graph added to those before it, when it was captured last.
+        missing: what could not be captured, with the reason.
         fixed: bytes that there are before any graph.
+        margin: bytes by which graphs that are captured again may differ.
     """
 
     def __init__(self, manager: Any) -> None:
-        self.planned: tuple[Planned, ...] = manager.dispatcher.plan()
+        self.added: dict[Planned, int] = {}
         self.missing: list[tuple[Planned, str]] = []
-        self.fixed = 0
         self._manager = manager
+        self._planned: tuple[Planned, ...] = manager.dispatcher.plan()
         self._meter: MemoryMeter = manager.meter
         self._recorded = {id(graph): set(graph.recordings) for graph in self._meter.graphs}
-        self._places = {each: place for place, each in enumerate(self.planned)}
-        self._groups: list[Group] = []
-        self._samples: list[Sample] = []
-        self._sampled: set[int] = set()
-        self._device = manager.pool and manager.pool.device
+        self._device = manager.pool.device
+        step = self._device.graph_step
+        self.margin = _UNSTEADY * step if step > 1 else 0
+        self._warm()
+        self.fixed = self._meter.taken()
 
-    @property
-    def complete(self) -> bool:
-        """Whether all were sampled."""
-        return len(self._sampled) == len(self.planned)
-
-    def agreed(self, enough: bool) -> bool:
-        """Whether all ranks have enough: they capture the same sizes, or wait for each other."""
-        agreement = self._manager.agreement
-        return enough if agreement is None else not agreement.largest(not enough)
-
-    def warm(self) -> None:
-        """Run all sizes plain, so that nothing is compiled or loaded later, and see who serves."""
+    def _warm(self) -> None:
+        """Run all sizes plain, so that nothing is compiled or loaded later."""
         manager = self._manager
-        serving: dict[Planned, tuple[int, ...]] = {}
 
         def step(each: Planned) -> None:
-            before = {id(graph): graph.counters.calls for graph in self._meter.graphs}
             manager.run_dummy(*each, "warmup")
-            after = self._meter.graphs
-            serving[each] = tuple(id(g) for g in after if g.counters.calls > before.get(id(g), 0))
 
         with manager.capturing():
-            warm_all(step, list(self.planned), manager.num_compilations, 1)
-        kinds: dict[Any, list[int]] = {}
-        for place, (mode, key) in enumerate(self.planned):
-            kind = (*kind_of(mode, key), serving[mode, key])
-            kinds.setdefault(kind, []).append(place)
-        rows = [key.num_tokens for _, key in self.planned]
-        self._groups = [
-            Group(tuple(places), tuple(rows[place] for place in places))
-            for places in kinds.values()
-        ]
+            warm_all(step, list(self._planned), manager.num_compilations, 1)
         self._device.give_back()
-        self.fixed = self._meter.begin()
+        self._meter.begin()
 
-    def sample(self, turn: int) -> Estimate:
-        """Capture the sizes of one turn that earlier ones left out."""
-        wanted = {place for group in self._groups for place in spread(group, turn)}
-        todo = [self.planned[place] for place in sorted(wanted - self._sampled)]
-        self._sampled |= wanted
-        for title, mode, descriptors in sets_of(todo):
-            self._sample_set(f"Planning: {title}", mode, descriptors, turn)
-        last = self._meter.read()
-        small = last.pools.small
-        return Estimate(
-            self._groups,
-            self._samples,
-            self._device.graph_step,
-            self._device.segment,
-            small,
-            mixed=last.pools.held > small,
-        )
+    def fits(self, chosen: Collection[Planned], budget: int) -> bool:
+        """Whether graphs stay within a budget on all ranks."""
+        return not self._any(self.nbytes(chosen, budget) + self.margin > budget)
 
-    def _sample_set(
-        self, title: str, mode: CUDAGraphMode, descriptors: Sequence[BatchDescriptor], turn: int
-    ) -> None:
-        readings: list[_Reading] = []
+    def nbytes(self, chosen: Collection[Planned], budget: int | None = None) -> int:
+        """Capture graphs, the largest first, and drop them; return the bytes that they took.
+
+        Args:
+            chosen: of the planned ones.
+            budget: stop soon after it is exceeded.
+        """
+        some = set(chosen)
+        self.missing.clear()
+        try:
+            for title, mode, keys in sets_of(each for each in self._planned if each in some):
+                for start in range(0, len(keys), _AT_ONCE):
+                    self._capture(f"Planning: {title}", mode, keys[start : start + _AT_ONCE])
+                    if budget is not None and self._any(self._meter.taken() > budget):
+                        return self._meter.taken()
+            return self._meter.taken()
+        finally:
+            self._drop()
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it is so on any rank: all capture the same sizes, or wait for each other."""
+        agreement = self._manager.agreement
+        return flag if agreement is None else bool(agreement.largest(flag))
+
+    def _capture(self, title: str, mode: CUDAGraphMode, keys: list[BatchDescriptor]) -> None:
+        levels: list[int] = []
         order: list[BatchDescriptor] = []
 
-        def before(descriptor: BatchDescriptor) -> None:
-            readings.append(self._meter.read())
-            order.append(descriptor)
+        def before(key: BatchDescriptor) -> None:
+            levels.append(self._meter.taken())
+            order.append(key)
 
-        found: BulkCapture = self._manager.record(title, mode, list(descriptors), before)
-        self.missing += [((mode, key), why) for key, why in found.missing]
+        done: BulkCapture = self._manager.record(title, mode, keys, before)
+        self.missing += [((mode, key), why) for key, why in done.missing]
         self._device.synchronize()
-        readings.append(self._meter.read())
-        for was, now, key in zip(readings, readings[1:], order, strict=False):
-            self._samples.append(
-                Sample(
-                    self._places[mode, key],
-                    turn,
-                    now.held - was.held,
-                    max(0, now.pools.live - was.pools.live),
-                    max(0, now.driver - was.driver),
-                )
-            )
+        levels.append(self._meter.taken())
+        for was, now, key in zip(levels, levels[1:], order, strict=False):
+            self.added[mode, key] = now - was
 
-    def drop(self) -> None:
+    def _drop(self) -> None:
         """Forget what was captured, and give its memory back."""
         changed = [
             g for g in self._meter.graphs if set(g.recordings) != self._recorded.get(id(g), set())
@@ -367,8 +392,7 @@ class _Sampling:
         self._manager.drop_graphs()
         with releasing():
             pass
-        if self._device is not None:
-            self._device.give_back()
+        self._device.give_back()
 
 
 def kind_of(mode: CUDAGraphMode, key: BatchDescriptor) -> tuple[Any, ...]:

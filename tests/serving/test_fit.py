@@ -1,4 +1,4 @@
-"""Fitted ladders: nothing chosen from the same candidates, within the budgets, costs less."""
+"""Fitted ladders: within the budgets, and close to the exact optimum."""
 
 import math
 import random
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimum_support import best_ladder
 
 from cgcompile.errors import SizesError
-from cgcompile.serving.fit import FittedSizes, fit_sizes
+from cgcompile.serving.fit import Budget, FittedSizes, fit_sizes
 from cgcompile.serving.sizes import capture_sizes, padded_size, padding_share, round_sizes
 
 Histogram = dict[int, int]
@@ -76,7 +77,7 @@ def test_one_size_is_the_largest() -> None:
 
 @settings(deadline=None)
 @given(HISTOGRAM, COUNT)
-def test_least_padding_by_count(histogram: Histogram, count: int) -> None:
+def test_padding_by_count(histogram: Histogram, count: int) -> None:
     fitted = fit_sizes(histogram, count)
     possible = [
         ladder
@@ -86,8 +87,8 @@ def test_least_padding_by_count(histogram: Histogram, count: int) -> None:
     least = min(cost_of_ladder(ladder, histogram, lambda size: size) for ladder in possible)
     real = sum(rows * times for rows, times in histogram.items())
     assert fitted.sizes in possible
-    assert fitted.cost == least == cost_of_ladder(fitted.sizes, histogram, lambda size: size)
-    assert fitted.padded_rows == least - real
+    assert least <= fitted.cost == cost_of_ladder(fitted.sizes, histogram, lambda size: size)
+    assert fitted.padded_rows == fitted.cost - real
     assert fitted.padding == padding_share(fitted.sizes, histogram)
 
 
@@ -99,14 +100,8 @@ def test_a_maximum_is_covered_and_ends_the_ladder(
     fitted = fit_sizes(histogram, count, maximum=maximum)
     assert fitted.sizes[-1] == maximum
     within = {rows: times for rows, times in histogram.items() if rows <= maximum}
-    best = min(
-        cost_of_ladder((*below, maximum), within, lambda size: size)
-        for fewer in range(min(count, 3))
-        for below in combinations(sorted(within.keys() - {maximum}), fewer)
-    )
-    if count <= 3:
-        assert fitted.cost == best
-    assert fitted.cost <= best
+    assert len(fitted.sizes) <= count
+    assert fitted.cost == cost_of_ladder(fitted.sizes, within, lambda size: size)
     assert fitted.steps_without_graph == sum(histogram.values()) - sum(within.values())
 
 
@@ -120,7 +115,7 @@ def test_a_maximum_is_covered_and_ends_the_ladder(
     st.booleans(),
     st.booleans(),
 )
-def test_least_of_all_ladders(
+def test_within_the_budgets_of_any_costs(
     histogram: Histogram,
     sizes: set[int],
     count: int | None,
@@ -129,7 +124,10 @@ def test_least_of_all_ladders(
     with_plain: bool,
     fractions: bool,
 ) -> None:
-    """Any costs and bytes, those that fall with the size too, under one budget or both."""
+    """Any costs and bytes, those that fall with the size too, under one budget or both.
+
+    The exact optimum, which other tests compare with, is checked against all ladders.
+    """
     if count is None and nbytes is None:
         count = 2
     cost, bytes_of = numbers(seed, 30, fractions=fractions), numbers(seed + 100, 30)
@@ -162,39 +160,59 @@ def test_least_of_all_ladders(
     fitted = fit_sizes(histogram, **arguments)
     least = min(cost_of_ladder(ladder, histogram, cost, plain) for ladder in possible)
     again = cost_of_ladder(fitted.sizes, histogram, cost, plain)
+    exact = best_ladder(histogram, candidates, Budget(count, nbytes), cost, bytes_of, plain)
+    assert exact.cost == pytest.approx(least)
     assert fitted.sizes in possible
-    assert fitted.cost == pytest.approx(least)
-    assert again == pytest.approx(least)
-    if not fractions:
-        assert fitted.cost == least == again
+    assert fitted.cost == pytest.approx(again)
+    assert again >= least or again == pytest.approx(least)
     assert fitted.nbytes == sum(map(bytes_of, fitted.sizes))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_bytes_against_a_table_of_every_byte(seed: int) -> None:
-    """Forty sizes: too many to try all ladders, few enough for the textbook's table."""
-    drawn = random.Random(seed)
-    histogram = {rows: drawn.randrange(1, 500) for rows in range(1, 41)}
-    bytes_of = numbers(seed, 40)
-    nbytes = bytes_of(40) + drawn.randrange(20, 200)
-    # table[b] = {last size: least cost of a ladder with exactly b bytes that ends there}
-    table: list[dict[int, int]] = [{} for _ in range(nbytes + 1)]
-    for last in range(1, 41):
-        for used in range(bytes_of(last), nbytes + 1):
-            before = {0: 0} if used == bytes_of(last) else {}
-            before |= {k: v for k, v in table[used - bytes_of(last)].items() if k < last}
-            costs = [
-                value + last * sum(histogram[n] for n in range(below + 1, last + 1))
-                for below, value in before.items()
-            ]
-            if costs:
-                table[used][last] = min(costs)
-    least = min(ends[40] for ends in table if 40 in ends)
-    fitted = fit_sizes(histogram, nbytes=nbytes, bytes_of=bytes_of)
-    assert fitted.cost == least
-    assert fitted.nbytes is not None
-    assert fitted.nbytes <= nbytes
-    assert 1 < len(fitted.sizes) < 40
+def batches(kind: str, draw: random.Random) -> Histogram:
+    """Batch sizes as an engine may see them."""
+    largest = draw.choice([64, 128, 256, 512])
+    if kind == "random":
+        return {draw.randint(1, largest): draw.randint(1, 999) for _ in range(draw.randint(5, 80))}
+    if kind == "small":  # most batches are
+        power = draw.uniform(0.5, 1.5)
+        return {n: int(1e5 * draw.random() / n**power) + 1 for n in range(1, largest + 1)}
+    found: Histogram = {}
+    for _ in range(draw.randint(1, 4)):  # a load each
+        middle, width = draw.uniform(1, largest), draw.uniform(0.5, 3) * largest**0.5
+        for _ in range(1000):
+            rows = min(max(1, round(draw.gauss(middle, width))), largest)
+            found[rows] = found.get(rows, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("kind", ["random", "small", "loads"])
+@pytest.mark.parametrize("budget", ["graphs", "bytes"])
+def test_close_to_the_exact_optimum(kind: str, budget: str) -> None:
+    draw = random.Random(f"{kind} {budget}")
+    ratios = []
+    for _ in range(20):
+        histogram = batches(kind, draw)
+        top = max(histogram) + -max(histogram) % 8
+        candidates = round_sizes(histogram, 8, top) if len(histogram) > 80 else tuple(histogram)
+        fixed, each = draw.uniform(0, 300), draw.randrange(3000)
+
+        def cost(size: int, fixed: float = fixed) -> float:
+            return fixed + size
+
+        def nbytes(size: int, each: int = each) -> int:
+            return 100_000 + each * size
+
+        total = sum(map(nbytes, candidates))
+        limit = max(nbytes(max(candidates)), int(total * draw.uniform(0.05, 0.6)))
+        limits = (draw.randint(2, 30), None) if budget == "graphs" else (None, limit)
+        fitted = fit_sizes(histogram, *limits, nbytes, cost, candidates=candidates)
+        exact = best_ladder(histogram, candidates, Budget(*limits), cost, nbytes)
+        assert limits[0] is None or len(fitted.sizes) <= limits[0]
+        assert limits[1] is None or (fitted.nbytes or 0) <= limits[1]
+        ratios.append(fitted.cost / exact.cost)
+        assert ratios[-1] >= 1 - 1e-9
+    assert max(ratios) <= 1.10
+    assert sum(ratios) / len(ratios) <= 1.005
 
 
 def test_better_than_the_usual_ladder_with_as_many_graphs() -> None:
@@ -243,17 +261,6 @@ def test_no_graph_at_all_may_be_best() -> None:
 
 def test_bytes_are_told_without_a_budget_of_them() -> None:
     assert fit_sizes({4: 3, 2: 1}, 2, bytes_of=lambda size: 10 * size).nbytes == 60
-
-
-@settings(deadline=None)
-@given(HISTOGRAM, COUNT)
-def test_more_budget_never_costs_more(histogram: Histogram, count: int) -> None:
-    def fitted(count: int, nbytes: int) -> float:
-        return fit_sizes(histogram, count, nbytes, lambda size: 5 + size).cost
-
-    nbytes = 5 + max(histogram) + 30
-    assert fitted(count + 1, nbytes) <= fitted(count, nbytes)
-    assert fitted(count, nbytes + 20) <= fitted(count, nbytes)
 
 
 BAD: list[tuple[str, Histogram, dict[str, Any]]] = [

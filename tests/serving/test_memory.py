@@ -17,7 +17,7 @@ from cgcompile.errors import ManagerError
 from cgcompile.graphs import host
 from cgcompile.serving import CudaGraphManager, InputBuffer, Metadata
 from cgcompile.serving.dispatcher import CudagraphDispatcher
-from cgcompile.serving.memory import GraphMemory
+from cgcompile.serving.memory import GraphMemory, MemoryPlan
 
 MODES = ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56)
@@ -96,15 +96,20 @@ class FakeDriver:
         return 10**6 + math.ceil((taken + 777) / self.step) * self.step
 
 
+def check_total(planned: MemoryPlan, found: GraphMemory, made: CudaGraphManager) -> None:
+    """A driver may take a few steps less or more, and an allocator a segment."""
+    steps = made.pool.device.graph_step
+    slack = 3 * steps if steps > 1 else 0
+    assert abs(planned.total - found.total) <= slack, planned.against(found)
+
+
 def check(made: CudaGraphManager) -> GraphMemory:
     """Plan and capture; what was measured."""
     planned = made.plan()
     made.capture()
     found = made.graph_memory()
-    assert planned.total.holds(found.total), planned.against(found)
-    steps = made.pool.device.graph_step  # of what little takes, a few of them are more than that
-    narrow = max(0.25 * found.total, 5 * steps if steps > 1 else 0)
-    assert planned.total.width <= narrow, planned.against(found)
+    check_total(planned, found, made)
+    assert planned.fixed + sum(nbytes for _, _, nbytes in planned.graphs) == planned.total
     assert found.total > 0
     assert not planned.missing
     return found
@@ -124,7 +129,7 @@ def check(made: CudaGraphManager) -> GraphMemory:
     ],
 )
 @pytest.mark.alone
-def test_the_interval_holds_what_is_measured(device, name, mode, kind) -> None:
+def test_the_plan_is_what_is_measured(device, name, mode, kind) -> None:
     found = check(MODELS[name](mode, kind, device))
     assert (found.outputs > 0) is (mode != "PIECEWISE")
 
@@ -164,7 +169,7 @@ def test_planning_leaves_nothing_behind(device, monkeypatch, kind) -> None:
     made.release()
     again = made.plan()
     made.capture()
-    assert again.total.holds(made.graph_memory().total)
+    check_total(again, made.graph_memory(), made)
 
 
 def test_planning_refuses_where_graphs_are(device) -> None:
@@ -193,7 +198,6 @@ def test_a_step_that_raises_leaves_nothing_behind(device) -> None:
 
 @pytest.mark.alone
 def test_where_captures_fail_all_are_tried(device) -> None:
-    """A failed capture keeps its memory, so nothing follows for others."""
     model = Perceptron()  # whose config asks for attention that it does not have
     made = manager(
         "PIECEWISE",
@@ -205,25 +209,31 @@ def test_where_captures_fail_all_are_tried(device) -> None:
         metadata=None,
     )
     planned = made.plan()
-    assert len(planned.missing) == len(planned.sampled) == 5
+    assert len(planned.missing) == 5
     assert "not captured: CaptureError" in str(planned)
     made.capture()
-    assert planned.total.holds(made.graph_memory().total)
-
-
-def test_few_sizes_are_sampled_where_nothing_is_uncertain() -> None:
-    planned = MODELS["decoder"]("PIECEWISE", "plain", "cpu").plan()
-    assert len(planned.sampled) < len(planned.graphs) / 2
-    assert planned.total.width == 0
+    check_total(planned, made.graph_memory(), made)
 
 
 def test_without_graphs_there_is_nothing_to_plan() -> None:
     made = manager("NONE")
-    assert made.plan().total == (0, 0)
+    assert made.plan().total == 0
     assert made.graph_memory() == GraphMemory()
 
 
 # a budget
+
+MARGIN = 2 * 512  # steps of the driver
+
+
+def bytes_of(made: CudaGraphManager, some: Any) -> int:
+    """The least budget that has room for some graphs."""
+    for mode, key in made.dispatcher.plan():
+        if (mode, key) in some:
+            made.capture_graph(mode, key)
+    found = made.graph_memory().total
+    made.release()
+    return found + MARGIN
 
 
 def captured(made: CudaGraphManager) -> list[tuple[str, int]]:
@@ -244,7 +254,7 @@ def test_a_budget_is_kept(monkeypatch, mode, share) -> None:
     made = MODELS["decoder"](mode, "plain", "cpu")
     planned = made.plan()
     kinds = {(m, d.uniform): (m, d) for m, d, _ in reversed(planned.graphs)}
-    least, most = planned.most_of(kinds.values()), planned.total.most
+    least, most = bytes_of(made, kinds.values()), planned.total + MARGIN
     budget = int(least + share * (most - least))
     made.capture(max_graph_bytes=budget)
     assert made.graph_memory().total <= budget
@@ -267,7 +277,7 @@ def test_what_has_no_room_says_so(monkeypatch) -> None:
     made = MODELS["decoder"]("FULL_AND_PIECEWISE", "plain", "cpu")
     planned = made.plan()
     firsts = [next((m, d) for m, d, _ in planned.graphs if m is mode) for mode in (PIECEWISE, FULL)]
-    least = planned.most_of(firsts)
+    least = bytes_of(made, firsts)
     with pytest.raises(ManagerError, match=f"may take {least} bytes"):
         made.capture(max_graph_bytes=least - 1)
     assert not captured(made)
@@ -285,7 +295,7 @@ def test_frequent_sizes_come_first(monkeypatch) -> None:
     made = MODELS["decoder"]("PIECEWISE", "plain", "cpu")
     planned = made.plan()
     graphs = [(m, d) for m, d, _ in planned.graphs]
-    budget = planned.most_of(graphs[:3])
+    budget = bytes_of(made, graphs[:3])
     made.capture(max_graph_bytes=budget, histogram={3: 100, 12: 50, 40: 1})
     assert captured(made) == [("PIECEWISE", 56), ("PIECEWISE", 12), ("PIECEWISE", 4)]
 
@@ -293,9 +303,9 @@ def test_frequent_sizes_come_first(monkeypatch) -> None:
 def test_text_and_numbers_of_a_plan(device) -> None:
     planned = MODELS["decoder"]("PIECEWISE", "plain", device).plan()
     found = planned.as_dict()
-    assert found["total"] == list(planned.total)
-    assert [each["sampled"] for each in found["graphs"]].count(True) == len(planned.sampled)
+    assert found["total"] == planned.total > 0
+    assert [each["bytes"] for each in found["graphs"]] == [each[2] for each in planned.graphs]
     lines = str(planned).splitlines()
     assert len(lines) == len(planned.graphs) + 1
-    assert "OUTSIDE" in planned.against(GraphMemory(pools=2 * planned.total.most))
-    assert "inside" in planned.against(GraphMemory(pools=planned.total.most))
+    assert lines[-1] == f"total {planned.total / 2**20:.2f} MiB"
+    assert "measured 0.00 MiB" in planned.against(GraphMemory())

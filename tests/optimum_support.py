@@ -1,9 +1,8 @@
-"""The ladder of least cost within a budget, exactly: :func:`solve`. For ``fit.py``, which asks.
+"""The oracle of ``fit_sizes``: the ladder of least cost within a budget, exactly: :func:`solve`.
 
-A batch runs at the smallest size that is large enough, so that the cost of a ladder is a sum over
-neighbours: (steps between a and b) times cost(b). The best ladder that ends at b is one that ends
-at some a < b and one such term, which is a line in cost(b); the lower envelope of those lines
-finds it in O(log sizes).
+The best ladder that ends at b is one that ends at some a < b and one term (steps between a and b)
+times cost(b), which is a line in cost(b); the lower envelope of those lines finds it in
+O(log sizes).
 
 A budget of bytes makes a knapsack of it. A price per byte (a Lagrange multiplier) turns bytes into
 cost, and so gives a bound from below. The search keeps Pareto fronts of bytes and cost, and drops
@@ -11,55 +10,14 @@ what by that bound cannot beat the best ladder known.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from cgcompile.errors import SizesError
+from cgcompile.serving.fit import START, Budget, Choice, Problem
 
 # States per place in a first search, not exact, whose ladder makes the exact one drop far more.
 _KEPT = 8
-
-START = -1  # the place before the first size: none chosen yet
-
-
-class Budget(NamedTuple):
-    """The most that a ladder may have; None: no limit."""
-
-    graphs: int | None
-    nbytes: int | None
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A ladder is a tuple of places in ``sizes``; every tuple here goes by those places."""
-
-    sizes: tuple[int, ...]
-    costs: tuple[float, ...]
-    nbytes: tuple[int, ...]
-    steps: tuple[int, ...]  # with a batch of at most that size; at START, the last place: none
-    above: tuple[float, ...]  # cost of larger batches; infinite if the size may not be the last
-    budget: Budget
-
-    def between(self, below: int, place: int) -> float:
-        """The cost of the steps that run at ``place`` if ``below`` is the next smaller size."""
-        return (self.steps[place] - self.steps[below]) * self.costs[place]
-
-    def choice(self, ladder: tuple[int, ...]) -> "Choice":
-        """That ladder, with what it costs."""
-        pairs = zip((START, *ladder), ladder, strict=False)
-        cost = self.above[ladder[-1] if ladder else START] + sum(
-            self.between(below, place) for below, place in pairs
-        )
-        return Choice(cost, sum(self.nbytes[place] for place in ladder), ladder)
-
-
-class Choice(NamedTuple):
-    """A ladder, as places, and what it costs."""
-
-    cost: float
-    nbytes: int
-    ladder: tuple[int, ...]
 
 
 class _Envelope:
@@ -275,3 +233,24 @@ def _places(chain: tuple[int, Any] | None) -> Iterator[int]:
     while chain is not None:
         place, chain = chain
         yield place
+
+
+def best_ladder(
+    histogram: Mapping[int, int],
+    candidates: Iterable[int],
+    budget: Budget,
+    cost_of: Callable[[int], float] = float,
+    bytes_of: Callable[[int], int] = lambda _: 0,
+    plain: Callable[[int], float] | None = None,
+) -> Choice:
+    """The exact optimum of what ``fit_sizes`` approximates."""
+    sizes = tuple(sorted(candidates))
+    above = [math.inf] * (len(sizes) - 1) + [0.0, math.inf]
+    if plain is not None:
+        above = [
+            sum(plain(n) * times for n, times in histogram.items() if n > size)
+            for size in (*sizes, 0)
+        ]
+    steps = [sum(times for n, times in histogram.items() if n <= size) for size in (*sizes, 0)]
+    costs, nbytes = tuple(map(cost_of, sizes)), tuple(map(bytes_of, sizes))
+    return solve(Problem(sizes, costs, nbytes, tuple(steps), tuple(above), budget))
