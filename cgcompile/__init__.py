@@ -9,16 +9,7 @@ from cgcompile.backend import Backend, runtime
 from cgcompile.boundaries import AttentionCGSupport, Boundaries, SplittingOp
 from cgcompile.compile import CompiledModel, compile
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
-from cgcompile.encoder import (
-    EncoderCudaGraphCaptureInputs,
-    EncoderCudaGraphConfig,
-    EncoderCudaGraphManager,
-    EncoderCudaGraphReplayBuffers,
-    EncoderItemSpec,
-    SupportsEncoderCudaGraph,
-)
-from cgcompile.errors import CGCompileError
-from cgcompile.forward_context import (
+from cgcompile.context import (
     BatchDescriptor,
     ForwardContext,
     get_forward_context,
@@ -26,23 +17,7 @@ from cgcompile.forward_context import (
     override_forward_context,
     set_forward_context,
 )
-from cgcompile.graphs.breakable import (
-    BreakableCUDAGraphCapture,
-    BreakableCUDAGraphWrapper,
-    eager_break_during_capture,
-)
-from cgcompile.graphs.bulk import BulkCapture, capture_all
-from cgcompile.graphs.capture import allow_capture
-from cgcompile.graphs.entries import CUDAGraphEntry, CUDAGraphOptions
-from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.ranges import tracing_ranges
-from cgcompile.graphs.regions import eager_region
-from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
-from cgcompile.graphs.staging import HostStaging
-from cgcompile.graphs.timeline import CaptureRecord
-from cgcompile.graphs.weights import update_weights
-from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.observe import (
+from cgcompile.debug import (
     Bisection,
     Check,
     Coverage,
@@ -55,14 +30,36 @@ from cgcompile.observe import (
     report,
     verify,
 )
-from cgcompile.observe.comparing import Difference
-from cgcompile.observe.diagnosis import Diagnosis
-from cgcompile.observe.doctor import doctor
-from cgcompile.observe.findings import Finding
-from cgcompile.observe.profile import Profile, profile, timeline
+from cgcompile.debug.compare import Difference
+from cgcompile.debug.doctor import Diagnosis, doctor
+from cgcompile.debug.findings import Finding
+from cgcompile.debug.profile import Profile, profile, timeline
+from cgcompile.encoder import (
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphManager,
+    EncoderCudaGraphReplayBuffers,
+    EncoderItemSpec,
+    SupportsEncoderCudaGraph,
+)
+from cgcompile.errors import CGCompileError
+from cgcompile.graphs.breakable import (
+    BreakableCUDAGraphCapture,
+    BreakableCUDAGraphWrapper,
+    eager_break_during_capture,
+)
+from cgcompile.graphs.capture import allow_capture, eager_region
+from cgcompile.graphs.capture_all import BulkCapture, capture_all
+from cgcompile.graphs.outputs import update_weights
+from cgcompile.graphs.pinned_buffers import HostStaging
+from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.profiling import tracing_ranges
+from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
+from cgcompile.graphs.timeline import CaptureRecord
+from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving import CudagraphDispatcher, CudaGraphManager, get_cudagraph_sizes
-from cgcompile.tracing.dims import DynamicDim
+from cgcompile.tracing.dynamic_dims import DynamicDim
 from cgcompile.version import __version__
 
 __all__ = [

@@ -16,23 +16,22 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, UnmetOps
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
-from cgcompile.entry import CompiledGraph
+from cgcompile.context import current_forward_context
 from cgcompile.errors import ConfigError, DispatchError
-from cgcompile.forward_context import current_forward_context
-from cgcompile.graphs.bulk import BulkCapture, capture_all
 from cgcompile.graphs.capture import releasing, without_garbage_collection
+from cgcompile.graphs.capture_all import BulkCapture, capture_all
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes import check_disabled
-from cgcompile.piecewise.cache import PieceCache
-from cgcompile.piecewise.compilers import compile_pieces, inductor_patches
-from cgcompile.piecewise.splitting import check_sizes, split_as_set
-from cgcompile.piecewise.traces import trace_code, trace_split
+from cgcompile.pieces.cache import PieceCache, trace_code, trace_split
+from cgcompile.pieces.compilers import compile_pieces, inductor_patches
+from cgcompile.pieces.stitch import check_sizes, split_as_set
 from cgcompile.reasons import Counters, Ledger, Reason, Why
+from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.settings import checked
 
 log = logging.getLogger(__name__)

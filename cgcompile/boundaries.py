@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from cgcompile import compat
-from cgcompile.descriptors import allows_full as allows_full
+from cgcompile import torch_compat as compat
 from cgcompile.errors import BoundaryError
 from cgcompile.modes import AttentionCGSupport
 from cgcompile.settings import checked, checked_but, is_flag, items_of, require, require_kind

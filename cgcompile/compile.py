@@ -18,12 +18,11 @@ from cgcompile.backend import Backend
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.errors import ConfigError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.transparent import Transparent
+from cgcompile.graphs.guards import Transparent
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.piecewise.again import ANOTHER
+from cgcompile.runtime.fast_path import ANOTHER
 from cgcompile.settings import checked, checked_but
-from cgcompile.tracing.variant import GUARDS, SHAPES, Rules, Variant
-from cgcompile.tracing.variants import Traces
+from cgcompile.tracing.trace_cache import GUARDS, SHAPES, Rules, Traces, Variant
 
 
 @checked_but("dynamic_dims")

@@ -313,7 +313,7 @@ class PassError(CGCompileError, RuntimeError):
 
     invalid = Template(
         "pass {name!r} left an invalid graph: {problem}.",
-        "A pass may assume a valid graph and must leave one; see cgcompile.passes.verify.",
+        "A pass may assume a valid graph and must leave one; see cgcompile.passes.base.",
     )
     changed_output = Template(
         "pass {name!r} changed output {place} of {graph}: it is {found}; expected {expected}.",

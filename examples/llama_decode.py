@@ -28,7 +28,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import cgcompile
-from cgcompile.entry import CompiledGraph
+from cgcompile.runtime.compiled_graph import CompiledGraph
 
 COMPILERS = ("inductor", "aot", "eager")
 MAX_GRAPHS = 4

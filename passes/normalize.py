@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.errors import PassError
 from cgcompile.passes.fakes import calls_of, fill_values
 from cgcompile.passes.nodes import (

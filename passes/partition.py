@@ -17,7 +17,7 @@ from typing import Any
 import sympy
 from torch import fx
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.passes.assign import placement
 from cgcompile.passes.capturable import graph_device
@@ -38,9 +38,8 @@ from cgcompile.passes.normalize import bound_symbols, is_floating
 from cgcompile.passes.pieces import Piece, Ref, Value
 from cgcompile.passes.printer import GraphText
 from cgcompile.passes.regions import grad_mode_around
-from cgcompile.passes.sources import dotted_source, identifier
 from cgcompile.passes.split import SplitGraph
-from cgcompile.passes.symbols import Symbols
+from cgcompile.passes.symbols import Symbols, dotted_source, identifier
 from cgcompile.reasons import Reason, Why
 
 

@@ -26,7 +26,7 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.passes.nodes import attribute, is_symbolic_number, value
 from cgcompile.passes.pieces import Piece, Value
 from cgcompile.passes.symbols import Symbols, dtype_text

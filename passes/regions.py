@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.passes.nodes import COMPUTING, short_name
 from cgcompile.reasons import Reason
 

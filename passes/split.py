@@ -10,10 +10,10 @@ from typing import Any
 import sympy
 import torch
 
+from cgcompile.passes.base import PassRecord, table
 from cgcompile.passes.nodes import tensors
 from cgcompile.passes.pieces import Piece, Value
 from cgcompile.passes.printer import count, piece_text
-from cgcompile.passes.records import PassRecord, table
 from cgcompile.passes.symbols import Symbols
 
 

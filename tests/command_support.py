@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import cgcompile
-from cgcompile.__main__ import main
+from cgcompile.cli import main
 
 HERE = Path(__file__)
 

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode
-from cgcompile.serving.dispatcher import CudagraphDispatcher
-from cgcompile.serving.tables import Dispatched
-from cgcompile.serving.variants import LoraCases
+from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched
+from cgcompile.serving.plan import LoraCases
 
 Mode = CUDAGraphMode
 ALWAYS = AttentionCGSupport.ALWAYS

@@ -23,7 +23,7 @@ def examine(model: Any, *args: Any, **more: Any) -> cgcompile.Diagnosis:
 
 def found(
     diagnosis: cgcompile.Diagnosis, kind: str, code: Any, marker: str
-) -> cgcompile.observe.findings.Finding:
+) -> cgcompile.debug.findings.Finding:
     """The one finding of a kind on the marked line."""
     line = marked_line(code, marker)
     alike = [e for e in diagnosis.of_kind(kind) if e.source is not None and e.source.line == line]

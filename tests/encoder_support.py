@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cgcompile import CompilationConfig, compat
+from cgcompile import CompilationConfig
+from cgcompile import torch_compat as compat
 from cgcompile.encoder import (
     Costs,
     EncoderCudaGraphCaptureInputs,

@@ -13,7 +13,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile import AttentionCGSupport, SplittingOp
-from cgcompile.forward_context import current_forward_context
+from cgcompile.context import current_forward_context
 from cgcompile.reasons import Reason
 
 WARMING = Reason.WARMING

@@ -8,7 +8,7 @@ from typing import Any
 from doctor_support import marked_line
 
 from cgcompile import BatchDescriptor, CUDAGraphMode, Diagnosis, set_forward_context
-from cgcompile.observe import comparing, findings
+from cgcompile.debug import compare, findings
 
 ROWS = 6
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
@@ -27,7 +27,7 @@ def step(mode: CUDAGraphMode = FULL, metadata: Any = None) -> AbstractContextMan
     )
 
 
-def only(verified: Any) -> comparing.Difference:
+def only(verified: Any) -> compare.Difference:
     """The one difference, of something that was replayed."""
     assert (verified.ok, verified.replays >= 1) == (False, True), verified
     (difference,) = verified.differences

@@ -9,10 +9,10 @@ from torch import nn
 import cgcompile
 from cgcompile import AttentionCGSupport, SplittingOp, get_forward_context, set_forward_context
 from cgcompile.config import CUDAGraphMode
+from cgcompile.serving.batch import Batch, Metadata
 from cgcompile.serving.buffers import InputBuffer
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.manager import CudaGraphManager
-from cgcompile.serving.steps import Batch, Metadata
 
 D, VOCABULARY, MAX_REQS = 8, 32, 8
 SIZES = (1, 2, 4, 8, 16)

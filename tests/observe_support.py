@@ -1,4 +1,4 @@
-"""What the tests of ``cgcompile.observe`` share."""
+"""What the tests of ``cgcompile.debug`` share."""
 
 import re
 from typing import Any

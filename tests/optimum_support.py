@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from cgcompile.errors import SizesError
-from cgcompile.serving.fit import START, Budget, Choice, Problem
+from cgcompile.serving.sizes import START, Budget, Choice, Problem
 
 # States per place in a first search, not exact, whose ladder makes the exact one drop far more.
 _KEPT = 8

@@ -14,10 +14,10 @@ import cgcompile
 from cgcompile import AttentionCGSupport, SplittingOp, get_forward_context, set_forward_context
 from cgcompile.config import CUDAGraphMode
 from cgcompile.errors import AgreementError
-from cgcompile.serving.agreement import Agreement
+from cgcompile.serving.batch import Batch
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.manager import CudaGraphManager
-from cgcompile.serving.steps import Batch
+from cgcompile.serving.ranks import Agreement
 
 HIDDEN, HEADS, SIZE, INNER, LAYERS = 64, 4, 16, 128, 2  # SIZE: of a head
 SIZES = (1, 2, 4, 8, 16)

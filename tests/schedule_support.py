@@ -30,14 +30,9 @@ from cgcompile import (
     allow_capture,
     set_forward_context,
 )
-from cgcompile.boundaries import allows_full
-from cgcompile.errors import (
-    AddressChangedError,
-    CaptureError,
-    DispatchError,
-    HostValueChangedError,
-)
-from cgcompile.forward_context import current_forward_context
+from cgcompile.context import current_forward_context
+from cgcompile.descriptor import allows_full
+from cgcompile.errors import AddressChangedError, CaptureError, DispatchError, HostValueChangedError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.reasons import EXPECTED, Counters, Reason
 

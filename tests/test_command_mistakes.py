@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from command_support import HERE, runner
 
-from cgcompile.__main__ import main
+from cgcompile.cli import main
 
 EAGER = ("--set", "compiler=eager")
 

@@ -13,7 +13,7 @@ from expecttest import TestCase
 from page_support import Page
 
 import cgcompile
-from cgcompile.__main__ import main
+from cgcompile.cli import main
 
 EAGER = ("--set", "compiler=eager")
 

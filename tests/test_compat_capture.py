@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 
 
 class Ops(TorchDispatchMode):

@@ -35,8 +35,8 @@ from torch import nn
 
 import cgcompile
 from cgcompile import AttentionCGSupport, CUDAGraphMode, SplittingOp
+from cgcompile.context import current_forward_context
 from cgcompile.errors import CaptureError, DispatchError
-from cgcompile.forward_context import current_forward_context
 from cgcompile.graphs.capture import allow_capture
 from cgcompile.reasons import Reason
 

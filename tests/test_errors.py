@@ -712,7 +712,7 @@ CommandError.caching_is_off: cache_dir is 'off': there is no cache folder to loo
 PassError.changed_output: pass 'half' changed output 0 of piece_0: it is f64[s0, 16] on cpu; expected f32[s0, 16] on cpu.
   What takes the output was traced with what it was. Convert it back in the pass, or change the model.
 PassError.invalid: pass 'mine' left an invalid graph: it has 2 outputs, expected 1.
-  A pass may assume a valid graph and must leave one; see cgcompile.passes.verify.
+  A pass may assume a valid graph and must leave one; see cgcompile.passes.base.
 PassError.raised: pass 'mine' raised KeyError: 'x'
   Mend the pass, or leave it out; dump_passes writes the graph that it was given.
 PassError.not_a_pass: a pass must have a name, uuid() and __call__(gm) -> gm; found 3.

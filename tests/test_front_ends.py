@@ -22,11 +22,11 @@ from torch import nn
 import cgcompile
 from cgcompile import BatchDescriptor, CompilationConfig, CUDAGraphMode, set_forward_context
 from cgcompile.boundaries import Boundaries, target_name
-from cgcompile.entry import CompiledGraph
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphOptions
 from cgcompile.reasons import Reason
+from cgcompile.runtime.compiled_graph import CompiledGraph
 
 D, HEADS, TOKENS, WORDS = 16, 4, 5, 32
 SIZES = (6, 3)

@@ -13,54 +13,44 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     (
         "config",
-        "descriptors",
+        "descriptor",
         "modes",
         "settings",
         "reasons",
         "errors",
-        "compat",
+        "torch_compat",
         "locks",
         "version",
     ),
-    ("boundaries", "forward_context"),
+    ("boundaries", "context"),
     ("passes", "graphs"),
-    ("piecewise",),
-    ("compile", "backend", "entry", "tracing"),
+    ("pieces",),
+    ("runtime", "tracing"),
+    ("compile", "backend"),
     ("serving", "encoder"),
-    ("observe", "__main__"),
+    ("debug", "cli", "__main__"),
 )
 LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 
-DISPATCH = {"descriptors", "errors", "modes", "reasons", "settings"}
+DISPATCH = {"descriptor", "errors", "modes", "reasons", "settings"}
 
 # The table of settings is readable without torch, messages depend on nothing, and a scheduler
 # may choose graphs in a process of its own.
 STANDARD_LIBRARY_ONLY = {
     "config": {"errors", "modes", "settings"},
-    "descriptors": {"errors", "modes", "settings"},
+    "descriptor": {"errors", "modes", "settings"},
     "modes": set(),
     "settings": {"errors"},
     "errors": set(),
     "locks": set(),
     "reasons": {"locks"},
-    "encoder/budgets": {"encoder/packing", "errors", "serving/fit", "serving/sizes", "settings"},
+    "encoder/budgets": {"encoder/packing", "errors", "serving/sizes", "settings"},
     "encoder/packing": {"errors", "settings"},
-    "serving/fit": {"errors", "serving", "settings"},
     "serving/sizes": {"errors", "modes", "settings"},
     "version": set(),
-    "serving/batches": {*DISPATCH, "serving/planning"},
-    "serving/dispatcher": {
-        *DISPATCH,
-        "serving/batches",
-        "serving/planning",
-        "serving/sizes",
-        "serving/tables",
-        "serving/variants",
-    },
-    "serving/planning": {*DISPATCH, "serving/variants"},
-    "serving/statistics": {*DISPATCH, "locks", "serving/tables"},
-    "serving/tables": {*DISPATCH, "serving/planning", "serving/variants"},
-    "serving/variants": DISPATCH,
+    "serving/dispatcher": {*DISPATCH, "serving/plan", "serving/sizes"},
+    "serving/plan": DISPATCH,
+    "serving/statistics": {*DISPATCH, "locks", "serving/dispatcher"},
 }
 
 LONGEST = 75  # lines of a function, with its docstring
@@ -70,7 +60,7 @@ PRIVATE = ("torch._", "torch.fx.experimental", "torch.utils._", "functorch")
 
 
 def files() -> list[Path]:
-    found = [*ROOT.glob("cgcompile/*.py"), *ROOT.glob("cgcompile/piecewise/*.py")]
+    found = [*ROOT.glob("cgcompile/*.py"), *ROOT.glob("cgcompile/pieces/*.py")]
     found += [*ROOT.glob("cgcompile/*/*.py"), *ROOT.glob("passes/*.py")]
     return sorted({path.resolve() for path in found})
 
@@ -89,7 +79,7 @@ def imports_of(path: Path) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: use absolute imports"
-            # `from cgcompile import compat` imports the module cgcompile.compat
+            # `from cgcompile import compat` imports the module cgcompile.torch_compat
             whole = node.module == "cgcompile"
             found += [f"cgcompile.{a.name}" for a in node.names] if whole else [str(node.module)]
     return found
@@ -136,7 +126,7 @@ def test_no_circles() -> None:
 
 @pytest.mark.parametrize("path", files(), ids=module_of)
 def test_private_torch_only_in_compat(path: Path) -> None:
-    if module_of(path).startswith("cgcompile.compat"):
+    if module_of(path).startswith("cgcompile.torch_compat"):
         return
     private = [name for name in imports_of(path) if name.startswith(PRIVATE)]
     assert not private, f"move {private} behind cgcompile/compat/"

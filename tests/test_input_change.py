@@ -36,13 +36,8 @@ from cgcompile import (
     SplittingOp,
     set_forward_context,
 )
-from cgcompile.errors import (
-    AddressChangedError,
-    DispatchError,
-    GuardError,
-    HostValueChangedError,
-)
-from cgcompile.forward_context import current_forward_context
+from cgcompile.context import current_forward_context
+from cgcompile.errors import AddressChangedError, DispatchError, GuardError, HostValueChangedError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool

@@ -17,12 +17,7 @@ from graphs.breakable_support import FULL, PIECEWISE, Asked, churn, in_thread, o
 from torch import nn
 
 import cgcompile
-from cgcompile import (
-    BreakableCUDAGraphWrapper,
-    CompilationConfig,
-    CUDAGraphWrapper,
-    capture_all,
-)
+from cgcompile import BreakableCUDAGraphWrapper, CompilationConfig, CUDAGraphWrapper, capture_all
 from cgcompile.errors import GuardError
 from cgcompile.graphs.capture import capture_postponed, inside_capture
 from cgcompile.graphs.host import HostDevice

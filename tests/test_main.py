@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from expecttest import TestCase
 
-from cgcompile.__main__ import main
-from cgcompile.piecewise.store import Store, key_of
+from cgcompile.cli import main
+from cgcompile.pieces.cache import Store, key_of
 
 GRAPH = "%0 = input f32[s0, 4] cpu\n%1 = method sin(%0) -> f32[s0, 4]\nreturn (%1)"
 SETTINGS = "\n".join(f"option_{i} = {i}" for i in range(50))

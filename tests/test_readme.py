@@ -11,8 +11,8 @@ import torch
 
 import cgcompile
 from cgcompile import errors
-from cgcompile.observe.advice import KINDS
-from cgcompile.observe.traces import STAGES
+from cgcompile.debug.findings import KINDS
+from cgcompile.debug.locate import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -256,7 +256,7 @@ def test_the_report_of_the_readme_works(tmp_path, monkeypatch) -> None:
 
 
 def test_the_commands_of_the_readme_exist() -> None:
-    from cgcompile.__main__ import command_line
+    from cgcompile.cli import command_line
 
     lines = re.findall(r"^cgcompile ([a-z][^#\n]*)", section("Seeing"), re.MULTILINE)
     assert len(lines) >= 5

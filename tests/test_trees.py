@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 
 Pair = namedtuple("Pair", "first second")
 x = torch.zeros(2)

@@ -13,7 +13,11 @@ from cgcompile.encoder.budgets import (
     resolve_frames,
     smallest_budget,
 )
-from cgcompile.encoder.defs import (
+from cgcompile.encoder.graphs import GraphKey
+from cgcompile.encoder.manager import EncoderCudaGraphManager
+from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
+from cgcompile.encoder.patches import PatchEncoder, PatchOffsets, PatchTable
+from cgcompile.encoder.protocol import (
     EncoderCaptureAxis,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
@@ -21,12 +25,9 @@ from cgcompile.encoder.defs import (
     EncoderCudaGraphPathConfig,
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
+    SupportsEncoderCudaGraph,
+    supports_encoder_cudagraph,
 )
-from cgcompile.encoder.keys import GraphKey
-from cgcompile.encoder.manager import EncoderCudaGraphManager
-from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
-from cgcompile.encoder.patches import PatchEncoder, PatchOffsets, PatchTable
-from cgcompile.encoder.protocol import SupportsEncoderCudaGraph, supports_encoder_cudagraph
 from cgcompile.encoder.sharding import Sharder, shares_by_load
 from cgcompile.encoder.statistics import EncoderStatistics
 

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from cgcompile.encoder.packing import Costs
 from cgcompile.errors import EncoderError
-from cgcompile.serving.fit import fit_sizes
-from cgcompile.serving.sizes import checked_histogram, round_sizes
+from cgcompile.serving.sizes import checked_histogram, fit_sizes, round_sizes
 from cgcompile.settings import checked_last, require_arguments, whole
 
 

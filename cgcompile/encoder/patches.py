@@ -12,24 +12,18 @@ from typing import Any
 
 import torch
 
-from cgcompile.encoder.defs import (
+from cgcompile.encoder.protocol import (
     DEFAULT,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphPaddingLogic,
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
+    SupportsEncoderCudaGraph,
+    named_buffers,
 )
-from cgcompile.encoder.protocol import SupportsEncoderCudaGraph, named_buffers
 from cgcompile.errors import ConfigError, EncoderError
-from cgcompile.settings import (
-    LARGEST_TABLE,
-    checked,
-    require,
-    require_fields,
-    require_whole,
-    whole,
-)
+from cgcompile.settings import LARGEST_TABLE, checked, require, require_fields, require_whole, whole
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of one image or video, in patches."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.errors import EncoderShardError
 from cgcompile.settings import checked, require_whole
 

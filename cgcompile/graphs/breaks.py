@@ -1,18 +1,200 @@
-"""Find splitting ops while they run: :class:`BreakMode`, a dispatch mode around each segment.
+"""What an eager break is given: how it is kept, and whether the break changed it.
+
+What an eager break returned, beside the copy of it that graphs read: :class:`Original`.
+
+A tensor that the break has just made dies after it was copied. One that the program keeps, such as
+a cache, would then exist twice; where either is written, the other is stale, without an error.
+
+Breaks that were written for another package: :func:`foreign_breaks`.
+
+Functions under ``no_graph`` of Meta's ``piecewise-cuda-graphs`` ask a context variable of that
+package whether somebody captures, and tell what it holds of the beginning and end of each break.
+During a breakable capture here it holds a :class:`_Listener`. Without it they would run inside of a
+graph segment, and never again. Nothing is imported, and nothing of that package is changed.
+
+Find splitting ops while they run: :class:`BreakMode`, a dispatch mode around each segment.
 
 Without it an attention op that nobody decorated would be captured, and its metadata with it. It
 sees the ops of the thread that captures, those in the Python kernels of other ops and those that a
 compiled model calls included.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, SplittingOp
 from cgcompile.errors import CaptureError
+from cgcompile.graphs.arena import Block, address, numbers_as_bytes
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""By position, by name."""
+
+
+def held(given: Arguments, owns: Callable[[torch.Tensor], bool]) -> Arguments:
+    """How a segment keeps arguments.
+
+    Weakly where the memory is that of the recording, or it could not be used again; strongly where
+    nobody else may keep it.
+
+    Args:
+        given: the arguments.
+        owns: whether a tensor lies in memory of the recording.
+    """
+
+    def keep(leaf: Any) -> Any:
+        ours = isinstance(leaf, torch.Tensor) and address(leaf) and owns(leaf)
+        return compat.weak_tensor(leaf) if ours else leaf
+
+    with compat.outside_inference_mode():  # once for all that is held weakly
+        kept: Arguments = compat.tree_map(keep, given)
+    return kept
+
+
+def transform_around(given: Arguments) -> str | None:
+    """The transform of ``torch.func`` that lets no break run; None if there is none.
+
+    Under ``vmap`` a break may be given what is not mapped: that is an ordinary tensor.
+    """
+    found = compat.functorch_transform()
+    if found == "Vmap" and not any(map(compat.is_wrapped, compat.tree_tensors(given))):
+        return None
+    return found
+
+
+class Containers:
+    """The arguments of a break, to be compared with themselves after it.
+
+    A function cannot change the tuple and the dict that its arguments come in, so without a
+    container among them there is nothing to compare.
+
+    Attributes:
+        leaves: what is in the arguments, at first.
+    """
+
+    def __init__(self, given: Arguments) -> None:
+        self._given = given
+        self.leaves = compat.tree_leaves(given)
+        args, kwargs = given
+        nested = any(map(compat.is_container, (*args, *kwargs.values())))
+        self._spec = compat.tree_spec(given) if nested else None
+
+    @property
+    def changed(self) -> bool:
+        if self._spec is None:
+            return False
+        now = compat.tree_leaves(self._given)
+        if compat.tree_spec(self._given) != self._spec:
+            return True
+        return any(map(operator.is_not, now, self.leaves))
+
+
+class Original:
+    """A result of a break that was copied, and that somebody may keep.
+
+    Made, and asked, on the stream that breaks run on.
+
+    Args:
+        name: of the break.
+        life: of the original.
+        source: the original; held weakly.
+        bridge: the copy that graphs read; held weakly.
+        block: what the copy lies in.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        life: compat.StorageLife,
+        source: torch.Tensor,
+        bridge: torch.Tensor,
+        block: Block,
+    ) -> None:
+        self.name = name
+        self.life = life
+        self._source = source
+        self._bridge = bridge
+        self._block = block
+        self._was = numbers_as_bytes(source).clone()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the original or its copy has been written; synchronises."""
+        if not torch.equal(numbers_as_bytes(self._source), self._was):
+            return True
+        return self._block.is_lent and not torch.equal(numbers_as_bytes(self._bridge), self._was)
+
+
+class Recorder(Protocol):
+    """What is told of such breaks."""
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether it is outside of any break."""
+
+    def pause(self, name: str) -> AbstractContextManager[None]:
+        """What runs inside is in no segment; on an exception the recording is lost."""
+
+    def add_eager(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """While it is paused: run the function here at each replay."""
+
+
+@contextmanager
+def foreign_breaks(recorder: Recorder) -> Iterator[None]:
+    """Within it, in this thread, functions under ``no_graph`` break what a recorder records.
+
+    They return no CUDA tensors; their own package refuses that.
+    """
+    listener = _Listener(recorder)
+    with ExitStack() as stack:
+        stack.push(listener.leave)  # the last: what it restores was there before
+        stack.enter_context(compat.listen_to_no_graph(listener))
+        yield
+
+
+class _Listener:
+    """Has the methods that ``no_graph`` calls, by the names that it calls them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._pause: ExitStack | None = None
+        self._inside = 0  # breaks within a break, which are none
+
+    def _end_segment(self) -> None:
+        if self._pause is not None or not self._recorder.is_recording:
+            self._inside += 1
+            return
+        with ExitStack() as stack:
+            stack.enter_context(self._recorder.pause("a function under no_graph"))
+            self._pause = stack.pop_all()
+
+    def _insert_eager(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not self._inside:
+            self._recorder.add_eager(fn, args, kwargs)
+
+    def _begin_segment(self) -> None:
+        if self._inside:
+            self._inside -= 1
+            return
+        pause, self._pause = self._pause, None
+        assert pause is not None
+        pause.close()
+
+    def leave(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """End a break whose function raised: nobody tells of that."""
+        pause, self._pause = self._pause, None
+        if pause is not None:
+            lost = error or RuntimeError("a function under no_graph raised")
+            pause.__exit__(type(lost), lost, trace)
+
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default  # what the math kernel of it calls

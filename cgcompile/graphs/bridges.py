@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.errors import AddressChangedError, HostValueChangedError
-from cgcompile.graphs.arena import Block, Frame, address
-from cgcompile.graphs.copies import OwnedCopy, numbers_as_bytes, stretch
+from cgcompile.graphs.arena import Block, Frame, OwnedCopy, address, numbers_as_bytes, stretch
 from cgcompile.graphs.guards import layout_text, same_layout, same_value
 from cgcompile.graphs.sequence import Crossing
 

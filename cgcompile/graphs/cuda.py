@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.usage import MIB, PoolBytes
+from cgcompile.graphs.arena import MIB, PoolBytes
 
 # Note [cuBLAS workspaces]
 # torch (2.11 to 2.14) caches one workspace of cuBLAS per handle and stream, 32 MiB on Hopper, and a

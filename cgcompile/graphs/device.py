@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError, ConfigError
+from cgcompile.graphs.arena import PoolBytes
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.host import HostDevice
-from cgcompile.graphs.usage import PoolBytes
 
 
 class DeviceGraph(Protocol):

@@ -26,13 +26,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.capture import bulk_memory
-from cgcompile.graphs.guards import is_plain_value, layout_text, same_layout, same_value
-from cgcompile.graphs.state import Slots, cells_of, is_librarys, restore
-from cgcompile.graphs.transparent import Transparent
+from cgcompile.graphs.guards import (
+    Slots,
+    Transparent,
+    cells_of,
+    is_librarys,
+    is_plain_value,
+    layout_text,
+    restore,
+    same_layout,
+    same_value,
+)
 
 _MOST = 100_000  # values; a model of thousands of modules has fewer
 _LONG = 10_000  # items of one container: a vocabulary, which holds no state

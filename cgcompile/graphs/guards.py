@@ -1,19 +1,181 @@
-"""What must be equal between a capture and a replay, checked at every replay.
+"""The attributes and items of objects, read and put back without their own methods.
+
+Which modules a model's graphs read the weights of: :func:`modules_of`.
+
+Weights are compared before replays. One that nobody finds is never compared, and a graph would go
+on with memory that was freed since.
+
+What must be equal between a capture and a replay, checked at every replay.
 
 A graph repeats addresses and host values. :class:`ArgumentGuard` holds what one captured call was
 given: of each tensor the address and the layout, of everything else the value. A difference is an
 error that names the argument; nothing is replayed then.
+
+Attributes of a wrapper are those of what it wraps: :class:`Transparent`.
+
+Code that looks into a model (``model.layers``, ``model.config``) must not care that it is wrapped.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import CellType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile import compat
-from cgcompile.errors import AddressChangedError, HostValueChangedError, with_article
-from cgcompile.graphs.modules import modules_of
+from cgcompile import torch_compat as compat
+from cgcompile.errors import (
+    AddressChangedError,
+    HostValueChangedError,
+    missing_attribute,
+    with_article,
+)
+
+_LIBRARIES = ("torch", "logging", "threading", "re", "weakref", "_thread", "functools")
+
+
+class Slots:
+    """The attributes of an object that are in no ``__dict__``."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self.members = [  # of one name there may be several, each with a value of its own
+            member
+            for kind in type(owner).__mro__
+            if "__slots__" in vars(kind)
+            for member in vars(kind).values()
+            if isinstance(member, MemberDescriptorType)
+        ]
+
+    def read(self) -> dict[MemberDescriptorType, Any]:
+        found = {}
+        for member in self.members:
+            with suppress(AttributeError):  # nothing is there
+                found[member] = member.__get__(self._owner)
+        return found
+
+    def put_back(self, before: dict[MemberDescriptorType, Any]) -> None:
+        for member in self.read().keys() - before.keys():
+            member.__delete__(self._owner)
+        for member, value in before.items():
+            member.__set__(self._owner, value)  # that of a frozen object too
+
+
+def is_librarys(found: Any) -> bool:
+    """Whether an object is a part of torch or of Python that nobody should look into."""
+    if isinstance(found, torch.nn.Module):
+        return False
+    top = type(found).__module__.partition(".")[0]
+    return top in _LIBRARIES
+
+
+def cells_of(function: Any) -> dict[str, CellType]:
+    """What holds the values that a function has from around it, as far as they are there."""
+    cells = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if cells else ()
+    return {name: cell for name, cell in zip(names, cells, strict=True) if _is_bound(cell)}
+
+
+def _is_bound(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # a name that is bound later
+        return False
+    return True
+
+
+def plainly(container: Any) -> Any:
+    """The type whose methods do no more than they say; those of a subclass may.
+
+    An ``OrderedDict`` has its own order.
+    """
+    kinds = (OrderedDict, dict, list, deque, set, frozenset, tuple)
+    return next(kind for kind in kinds if isinstance(container, kind))
+
+
+def restore(holder: Any, before: Any) -> None:
+    if isinstance(holder, Slots):
+        holder.put_back(before)
+    elif isinstance(holder, CellType):
+        holder.cell_contents = before
+    elif isinstance(holder, dict):
+        kind = plainly(holder)
+        now = [part for item in kind.items(holder) for part in item]
+        if _differ(now, [part for item in before.items() for part in item]):
+            kind.clear(holder)
+            for key, value in before.items():
+                kind.__setitem__(holder, key, value)
+    elif isinstance(holder, (list, deque, set)):
+        kind = plainly(holder)
+        if _differ(list(kind.__iter__(holder)), before):
+            kind.clear(holder)
+            put: Any = kind.update if kind is set else kind.extend
+            put(holder, before)
+
+
+def _differ(now: list[Any], was: list[Any]) -> bool:
+    return len(now) != len(was) or any(a is not b for a, b in zip(now, was, strict=True))
+
+
+_HOLD_NOTHING = frozenset((str, bytes, int, float, bool, type(None), type, torch.Tensor))
+
+
+def modules_of(model: Any) -> list[torch.nn.Module]:
+    """The model, if it is a module; else those that it or its attributes hold.
+
+    It, or an attribute, may be a module, a method of one, a function that has one in its closure or
+    its defaults, a ``functools.partial``, an object that can be called and has one in its
+    attributes, or a container of any of these. What a function finds in globals is not seen,
+    nor what is in other objects: an engine among them would have the weights of all its models.
+    """
+    if isinstance(model, torch.nn.Module):
+        return [model]
+    found: dict[int, torch.nn.Module] = {}  # a tower may be its own forward
+    seen = {id(model)}
+    todo = deque(_held(model) or _attributes(model))
+    while todo:
+        each = todo.popleft()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.nn.Module):
+            found[id(each)] = each
+        else:  # a tokenizer among them has words by the hundred thousand
+            todo += [item for item in _held(each) if type(item) not in _HOLD_NOTHING]
+    return list(found.values())
+
+
+def _held(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if isinstance(value, MethodType):
+        owner = value.__self__
+        held = () if isinstance(owner, torch.nn.Module) else _attributes(owner)
+        return (owner, value.__func__, *held)
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, FunctionType):
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return (*map(_content, value.__closure__ or ()), *defaults)
+    return _attributes(value) if callable(value) else ()
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    if isinstance(value, type):
+        return ()
+    return (*getattr(value, "__dict__", {}).values(), *Slots(value).read().values())
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty: the function was defined before what it names
+        return None
+
 
 _BY_VALUE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), torch.Size)
 _BY_VALUE += (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -95,7 +257,7 @@ class WeightsGuard:
 
     Args:
         runnable: what was captured: a module, or what holds some; see
-            :func:`~cgcompile.graphs.modules.modules_of`. Nothing is looked at if it, or the object
+            :func:`~cgcompile.graphs.guards.modules_of`. Nothing is looked at if it, or the object
             whose method it is, says ``compares_weights``: by itself, that is.
         tensor_type: the device type of the tensors that graphs are captured of.
     """
@@ -274,3 +436,21 @@ def _passed(count: int, names: Iterable[str]) -> str:
     """How arguments were passed, in words."""
     by_name = ", ".join(map(repr, sorted(names)))
     return f"{count} arguments by position and {by_name or 'none'} by name"
+
+
+class Transparent:
+    """Has ``runnable``, and shows its attributes beside its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Through __dict__, because a copy has no runnable for a moment. How to copy and pickle a
+        # module is its own affair.
+        if "runnable" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
+            kind = type(self.__dict__.get("runnable")).__name__
+            raise AttributeError(missing_attribute(type(self).__name__, kind, name))
+        runnable = self.__dict__["runnable"]
+        try:
+            return getattr(runnable, name)
+        except AttributeError:
+            kind = type(runnable).__name__
+            text = missing_attribute(type(self).__name__, kind, name)
+            raise AttributeError(text) from None

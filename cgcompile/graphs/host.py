@@ -1,4 +1,16 @@
-"""The capture device of the CPU: a recorder with the rules of CUDA graphs, for tests and for study.
+"""Memory of host graphs: blocks that are used again as soon as no tensor holds them.
+
+The private pools of CUDA's caching allocator behave like this. A block that a capture hands out is
+filled with poison, when it is handed out and when the capture ends, so that reading memory that no
+replay has written shows.
+
+What a capture refuses of one ATen call, and what a call writes: rules without a recorder.
+
+The host recorder asks them during a capture, :func:`cgcompile.doctor` before one.
+
+One call in a recording of the host device: :class:`HostStep`.
+
+The capture device of the CPU: a recorder with the rules of CUDA graphs, for tests and for study.
 
 Inside a capture a dispatch mode sees every ATen op, runs it, moves its result into a block of the
 pool and writes it down. :meth:`HostGraph.replay` runs the list again, into the same memory, without
@@ -20,30 +32,293 @@ they return what the recording run computed.
 """
 
 import contextlib
+import ctypes
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.host_pool import HostPool, Life, life_of, nowhere
-from cgcompile.graphs.host_rules import copies_python_data, refusal, replaced_memory
-from cgcompile.graphs.host_rules import written as write_targets
-from cgcompile.graphs.host_steps import (
-    HostStep,
-    all_bytes,
-    storage_bytes,
-)
-from cgcompile.graphs.usage import PoolBytes
+from cgcompile.graphs.arena import PoolBytes
+
+_ALIGNMENT = 64  # what vectorised kernels ask for
+
+
+class _Block:
+    """Bytes, and who lives in them now."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._buffer = (ctypes.c_char * (nbytes + _ALIGNMENT))()
+        self._start = -ctypes.addressof(self._buffer) % _ALIGNMENT
+        self.nbytes = nbytes
+        self.address = ctypes.addressof(self._buffer) + self._start
+        self.life: compat.StorageLife | None = None
+        self.dtype = torch.uint8
+
+    def bytes(self, nbytes: int) -> torch.Tensor:
+        """The first bytes as a tensor of a storage of its own, which keeps the memory."""
+        with torch.inference_mode(False):
+            return torch.frombuffer(
+                self._buffer, dtype=torch.uint8, count=nbytes, offset=self._start
+            )
+
+    @property
+    def free(self) -> bool:
+        return self.life is None or self.life.ended
+
+    def poison(self) -> None:
+        """NaN for floating numbers, a huge number for integers, True for bools."""
+        value = 0x7F
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            value = 0xFF
+        elif self.dtype is torch.bool:
+            value = 1
+        ctypes.memset(self.address, value, self.nbytes)
+
+
+class Life(Protocol):
+    """Tells whether memory has been freed."""
+
+    @property
+    def ended(self) -> bool: ...
+
+
+class _PoolLife:
+    """The life of memory in a pool: until the pool is dropped, whichever tensors view it."""
+
+    def __init__(self, pool: "HostPool") -> None:
+        self._pool = weakref.ref(pool)
+
+    @property
+    def ended(self) -> bool:
+        return self._pool() is None
+
+
+# All pools that exist, as CUDA's allocator knows its private pools.
+_pools: "weakref.WeakSet[HostPool]" = weakref.WeakSet()
+
+
+def life_of(tensor: torch.Tensor) -> Life:
+    """Return what tells when the memory of a tensor is freed."""
+    start = tensor.untyped_storage().data_ptr()
+    pool = next((pool for pool in list(_pools) if pool.holds(start)), None)
+    return compat.StorageLife(tensor) if pool is None else _PoolLife(pool)
+
+
+def nowhere(address: int) -> bool:
+    """No other memory lives as long as a pool."""
+    return False
+
+
+class HostPool:
+    """Blocks for graphs that never run at the same time.
+
+    Args:
+        lasting: tells of an address whether other memory begins there that lives as long.
+    """
+
+    def __init__(self, lasting: Callable[[int], bool] = nowhere) -> None:
+        _pools.add(self)
+        self._lasting = lasting
+        self._blocks: list[_Block] = []
+        self._handed_out: set[_Block] = set()
+        self._data: dict[_Block, bytes | None] = {}  # in use when the capture began
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all blocks, in use or not."""
+        return sum(block.nbytes for block in self._blocks)
+
+    @property
+    def live(self) -> int:
+        """Bytes of the blocks that some tensor holds."""
+        return sum(block.nbytes for block in self._blocks if not block.free)
+
+    def holds(self, address: int) -> bool:
+        return any(b.address <= address < b.address + b.nbytes for b in self._blocks)
+
+    def lasts(self, address: int) -> bool:
+        """Whether memory that begins there lives as long as the pool."""
+        return self.holds(address) or self._lasting(address)
+
+    def begin(self) -> None:
+        """A capture begins."""
+        self._handed_out.clear()
+        self._data = {block: None for block in self._blocks if not block.free}
+
+    def end(self) -> None:
+        """A capture ends: what it allocated holds nothing yet.
+
+        Memory that was in use when it began, was freed and used again, holds what it held: the
+        capture may have read it before.
+        """
+        for block in self._handed_out:
+            data = self._data.get(block)
+            if data is None:
+                block.poison()
+            else:
+                ctypes.memmove(block.address, data, block.nbytes)
+        self._data.clear()
+
+    def poison(self, kept: list[tuple[int, int]] | None = None) -> None:
+        """Nothing that the blocks hold is good any more.
+
+        Args:
+            kept: left as they are, and so is what tensors hold: (address, bytes); None: nothing is.
+        """
+        starts = {start for start, _ in kept or ()}
+        for block in self._blocks:
+            if kept is None or (block.free and block.address not in starts):
+                block.poison()
+
+    def allocate(self, nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
+        """Memory for a tensor; the smallest free block that is large enough, else a new one.
+
+        The storage that is returned keeps the block in use while it lives.
+        """
+        wanted = max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        fitting = [b for b in self._blocks if b.free and b.nbytes >= wanted]
+        block = min(fitting, key=lambda b: b.nbytes, default=None)
+        if block is None:
+            block = _Block(wanted)
+            self._blocks.append(block)
+        if block in self._data and self._data[block] is None:
+            self._data[block] = ctypes.string_at(block.address, block.nbytes)
+        block.dtype = dtype
+        block.poison()
+        self._handed_out.add(block)
+        tensor = block.bytes(nbytes)
+        block.life = compat.StorageLife(tensor)
+        return tensor.untyped_storage()
+
+
+aten = torch.ops.aten
+_INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
+_MASKS = (torch.bool, torch.uint8)
+# Their running statistics. Inference mode shows the composite ones whole.
+_WRITE_UNDECLARED = {aten.native_batch_norm, aten._batch_norm_impl_index, aten.batch_norm}
+_WRITE_UNDECLARED |= {aten.instance_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
+_WRITE_UNDECLARED |= {aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts}
+_WRITE_UNDECLARED |= {aten.batch_norm_update_stats}
+# Composite ops that inference mode shows whole, and whose bodies read: torch tags the bodies alone.
+_READ_INSIDE = {aten.is_nonzero}
+_COUNT_INSIDE = {aten.nonzero_numpy}
+# Replace the memory of their first argument, once: what Dynamo emits for ``x.data = y``.
+_REPLACE_MEMORY = {"aten::shallow_copy_data_", "aten::set_data", "aten::set_"}
+
+
+class Refusal(NamedTuple):
+    """Why a capture cannot hold a call.
+
+    Attributes:
+        what: the call, in words.
+        generator: it draws from a random generator of the program's own.
+        shape: the size of its result depends on data; otherwise a value of it does.
+    """
+
+    what: str
+    generator: bool = False
+    shape: bool = False
+
+
+def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
+    """Why a capture refuses a call, or None. Reads no tensor."""
+    packet = getattr(func, "overloadpacket", None)
+    if isinstance(kwargs.get("generator"), torch.Generator):
+        return Refusal(f"{func} with a random generator that is not registered", generator=True)
+    if packet in _INDEXING:
+        masked = any(index.dtype in _MASKS for index in compat.tree_tensors(args[1]))
+        fills = packet in (aten.index_put, aten.index_put_) and args[2].numel() == 1
+        return Refusal(f"{func} with a mask", shape=True) if masked and not fills else None
+    if packet is aten.repeat_interleave:
+        repeats = kwargs.get("repeats", args[min(1, len(args) - 1)])
+        counts = isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
+        return Refusal(str(func), shape=True) if counts else None
+    if packet in _COUNT_INSIDE or (packet is aten.where and len(args) == 1):
+        return Refusal(str(func), shape=True)
+    if packet in _READ_INSIDE or compat.reads_on_host(func):
+        return Refusal(str(func), shape=torch.Tag.dynamic_output_shape in func.tags)
+    return None
+
+
+def write_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call writes, as far as torch says, and where it is known not to."""
+    if getattr(func, "overloadpacket", None) in _WRITE_UNDECLARED:
+        return compat.tree_tensors((args, kwargs))
+    return compat.written_tensors(func, args, kwargs)
+
+
+def copies_python_data(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call wraps Python data that a device would copy from pageable memory.
+
+    Not a 0-dim tensor: that stays on the CPU, and kernels take it by value.
+    """
+    if getattr(func, "overloadpacket", None) is not aten.lift_fresh:
+        return False
+    return bool(args[0].dim() and args[0].numel())
+
+
+def replaced_memory(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The tensor whose memory a call is known to replace."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.name not in _REPLACE_MEMORY or not args:
+        return None
+    return args[0] if isinstance(args[0], torch.Tensor) else None
+
+
+@dataclass
+class HostStep:
+    """One recorded call.
+
+    Attributes:
+        name: of the op, for messages.
+        call: the op.
+        args: its positional arguments, tensors held weakly.
+        kwargs: its keyword arguments, likewise.
+        outside: inputs that the pool does not own, as (life, what it is in words).
+        results: for each storage that the op makes: which of its outputs shows it, and where its
+            bytes go.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outside: list[tuple[Life, str]]
+    results: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+    def run(self) -> Any:
+        """Call it, and put what it made where the recording has it; returns what it made."""
+        for life, shape in self.outside:
+            if life.ended:
+                raise CaptureError.freed_input(what=self.name, shape=shape)
+        made = self.call(*self.args, **self.kwargs)
+        if self.results:
+            leaves = compat.tree_leaves(made)
+            for position, target in self.results:
+                target.copy_(all_bytes(leaves[position]))
+        return made
+
+
+def all_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the storage of a tensor, as uint8 [bytes]."""
+    return storage_bytes(tensor.untyped_storage())
+
+
+def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, as uint8 [bytes]."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
 
 _active = threading.local()  # .graph: the one that records in this thread; CUDA keeps the same
 
-aten = torch.ops.aten
 _ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted}
 _ALLOCATIONS |= {aten.new_empty, aten.new_empty_strided}
 

@@ -10,11 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from cgcompile import compat
-from cgcompile.graphs.arena import Arena, address
+from cgcompile import torch_compat as compat
+from cgcompile.graphs.arena import Arena, PoolBytes, address
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph, chosen_device
 from cgcompile.graphs.stale import StaleResults
-from cgcompile.graphs.usage import PoolBytes
 from cgcompile.locks import new_lock
 
 

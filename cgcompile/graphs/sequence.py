@@ -38,10 +38,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile.compat import is_profiling
-from cgcompile.graphs.copies import ScalarCopy
+from cgcompile.graphs.arena import ScalarCopy
 from cgcompile.graphs.device import DeviceGraph
-from cgcompile.graphs.ranges import OBSERVERS, run_observed
+from cgcompile.graphs.profiling import OBSERVERS, run_observed
+from cgcompile.torch_compat import is_profiling
 
 Crossing = Callable[[list[Any]], None]
 """Called with the results of an eager segment; puts in place what the graphs after it read."""

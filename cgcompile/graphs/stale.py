@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.errors import ConfigError, stale_result
 from cgcompile.graphs.arena import address
 

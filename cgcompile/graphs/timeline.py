@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.config import CUDAGraphMode
-from cgcompile.forward_context import BatchDescriptor, callers_context
+from cgcompile.context import BatchDescriptor, callers_context
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.reasons import Reason, Why

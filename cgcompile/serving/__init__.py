@@ -4,25 +4,24 @@ Reaches capture through ``cgcompile.graphs`` alone, so that all of it works on a
 never compiled. Sizes, dispatcher and statistics are plain Python: they need no torch.
 """
 
-from cgcompile.serving.agreement import Agreement
-from cgcompile.serving.batches import is_uniform_decode
+from cgcompile.serving.batch import Batch, GraphHooks, Metadata
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
-from cgcompile.serving.dispatcher import CudagraphDispatcher
-from cgcompile.serving.fit import FittedSizes, fit_sizes
+from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, is_uniform_decode
 from cgcompile.serving.manager import CudaGraphManager
-from cgcompile.serving.memory import GraphMemory, MemoryPlan
+from cgcompile.serving.memory_plan import GraphMemory, MemoryPlan
+from cgcompile.serving.plan import Axis, LoraCases
+from cgcompile.serving.ranks import Agreement
 from cgcompile.serving.sizes import (
+    FittedSizes,
     capture_sizes,
     checked_sizes,
     decode_sizes,
+    fit_sizes,
     get_cudagraph_sizes,
     padding_share,
     round_sizes,
 )
 from cgcompile.serving.statistics import DispatchStatistics
-from cgcompile.serving.steps import Batch, GraphHooks, Metadata
-from cgcompile.serving.tables import Dispatched
-from cgcompile.serving.variants import Axis, LoraCases
 
 __all__ = [
     "Agreement",

@@ -1,4 +1,12 @@
-"""Which graph serves a batch: numbers in; runtime mode, padded descriptor and a reason out.
+"""The tables of the dispatcher: for each variant and kind of batch, the graph of every size.
+
+Plain Python. A look-up is two list indices. The tables of sizes are built once, and shared by all
+variants, so that many of those cost little memory; which graph serves a size is worked out anew
+when one is captured or refused, so that a step never searches.
+
+What a caller says of one batch, checked. Plain Python; contradictions raise ``BatchError``.
+
+Which graph serves a batch: numbers in; runtime mode, padded descriptor and a reason out.
 
 Plain Python: no torch, no device, no graph. Every answer stands in tables built once, so that a
 step costs a few look-ups. Without this file each engine writes the choice anew, and pays for its
@@ -11,33 +19,352 @@ on in ``planning.py`` (which graphs there are) and ``variants.py`` (LoRA and fur
 
 import logging
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from typing import Any, NamedTuple
 
-from cgcompile.descriptors import BatchDescriptor
+from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import BatchError
 from cgcompile.modes import AttentionCGSupport, CUDAGraphMode
 from cgcompile.reasons import Reason, Why
-from cgcompile.serving.batches import (
-    PLAIN_COUNTS,
-    PLAIN_FLAGS,
-    allowed_modes,
-    check_empty,
-    check_numbers,
-    uniform_numbers,
-)
-from cgcompile.serving.planning import (
+from cgcompile.serving.plan import (
+    FULL,
     NONE,
     PIECEWISE,
+    Axis,
     Ladders,
+    LoraCases,
+    PiecesOnly,
     Resolution,
+    Shapes,
+    Variant,
+    Variants,
     resolve_mode,
     shapes_of,
 )
 from cgcompile.serving.sizes import mode_named
-from cgcompile.serving.tables import Dispatched, Slot, Tables, build_tables
-from cgcompile.serving.variants import Axis, LoraCases, PiecesOnly, Variant, Variants
-from cgcompile.settings import checked_but, require_items, require_kind
+from cgcompile.settings import (
+    checked_but,
+    is_flag,
+    is_whole,
+    require,
+    require_arguments,
+    require_items,
+    require_kind,
+)
+
+
+class Dispatched(NamedTuple):
+    """What a step runs as.
+
+    Attributes:
+        mode: NONE, PIECEWISE or FULL.
+        descriptor: the key of the graph, padded; for NONE ``BatchDescriptor(num_tokens)``,
+            unpadded.
+        why: why the step has a lesser mode than the one asked for; None if it has that one.
+    """
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    why: Why | None = None
+
+
+class Slot:
+    """One planned graph: the answer that names it, and what is known of its capture."""
+
+    __slots__ = ("captured", "num_tokens", "ready", "refused", "result", "rows")
+
+    def __init__(self, result: Dispatched) -> None:
+        self.result = result
+        self.num_tokens = result.descriptor.num_tokens
+        self.ready = True  # may be dispatched; the one field that dispatch() reads
+        self.captured = False
+        self.refused = ""
+        self.rows: list[Row] = []  # that it is in
+
+    def settle(self, only_captured: bool) -> None:
+        """After a change: whether it may be dispatched, and what serves its sizes if not."""
+        ready = self.captured or not (only_captured or self.refused)
+        if ready is not self.ready:
+            self.ready = ready
+            for row in self.rows:
+                row.settle()
+
+    def why_not(self) -> Why:
+        """Why it is not dispatched, if it is not ready."""
+        mode, descriptor, _ = self.result
+        what = f"{mode.name} {descriptor}"
+        detail = f"was refused: {self.refused}" if self.refused else "is planned and not captured"
+        return Why(Reason.NOT_CAPTURED, f"{what} {detail}")
+
+
+class _Ladder:
+    """For every number from 0 to the largest size, the position of the first size not below it.
+
+    ``oversize`` is made once: its text must not differ at each step, and costs time.
+    """
+
+    __slots__ = ("oversize", "shapes", "steps")
+
+    def __init__(self, shapes: Sequence[BatchDescriptor], sizes: Sequence[int], what: str) -> None:
+        self.shapes = shapes
+        self.steps = [bisect_left(sizes, number) for number in range(sizes[-1] + 1)]
+        self.oversize = Why(Reason.OVERSIZE, f"more than {sizes[-1]} {what}: no graph is as large")
+
+
+class Row:
+    """The graphs of one ladder in one variant; ``oversize`` says why it serves no larger batch."""
+
+    __slots__ = ("_serving", "_slots", "_steps", "oversize")
+
+    def __init__(self, ladder: _Ladder, slots: list[Slot]) -> None:
+        self._steps = ladder.steps
+        self._slots = slots
+        self._serving = slots
+        self.oversize = ladder.oversize
+        for slot in slots:
+            slot.rows.append(self)
+
+    def find(self, number: int) -> Slot | None:
+        """The smallest ready graph for at least ``number`` of what the ladder counts.
+
+        If none of them is ready, the smallest, which can say why.
+        """
+        return self._serving[self._steps[number]] if number < len(self._steps) else None
+
+    def settle(self) -> None:
+        """For each size the first ready graph upward; look-ups see it as before, or after."""
+        serving = list(self._slots)
+        above: Slot | None = None
+        for place in reversed(range(len(serving))):
+            if serving[place].ready:
+                above = serving[place]
+            elif above is not None:
+                serving[place] = above
+        self._serving = serving
+
+
+class Tables(NamedTuple):
+    """The graphs of one variant, by kind of batch.
+
+    Attributes:
+        piecewise: by tokens; None without PIECEWISE graphs.
+        mixed: FULL graphs for any batch, by tokens; None without.
+        decode: FULL graphs for uniform decode: per query length, by requests.
+        bounded: FULL graphs for other decode: per longest query of the batch, by tokens.
+    """
+
+    piecewise: Row | None
+    mixed: Row | None
+    decode: dict[int, Row]
+    bounded: dict[int, Row]
+
+
+Slots = dict[tuple[CUDAGraphMode, BatchDescriptor], Slot]
+
+
+def build_tables(
+    shapes: Shapes, variants: Mapping[Variant, Variant]
+) -> tuple[dict[Variant, Tables], Slots]:
+    """The tables of each variant, and every graph in them, in the order of capture.
+
+    Args:
+        shapes: of all variants.
+        variants: each one, and what its PIECEWISE graphs have of it. Of the latter there is a table
+            too, without FULL graphs if it is no variant itself.
+    """
+    slots = {
+        (mode, descriptor): Slot(Dispatched(mode, descriptor))
+        for mode, descriptor in _in_order_of_capture(shapes, variants)
+    }
+    piecewise = _by_tokens(shapes.piecewise) if shapes.piecewise else None
+    mixed = _by_tokens(shapes.mixed) if shapes.mixed else None
+    bounded = {longest: _by_tokens(each, _SHORT) for longest, each in shapes.bounded.items()}
+    decode = {
+        query_len: _by_requests(each, f"requests of length {query_len}")
+        for query_len, each in shapes.decode.items()
+    }
+
+    def row(mode: CUDAGraphMode, variant: Variant, ladder: _Ladder) -> Row:
+        return Row(ladder, [slots[mode, variant.of(shape)] for shape in ladder.shapes])
+
+    pieces = {
+        variant: row(PIECEWISE, variant, piecewise) if piecewise else None
+        for variant in dict.fromkeys(variants.values())
+    }
+    tables = {variant: Tables(found, None, {}, {}) for variant, found in pieces.items()}
+    for variant, in_pieces in variants.items():
+        tables[variant] = Tables(
+            pieces[in_pieces],
+            row(FULL, variant, mixed) if mixed else None,
+            {key: row(FULL, variant, ladder) for key, ladder in decode.items()},
+            {key: row(FULL, variant, ladder) for key, ladder in bounded.items()},
+        )
+    return tables, slots
+
+
+_SHORT = "tokens in such short queries"
+
+
+def _by_tokens(shapes: Sequence[BatchDescriptor], what: str = "tokens") -> _Ladder:
+    return _Ladder(shapes, [shape.num_tokens for shape in shapes], what)
+
+
+def _by_requests(shapes: Sequence[BatchDescriptor], what: str) -> _Ladder:
+    return _Ladder(shapes, [shape.num_reqs or 0 for shape in shapes], what)
+
+
+def _in_order_of_capture(
+    shapes: Shapes, variants: Mapping[Variant, Variant]
+) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
+    """PIECEWISE, then FULL; each largest first, and of one size the most demanding first."""
+    full = [*shapes.mixed, *(shape for each in shapes.decode.values() for shape in each)]
+    full += dict.fromkeys(shape for each in shapes.bounded.values() for shape in each)
+    found = []
+    in_pieces = list(dict.fromkeys(variants.values()))
+    for mode, kinds, each in (
+        (PIECEWISE, shapes.piecewise, in_pieces),
+        (FULL, full, list(variants)),
+    ):
+        for shape in sorted(kinds, key=_demand, reverse=True):
+            found += [(mode, variant.of(shape)) for variant in each]
+    return found
+
+
+def _demand(shape: BatchDescriptor) -> tuple[int, int, int]:
+    return shape.num_tokens, shape.num_reqs or 0, shape.max_query_len or 0
+
+
+def _is_sized(items: Any) -> bool:
+    """Whether something has a length; a tensor of one number has none."""
+    return isinstance(items, Sized) and getattr(items, "ndim", 1) > 0
+
+
+def is_uniform_decode(query_lens: Collection[int], is_prefilling: Collection[bool]) -> bool:
+    """Whether a batch is uniform decode, as ``dispatch`` understands it.
+
+    Args:
+        query_lens: tokens of each request in this step.
+        is_prefilling: of each request, whether it still works on its prompt. The last chunk of a
+            prompt counts as well, though as short as a decode step: its kernels are others.
+
+    Returns:
+        True if there is a request, none is in prefill, and all have the same number of tokens.
+
+    Raises:
+        BatchError: the two speak of different numbers of requests.
+    """
+    for name, items in (("query_lens", query_lens), ("is_prefilling", is_prefilling)):
+        require(_is_sized(items), name, "is_uniform_decode", items, "a collection")
+    if len(query_lens) != len(is_prefilling):
+        raise BatchError.lengths_differ(lengths=len(query_lens), flags=len(is_prefilling))
+    try:
+        return len(set(query_lens)) == 1 and not any(is_prefilling)
+    except (RuntimeError, TypeError):
+        values = {"query_lens": query_lens, "is_prefilling": is_prefilling}
+        hints = {"query_lens": Collection[int], "is_prefilling": Collection[bool]}
+        require_arguments("is_uniform_decode", values, hints)
+        raise
+
+
+# Types of (num_tokens, num_reqs, max_query_len, num_active_loras), and of two flags, that need no
+# look at the values: one is asked for at each step.
+PLAIN_COUNTS = {
+    (int, reqs, query_len, int) for reqs in (int, type(None)) for query_len in (int, type(None))
+}
+PLAIN_FLAGS = (bool, bool)
+
+
+def check_numbers(
+    num_tokens: Any,
+    num_reqs: Any,
+    max_query_len: Any,
+    num_active_loras: Any = 0,
+    uniform_decode: Any = False,
+    has_lora: Any = False,
+    extra: Any = (),
+) -> None:
+    """Raise unless what describes a batch is of the right kind; integers of NumPy are.
+
+    Raises:
+        BatchError: names the first argument that is not.
+    """
+    for name, value in (("num_tokens", num_tokens), ("num_active_loras", num_active_loras)):
+        if not is_whole(value):
+            raise BatchError.field(name=name, value=value, expected="a whole number")
+    for name, value in (("num_reqs", num_reqs), ("max_query_len", max_query_len)):
+        if value is not None and not is_whole(value):
+            raise BatchError.field(name=name, value=value, expected="a whole number or None")
+    for name, value in (("uniform_decode", uniform_decode), ("has_lora", has_lora)):
+        if not is_flag(value):
+            raise BatchError.field(name=name, value=value, expected="bool")
+    if not isinstance(extra, tuple):
+        raise BatchError.field(
+            name="extra", value=extra, expected="a tuple: one hashable value per axis"
+        )
+
+
+def check_empty(num_tokens: int, num_reqs: int | None) -> None:
+    """Raise unless a batch for which one of the two is not positive is an empty one."""
+    if num_tokens < 0:
+        raise BatchError.field(name="num_tokens", value=num_tokens, expected="at least 0")
+    if num_reqs is not None and (num_reqs < 0 or (num_tokens and not num_reqs)):
+        expected = "at least 1 for a batch with tokens, and never less than 0"
+        raise BatchError.field(name="num_reqs", value=num_reqs, expected=expected)
+
+
+def uniform_numbers(
+    num_tokens: int, num_reqs: int | None, max_query_len: int | None, known: Sequence[int]
+) -> tuple[int, int]:
+    """Query length and requests of a uniform batch; ``known`` lengths help if there is but one."""
+    if num_reqs is not None:
+        query_len = num_tokens // num_reqs
+    elif max_query_len is not None:
+        query_len = max_query_len
+    elif len(known) == 1:
+        query_len = known[0]
+    else:
+        raise BatchError.which_query_len(num_tokens=num_tokens, known=known)
+    reqs = num_tokens // query_len if query_len > 0 else 0
+    wrong = max_query_len is not None and max_query_len != query_len
+    if wrong or reqs * query_len != num_tokens or (num_reqs is not None and reqs != num_reqs):
+        raise BatchError.not_uniform(
+            num_tokens=num_tokens, num_reqs=num_reqs, max_query_len=max_query_len
+        )
+    return query_len, reqs
+
+
+def allowed_modes(
+    valid: Collection[CUDAGraphMode] | None, invalid: Collection[CUDAGraphMode] | None
+) -> tuple[bool, bool]:
+    """Whether FULL, and whether PIECEWISE, is allowed. By identity: enums are slow to hash."""
+    for name, modes in (("valid_modes", valid), ("invalid_modes", invalid)):
+        if modes is not None and type(modes) not in (tuple, set, frozenset, list):
+            require_items(name, "dispatch", modes)
+    full = piecewise = valid is None
+    for mode in valid or ():
+        if mode is FULL:
+            full = True
+        elif mode is PIECEWISE:
+            piecewise = True
+        else:
+            _check_none("valid_modes", mode)
+    for mode in invalid or ():
+        if mode is FULL:
+            full = False
+        elif mode is PIECEWISE:
+            piecewise = False
+        else:
+            _check_none("invalid_modes", mode)
+    return full, piecewise
+
+
+def _check_none(name: str, mode: CUDAGraphMode) -> None:
+    if mode is not NONE:
+        raise BatchError.field(
+            name=name, value=mode, expected="runtime modes: NONE, PIECEWISE, FULL"
+        )
+
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from cgcompile.descriptors import BatchDescriptor
+from cgcompile.descriptor import BatchDescriptor
 from cgcompile.locks import new_lock
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.reasons import EXPECTED, Reason
-from cgcompile.serving.tables import Dispatched
+from cgcompile.serving.dispatcher import Dispatched
 from cgcompile.settings import checked
 
 log = logging.getLogger(__name__)

@@ -32,12 +32,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile import compat
-from cgcompile.entry import CompiledGraph
+from cgcompile import torch_compat as compat
+from cgcompile.context import callers_context
 from cgcompile.errors import GuardError
-from cgcompile.forward_context import callers_context
-from cgcompile.piecewise.again import Again, made_step, step_source
-from cgcompile.tracing.arguments import FitsText
+from cgcompile.runtime.compiled_graph import CompiledGraph
+from cgcompile.runtime.fast_path import Again, made_step, step_source
+from cgcompile.tracing.argument_guards import FitsText
 
 log = logging.getLogger(__name__)
 

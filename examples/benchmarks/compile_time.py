@@ -34,8 +34,7 @@ from rivals.decoder import OP, Decoder, Dims, Steps, make_decoder
 from torch import nn
 
 import cgcompile
-from cgcompile.tracing.variant import Rules
-from cgcompile.tracing.variants import Traces
+from cgcompile.tracing.trace_cache import Rules, Traces
 
 WAYS = (
     "dynamo",

@@ -18,7 +18,7 @@ from cgcompile.encoder import (
     EncoderItemSpec,
     SupportsEncoderCudaGraph,
 )
-from cgcompile.encoder.defs import DEFAULT, GLOBAL, LOCAL
+from cgcompile.encoder.protocol import DEFAULT, GLOBAL, LOCAL
 from towers.fixed_items import items_of
 
 PIXELS = "pixel_values"

@@ -16,7 +16,7 @@ from cgcompile.encoder import (
     EncoderItemSpec,
     SupportsEncoderCudaGraph,
 )
-from cgcompile.encoder.defs import DEFAULT
+from cgcompile.encoder.protocol import DEFAULT
 
 
 def items_of(token_budget: int, tokens: int) -> int:

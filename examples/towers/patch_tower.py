@@ -14,12 +14,7 @@ from typing import Any
 import torch
 from transformers.vision_utils import get_vision_position_ids
 
-from cgcompile.encoder import (
-    EncoderCudaGraphReplayBuffers,
-    PatchEncoder,
-    PatchOffsets,
-    PatchTable,
-)
+from cgcompile.encoder import EncoderCudaGraphReplayBuffers, PatchEncoder, PatchOffsets, PatchTable
 from cgcompile.encoder.patches import PIXELS, Grid, frame_offsets
 from towers.varlen_attention import ATTENTION, row_bounds
 

@@ -464,7 +464,7 @@ class Timed(Rows):
 def test_measured_costs_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     call = rows(40)  # 40 ms without a graph, or padded to 64 rows
     model = Timed()
-    monkeypatch.setattr("cgcompile.encoder.calibration.time", model.clock)
+    monkeypatch.setattr("cgcompile.encoder.manager.time", model.clock)
     estimated = manager(model, token_budgets=[16, 64])
     check(estimated, model, call)
     assert counts(estimated) == (1, 0)  # by the costs that were given graphs are always cheaper

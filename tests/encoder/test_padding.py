@@ -23,8 +23,8 @@ from cgcompile.encoder import (
     GraphKey,
     PatchOffsets,
 )
+from cgcompile.encoder.graphs import GraphInputs
 from cgcompile.encoder.patches import frame_offsets
-from cgcompile.encoder.staging import GraphInputs
 from cgcompile.errors import EncoderError
 
 NAN = float("nan")

@@ -30,10 +30,7 @@ from cgcompile.encoder import (
     supports_encoder_cudagraph,
 )
 from cgcompile.encoder.protocol import MANDATORY, OPTIONAL
-from cgcompile.errors import (
-    ConfigError,
-    EncoderError,
-)
+from cgcompile.errors import ConfigError, EncoderError
 
 
 def test_names_of_the_protocol() -> None:

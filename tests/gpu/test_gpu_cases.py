@@ -10,7 +10,7 @@ from support import backend_for, build, check_against_eager, mark, split_texts
 from torch import nn
 
 import cgcompile
-from cgcompile.piecewise.stitch import Step
+from cgcompile.pieces.stitch import Step
 from cgcompile.reasons import Reason
 
 pytestmark = pytest.mark.gpu

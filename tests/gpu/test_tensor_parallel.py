@@ -22,7 +22,7 @@ from parallel_support import (
 )
 from rank_support import said
 
-from cgcompile.serving.agreement import Agreement
+from cgcompile.serving.ranks import Agreement
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
-from cgcompile.forward_context import current_forward_context, get_forward_context
+from cgcompile.context import current_forward_context, get_forward_context
 from cgcompile.graphs.breakable import eager_break_during_capture
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment
 

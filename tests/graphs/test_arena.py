@@ -9,8 +9,8 @@ from graphs.breakable_support import counted, rand, same, soft, step
 from torch import nn
 
 from cgcompile import BreakableCUDAGraphWrapper, CompilationConfig
-from cgcompile.compat import StorageLife
 from cgcompile.graphs.arena import Arena, Block
+from cgcompile.torch_compat import StorageLife
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 import torch
 
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.graphs.capture import capture
-from cgcompile.graphs.entries import KeptOutput
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.wrapper import KeptOutput
 
 
 def test_results_are_kept_weakly_where_the_pool_holds_them_and_share_what_they_shared(

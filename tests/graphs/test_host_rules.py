@@ -16,8 +16,7 @@ import cgcompile
 from cgcompile import BatchDescriptor, BreakableCUDAGraphCapture, CUDAGraphMode
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.host import HostGraph
-from cgcompile.graphs.host_pool import HostPool
+from cgcompile.graphs.host import HostGraph, HostPool
 
 
 def run(model: Callable, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, CUDAGraphOptions
 from cgcompile.errors import AddressChangedError
-from cgcompile.graphs.lent import Lent, LentTree
+from cgcompile.graphs.outputs import Lent, LentTree
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 N, D = 6, 4

@@ -24,7 +24,7 @@ from torch import nn
 import cgcompile
 from cgcompile import BreakableCUDAGraphWrapper, CompilationConfig, CUDAGraphWrapper, GraphSequence
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.ranges import OBSERVERS
+from cgcompile.graphs.profiling import OBSERVERS
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, Slot
 
 pytestmark = pytest.mark.usefixtures("without_gradients")

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cgcompile.errors import CaptureError, ConfigError
-from cgcompile.graphs import staging as module
+from cgcompile.graphs import pinned_buffers as module
 from cgcompile.graphs.capture import capture
-from cgcompile.graphs.staging import HostStaging
+from cgcompile.graphs.pinned_buffers import HostStaging
 
 LONG = 50_000_000  # cycles; tens of milliseconds
 SHORT = 2_000_000  # about a millisecond, far more than the host needs for a fill

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from cgcompile.observe.restore import Memory, Undone
+from cgcompile.debug.restore import Memory, Undone
 
 
 class Runs(nn.Module):
@@ -152,7 +152,7 @@ def test_memory_is_put_back_whatever_else_fails(monkeypatch: pytest.MonkeyPatch)
     def fails(self: Any) -> None:
         raise OSError("as asked")
 
-    monkeypatch.setattr("cgcompile.observe.restore.State.put_back", fails)
+    monkeypatch.setattr("cgcompile.debug.restore.State.put_back", fails)
     with pytest.raises(OSError, match="as asked"):
         undone(model)
     assert not model.cache.any()

@@ -30,9 +30,9 @@ from cgcompile import (
     set_forward_context,
     verify,
 )
+from cgcompile.debug.compare import first_difference
+from cgcompile.debug.verify import wrapper_difference
 from cgcompile.errors import AddressChangedError, DispatchError
-from cgcompile.observe.comparing import first_difference
-from cgcompile.observe.wrappers import wrapper_difference
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

@@ -22,15 +22,15 @@ from cgcompile import (
     eager_break_during_capture,
     set_forward_context,
 )
-from cgcompile.entry import CompiledGraph
+from cgcompile.debug.locate import PieceMode, run_step
 from cgcompile.errors import HostValueChangedError
 from cgcompile.graphs.host import HostDevice
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.observe.mixed_run import PieceMode, run_step
 from cgcompile.passes.split import SplitGraph
-from cgcompile.piecewise.compilers import compile_pieces
-from cgcompile.piecewise.splitting import split_as_set
+from cgcompile.pieces.compilers import compile_pieces
+from cgcompile.pieces.stitch import split_as_set
 from cgcompile.reasons import Reason
+from cgcompile.runtime.compiled_graph import CompiledGraph
 
 
 @pytest.fixture(autouse=True)

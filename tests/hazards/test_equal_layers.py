@@ -10,7 +10,8 @@ from hazard_support import WIDTH, settings
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, CUDAGraphMode, compat, set_forward_context
+from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
+from cgcompile import torch_compat as compat
 
 ROWS = 4
 

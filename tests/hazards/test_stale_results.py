@@ -22,8 +22,10 @@ from cgcompile import (
     CUDAGraphMode,
     CUDAGraphOptions,
     CUDAGraphWrapper,
-    compat,
     set_forward_context,
+)
+from cgcompile import (
+    torch_compat as compat,
 )
 from cgcompile.errors import ConfigError
 from cgcompile.graphs.device import capture_device

@@ -35,14 +35,16 @@ from cgcompile import (
     BreakableCUDAGraphWrapper,
     CUDAGraphMode,
     bisect,
-    compat,
     set_forward_context,
 )
+from cgcompile import (
+    torch_compat as compat,
+)
+from cgcompile.debug.bisect import minimal
+from cgcompile.debug.compare import Tolerance
+from cgcompile.debug.locate import PieceMode, run_step
+from cgcompile.debug.subject import Subject
 from cgcompile.errors import DispatchError
-from cgcompile.observe.bisect import minimal
-from cgcompile.observe.comparing import Tolerance
-from cgcompile.observe.mixed_run import PieceMode, run_step
-from cgcompile.observe.subject import Subject
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
 

@@ -15,9 +15,9 @@ from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, coverage, set_forward_context
+from cgcompile.debug.coverage import CoverageRow
 from cgcompile.encoder import Costs
 from cgcompile.errors import ConfigError, DispatchError
-from cgcompile.observe.coverage import CoverageRow
 
 SIZES = ms.SIZES
 

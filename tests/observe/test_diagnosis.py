@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from cgcompile import Diagnosis
-from cgcompile.observe.findings import Finding
+from cgcompile.debug.findings import Finding
 
 
 class Faulty(nn.Module):

@@ -10,10 +10,9 @@ from doctor_support import examine, found
 from torch import nn
 
 import cgcompile
-from cgcompile.observe.advice import KINDS, Way, finding
-from cgcompile.observe.calls import PythonCalls
-from cgcompile.observe.doctor import _call
-from cgcompile.observe.notes import Notes
+from cgcompile.debug.doctor import _call
+from cgcompile.debug.findings import KINDS, Notes, Way, finding
+from cgcompile.debug.op_observer import PythonCalls
 
 
 class Reads(nn.Module):

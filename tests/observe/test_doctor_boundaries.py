@@ -12,13 +12,12 @@ from doctor_support import examine, found, worse_than_notes
 from torch import nn
 
 import cgcompile
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
-from cgcompile.observe.advice import Way
-from cgcompile.observe.doctor import _call
-from cgcompile.observe.notes import Notes
-from cgcompile.observe.restore import Memory
-from cgcompile.observe.watch import Case, Watch
+from cgcompile.debug.doctor import _call
+from cgcompile.debug.findings import Notes, Way
+from cgcompile.debug.op_observer import Case, Watch
+from cgcompile.debug.restore import Memory
 
 BREAKABLE = CompilationConfig(splitting="breakable")
 

@@ -18,7 +18,7 @@ import cgcompile
 from cgcompile import Backend, BatchDescriptor, CUDAGraphWrapper, Diagnosis, bisect
 from cgcompile.errors import AddressChangedError, AgreementError, CaptureError, DispatchError
 from cgcompile.reasons import Reason
-from cgcompile.serving.agreement import Agreement
+from cgcompile.serving.ranks import Agreement
 
 # ---------------------------------------------------------------- 9: weights that move
 

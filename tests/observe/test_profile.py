@@ -28,9 +28,9 @@ from torch import nn
 
 import cgcompile
 from cgcompile import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper, CompilationConfig
+from cgcompile.debug.profile import Profile
 from cgcompile.errors import CaptureError, ConfigError
-from cgcompile.graphs.ranges import OBSERVERS, observing
-from cgcompile.observe.profile import Profile
+from cgcompile.graphs.profiling import OBSERVERS, observing
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

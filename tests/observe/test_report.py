@@ -15,8 +15,8 @@ from page_support import Page
 from torch import nn
 
 import cgcompile
+from cgcompile.debug.explanation import duration, render
 from cgcompile.errors import ConfigError
-from cgcompile.observe.page import duration, render
 
 
 @pytest.fixture(scope="module")

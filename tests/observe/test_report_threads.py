@@ -8,7 +8,7 @@ import pytest
 from entry_support import HOOKED, Hooked, batch, compiled_model, marked
 
 import cgcompile
-from cgcompile.piecewise.recording import Recording
+from cgcompile.runtime.recording import Recording
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

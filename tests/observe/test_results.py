@@ -15,10 +15,9 @@ from verify_support import config
 
 import cgcompile
 from cgcompile import CUDAGraphMode, CUDAGraphWrapper, set_forward_context, verify
-from cgcompile.observe.comparing import first_difference
-from cgcompile.observe.opened import alike, named_values, uncompared
-from cgcompile.observe.subject import Subject
-from cgcompile.observe.wrappers import wrapper_difference
+from cgcompile.debug.compare import alike, first_difference, named_values, uncompared
+from cgcompile.debug.subject import Subject
+from cgcompile.debug.verify import wrapper_difference
 
 
 @dataclasses.dataclass

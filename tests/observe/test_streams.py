@@ -14,13 +14,11 @@ from torch import nn
 
 import cgcompile
 from cgcompile import CompilationConfig
+from cgcompile.debug.findings import Notes, Way
+from cgcompile.debug.op_observer import Case, Streams, Watch
+from cgcompile.debug.restore import Memory
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.cuda import named_failures
-from cgcompile.observe.advice import Way
-from cgcompile.observe.notes import Notes
-from cgcompile.observe.restore import Memory
-from cgcompile.observe.streams import Streams
-from cgcompile.observe.watch import Case, Watch
 
 MAIN, SIDE, OTHER = 0, 8, 9
 JOINED = "it runs on a side stream that forks from the one of the call and is joined again"

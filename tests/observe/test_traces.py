@@ -17,8 +17,9 @@ from entry_support import HOOKED, Hooked, assert_same, batch, compiled_model
 from graphs.breakable_support import FULL, rand, step
 
 import cgcompile
-from cgcompile import CompilationConfig, CUDAGraphWrapper, Reason, compat
-from cgcompile.piecewise.traces import split_data
+from cgcompile import CompilationConfig, CUDAGraphWrapper, Reason
+from cgcompile import torch_compat as compat
+from cgcompile.pieces.cache import split_data
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

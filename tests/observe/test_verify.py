@@ -35,9 +35,8 @@ from cgcompile import (
     set_forward_context,
     verify,
 )
+from cgcompile.debug.compare import InputSets, Tolerance, padded
 from cgcompile.errors import ConfigError
-from cgcompile.observe.comparing import Tolerance
-from cgcompile.observe.inputs import InputSets, padded
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 

@@ -12,8 +12,8 @@ from verify_support import LAYOUT, attention, built, config, rows
 
 import cgcompile
 from cgcompile import BreakableCUDAGraphWrapper, CUDAGraphWrapper
-from cgcompile.observe.restore import Keeping, Memory
-from cgcompile.observe.wrappers import wrapper_difference
+from cgcompile.debug.restore import Keeping, Memory
+from cgcompile.debug.verify import wrapper_difference
 
 
 class Pages:

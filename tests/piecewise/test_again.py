@@ -15,7 +15,7 @@ from support import watched
 import cgcompile
 from cgcompile import BatchDescriptor
 from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
-from cgcompile.graphs.ranges import observing
+from cgcompile.graphs.profiling import observing
 
 
 @pytest.fixture(autouse=True)

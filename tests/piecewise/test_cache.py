@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 import cgcompile
-from cgcompile import CompilationConfig, compat
-from cgcompile.piecewise.cache import Compilation, Compiling, PieceCache, PieceOrigin, compiling
-from cgcompile.piecewise.store import Store
+from cgcompile import CompilationConfig
+from cgcompile import torch_compat as compat
+from cgcompile.pieces.cache import Compilation, Compiling, PieceCache, PieceOrigin, Store, compiling
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,11 +10,10 @@ import torch
 from cases import D, Decoder
 
 import cgcompile
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from cgcompile.passes import FunctionPass
 from cgcompile.passes.printer import Unnameable
-from cgcompile.piecewise.keys import facts_of_piece
-from cgcompile.piecewise.store import key_of
+from cgcompile.pieces.cache import facts_of_piece, key_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

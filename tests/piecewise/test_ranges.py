@@ -15,9 +15,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cgcompile
-from cgcompile import BatchDescriptor, CUDAGraphMode, compat
+from cgcompile import BatchDescriptor, CUDAGraphMode
+from cgcompile import torch_compat as compat
 from cgcompile.errors import ConfigError, PieceCompileError, SymbolError
-from cgcompile.piecewise.ranges import Artifact, Ranged, SizeRange, ranges_between, reader
+from cgcompile.pieces.size_ranges import Artifact, Ranged, SizeRange, ranges_between, reader
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

@@ -12,8 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cgcompile
-from cgcompile.compat import compilers
-from cgcompile.compat.residuals import spell_out, take_apart, unfused_residuals
+from cgcompile.torch_compat import compilers
+from cgcompile.torch_compat.compilers import spell_out, take_apart, unfused_residuals
 
 LAST = "post_grad_custom_post_pass"
 

@@ -10,7 +10,7 @@ from expecttest import TestCase
 from support import compiled_graph
 
 import cgcompile
-from cgcompile.piecewise.stitch import Step
+from cgcompile.pieces.stitch import Step
 
 
 class Sources(TestCase):

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cgcompile import CompilationConfig
-from cgcompile.piecewise.store import MAGIC, Store, cache_folder, key_of
+from cgcompile.pieces.cache import MAGIC, Store, cache_folder, key_of
 
 FACTS = {"graph": "%0 = input f32[s0]\nreturn (%0)", "torch": "2.13"}
 KEY = key_of(FACTS)
@@ -196,7 +196,7 @@ def test_a_read_only_folder(store: Store) -> None:
 
 WRITER = """
 import sys
-from cgcompile.piecewise.store import Store
+from cgcompile.pieces.cache import Store
 store, me = Store(sys.argv[1]), sys.argv[2].encode()
 for _ in range(300):
     assert store.put("piece", "shared", me * 5000, {"by": sys.argv[2]})

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import cgcompile
-from cgcompile import CompilationConfig, compat
-from cgcompile.compat.guard_text import NotAGuard, guards_hold, require_guards
-from cgcompile.piecewise.cache import KIND, Compiling, PieceCache
-from cgcompile.piecewise.store import LARGEST, MAGIC, Store, cache_folder
+from cgcompile import CompilationConfig
+from cgcompile import torch_compat as compat
+from cgcompile.pieces.cache import KIND, LARGEST, MAGIC, Compiling, PieceCache, Store, cache_folder
+from cgcompile.torch_compat.guard_text import NotAGuard, guards_hold, require_guards
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import cgcompile
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 
 
 @pytest.fixture

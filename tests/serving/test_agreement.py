@@ -6,11 +6,11 @@ import pytest
 from rank_support import said
 
 from cgcompile.config import CUDAGraphMode
-from cgcompile.descriptors import BatchDescriptor
+from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import AgreementError
 from cgcompile.modes import AttentionCGSupport
-from cgcompile.serving.agreement import Agreement
 from cgcompile.serving.dispatcher import CudagraphDispatcher
+from cgcompile.serving.ranks import Agreement
 
 RANKS = 3
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE

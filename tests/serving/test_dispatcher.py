@@ -13,9 +13,9 @@ from support import watched
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode
 from cgcompile.errors import BatchError, ConfigError
 from cgcompile.reasons import Reason
-from cgcompile.serving.batches import is_uniform_decode
+from cgcompile.serving.dispatcher import is_uniform_decode
+from cgcompile.serving.plan import Axis, LoraCases
 from cgcompile.serving.sizes import get_cudagraph_sizes
-from cgcompile.serving.variants import Axis, LoraCases
 
 FULL, PIECEWISE = Mode.FULL, Mode.PIECEWISE
 

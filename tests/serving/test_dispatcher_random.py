@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from cgcompile import AttentionCGSupport, BatchDescriptor
 from cgcompile.errors import ConfigError
 from cgcompile.serving.dispatcher import CudagraphDispatcher
-from cgcompile.serving.variants import LoraCases
+from cgcompile.serving.plan import LoraCases
 
 NUMBERS = st.integers(1, 24)
 LORA = (LoraCases(), LoraCases.specialised(3), LoraCases.shared(2), LoraCases((2, 5), False))

@@ -4,7 +4,7 @@ from dispatch_support import ALWAYS, EVERY_MODE, Batch, Mode, decode, dispatcher
 from expecttest import assert_expected_inline
 
 from cgcompile import AttentionCGSupport
-from cgcompile.serving.variants import Axis, LoraCases
+from cgcompile.serving.plan import Axis, LoraCases
 
 BATCHES = {
     "decode 1": decode(1),

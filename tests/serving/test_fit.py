@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from optimum_support import best_ladder
 
 from cgcompile.errors import SizesError
-from cgcompile.serving.fit import Budget, FittedSizes, fit_sizes
-from cgcompile.serving.sizes import capture_sizes, padded_size, padding_share, round_sizes
+from cgcompile.serving.sizes import (
+    Budget,
+    FittedSizes,
+    capture_sizes,
+    fit_sizes,
+    padded_size,
+    padding_share,
+    round_sizes,
+)
 
 Histogram = dict[int, int]
 HISTOGRAM = st.dictionaries(st.integers(1, 40), st.integers(1, 9), min_size=1, max_size=7)

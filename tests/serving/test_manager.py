@@ -34,9 +34,9 @@ from cgcompile.errors import (
 )
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.reasons import Reason
+from cgcompile.serving.batch import Batch, GraphHooks, Metadata
 from cgcompile.serving.buffers import InputBuffer
-from cgcompile.serving.steps import Batch, GraphHooks, Metadata
-from cgcompile.serving.variants import Axis, LoraCases
+from cgcompile.serving.plan import Axis, LoraCases
 
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 KINDS = ("plain", "compiled")

@@ -30,10 +30,10 @@ import cgcompile
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import AddressChangedError, BatchError, InputBufferError, ManagerError
 from cgcompile.reasons import Reason
+from cgcompile.serving.batch import Batch, GraphHooks, Metadata
 from cgcompile.serving.buffers import InputBuffer
 from cgcompile.serving.manager import CudaGraphManager
-from cgcompile.serving.steps import Batch, GraphHooks, Metadata
-from cgcompile.serving.variants import Axis
+from cgcompile.serving.plan import Axis
 
 KINDS = ("plain", "compiled")
 SLOTS = 40

@@ -23,10 +23,10 @@ from rank_support import said
 
 from cgcompile import BatchDescriptor, get_forward_context, verify
 from cgcompile.errors import AgreementError, BatchError, ManagerError
-from cgcompile.serving.agreement import Agreement
+from cgcompile.serving.batch import Batch, Metadata
 from cgcompile.serving.buffers import InputBuffer
-from cgcompile.serving.steps import Batch, Metadata
-from cgcompile.serving.variants import Axis, LoraCases
+from cgcompile.serving.plan import Axis, LoraCases
+from cgcompile.serving.ranks import Agreement
 
 DECODE, MIXED = True, False
 IDLE: tuple[Any, ...] = ()

@@ -11,8 +11,8 @@ from rank_support import said
 from torch import nn
 
 from cgcompile.errors import AddressChangedError, AgreementError, InputBufferError, ManagerError
-from cgcompile.serving.agreement import Agreement
-from cgcompile.serving.steps import Batch, Metadata
+from cgcompile.serving.batch import Batch, Metadata
+from cgcompile.serving.ranks import Agreement
 
 SECONDS = 20.0  # the timeout of the group: nobody waits so long
 

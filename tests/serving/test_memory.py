@@ -17,7 +17,7 @@ from cgcompile.errors import ManagerError
 from cgcompile.graphs import host
 from cgcompile.serving import CudaGraphManager, InputBuffer, Metadata
 from cgcompile.serving.dispatcher import CudagraphDispatcher
-from cgcompile.serving.memory import GraphMemory, MemoryPlan
+from cgcompile.serving.memory_plan import GraphMemory, MemoryPlan
 
 MODES = ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56)

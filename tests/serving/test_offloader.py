@@ -8,7 +8,7 @@ import torch
 from manager_support import NONE, D, manager
 from torch import nn
 
-from cgcompile.serving.steps import Batch, GraphHooks, Metadata
+from cgcompile.serving.batch import Batch, GraphHooks, Metadata
 
 LAYERS, SLOTS = 6, 2  # layers take slots in turn, so the first is a multiple
 

@@ -20,7 +20,7 @@ from parallel_support import (
 from rank_support import said
 
 from cgcompile.reasons import Reason
-from cgcompile.serving.agreement import Agreement
+from cgcompile.serving.ranks import Agreement
 
 
 def plain(rank: int, ranks: int) -> Any:

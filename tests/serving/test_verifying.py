@@ -9,7 +9,7 @@ from manager_support import NONE, PIECEWISE, Decoder, manager, metadata, request
 from cgcompile import get_forward_context, verify
 from cgcompile.errors import ConfigError
 from cgcompile.reasons import Reason
-from cgcompile.serving.steps import Batch, Metadata
+from cgcompile.serving.batch import Batch, Metadata
 
 LAYOUTS = ((1, 1, 1), (3, 1), (2, 2, 2, 2), (7,), (1,), (12, 4))
 

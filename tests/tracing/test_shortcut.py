@@ -12,7 +12,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor
-from cgcompile.piecewise.again import ANOTHER
+from cgcompile.runtime.fast_path import ANOTHER
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ from entry_support import assert_same
 from torch import nn
 
 from cgcompile.errors import RecompileError, TraceError
-from cgcompile.tracing import variants
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -397,7 +396,7 @@ class Things:
 
 def test_objects_as_arguments(monkeypatch: Any, caplog: Any) -> None:
     """Each has a trace of its own while it lives; many of them are said, once."""
-    monkeypatch.setattr(variants, "_MANY", 3)
+    monkeypatch.setattr(trace_cache, "_MANY", 3)
 
     def f(x, thing):
         return x * thing.factor

@@ -8,7 +8,7 @@ import torch
 
 import cgcompile
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode, SplittingOp
-from cgcompile.piecewise.recording import Recording
+from cgcompile.runtime.recording import Recording
 from rivals.decoder import OP, arguments_of, attend, make_decoder
 from rivals.timing import Call, floor_of
 from rivals.variant import Captured, LeftOut, Setup, Variant

@@ -1,0 +1,367 @@
+"""The forward context: what one step is, told from outside the model.
+
+Opaque ops, graph wrappers and eager segments read the context of *this* step here; traced code must
+not, because its value would be frozen into the graph. Without it every attention op would need the
+step's metadata as arguments. The rule a caller keeps: set the context around the call of the
+model, in the same thread and asyncio task.
+
+Whether code is traced is asked of Dynamo: ``torch.compiler.is_compiling()`` is one flag of the
+process, and true in every thread while another one compiles.
+
+The context variable below and the permission to capture are the only ambient state of cgcompile.
+"""
+
+import difflib
+from asyncio import Task, _get_running_loop, current_task
+from collections.abc import Mapping
+from contextvars import ContextVar, Token
+from functools import lru_cache
+from threading import get_ident
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from cgcompile.config import CUDAGraphMode
+from cgcompile.descriptor import BatchDescriptor
+from cgcompile.errors import ForwardContextError
+from cgcompile.reasons import Why
+from cgcompile.settings import whole
+
+_RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+
+
+class ForwardContext:
+    """What opaque ops, wrappers and eager segments may know of the current step.
+
+    Attributes are those of :class:`set_forward_context`; ``additional`` holds its extra keywords,
+    and ``ran_plain`` why what was called in it ran without a graph, the last time that it did.
+    """
+
+    __slots__ = (
+        "additional",
+        "attn_metadata",
+        "batch_descriptor",
+        "cudagraph_runtime_mode",
+        "inputs_ready",
+        "is_synthetic",
+        "num_tokens",
+        "num_tokens_across_dp",
+        "num_unpadded_tokens",
+        "ran_plain",
+        "slot_mapping",
+    )
+
+    def __init__(
+        self,
+        attn_metadata: Any = None,
+        *,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        batch_descriptor: BatchDescriptor | None = None,
+        num_tokens: int | None = None,
+        num_unpadded_tokens: int | None = None,
+        num_tokens_across_dp: torch.Tensor | None = None,
+        slot_mapping: Any = None,
+        inputs_ready: Any = None,
+        **additional: Any,
+    ) -> None:
+        if cudagraph_runtime_mode not in _RUNTIME_MODES:
+            cudagraph_runtime_mode = _runtime_mode(cudagraph_runtime_mode)
+        if batch_descriptor is not None and not isinstance(batch_descriptor, BatchDescriptor):
+            raise ForwardContextError.batch_descriptor(found=batch_descriptor)
+        if num_unpadded_tokens is not None:
+            num_unpadded_tokens = _real_rows(num_unpadded_tokens, batch_descriptor)
+        if additional:
+            _refuse_near_misses(*additional)
+        self.attn_metadata = attn_metadata
+        self.cudagraph_runtime_mode = cudagraph_runtime_mode
+        self.batch_descriptor = batch_descriptor
+        self.num_tokens = num_tokens
+        self.num_unpadded_tokens = num_unpadded_tokens
+        self.num_tokens_across_dp = num_tokens_across_dp
+        self.slot_mapping = slot_mapping
+        self.inputs_ready = inputs_ready
+        self.additional = additional
+        self.is_synthetic = False
+        self.ran_plain: Why | None = None
+
+    @classmethod
+    def synthetic(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor | None) -> "ForwardContext":
+        """The context of a step for which the caller has set none.
+
+        Only cgcompile sees it: an op that asks for the caller's context gets none, as in eager.
+        """
+        context = cls(cudagraph_runtime_mode=mode, batch_descriptor=descriptor)
+        context.is_synthetic = True
+        return context
+
+
+def _runtime_mode(named: Any) -> CUDAGraphMode:
+    """Return a runtime mode by its name, as settings take it."""
+    text = named.upper() if isinstance(named, str) else ""
+    for mode in _RUNTIME_MODES:
+        if mode.name == text:
+            return mode
+    raise ForwardContextError.runtime_mode(found=named)
+
+
+_PARAMETERS = (
+    "attn_metadata",
+    "cudagraph_runtime_mode",
+    "batch_descriptor",
+    "num_tokens",
+    "num_unpadded_tokens",
+    "num_tokens_across_dp",
+    "slot_mapping",
+    "inputs_ready",
+)
+# Keywords of other engines and of our own settings, with the parameter that is meant.
+_MEANT = {
+    "cudagraph_mode": "cudagraph_runtime_mode",
+    "runtime_mode": "cudagraph_runtime_mode",
+    "mode": "cudagraph_runtime_mode",
+    "descriptor": "batch_descriptor",
+    "batch_size": "batch_descriptor",
+    "vllm_config": "",
+}
+
+
+@lru_cache(maxsize=256)
+def _refuse_near_misses(*names: str) -> None:
+    """Refuse additional keywords that stand for a parameter: they would be ignored.
+
+    Raises:
+        ForwardContextError: names the parameter.
+    """
+    for name in names:
+        near = difflib.get_close_matches(name, _PARAMETERS, n=1, cutoff=0.85)
+        meant = _MEANT.get(name, near[0] if near else None)
+        if meant is not None:
+            if meant == "batch_descriptor":
+                meant = "batch_descriptor=cgcompile.BatchDescriptor(num_tokens)"
+            raise ForwardContextError.near_miss(name=name, meant=meant)
+
+
+def _real_rows(found: Any, descriptor: BatchDescriptor | None) -> int:
+    """How many rows of a batch are real, as a Python number."""
+    most = None if descriptor is None else descriptor.num_tokens
+    rows = whole(found)
+    if rows is not None and rows >= 0 and (most is None or rows <= most):
+        return rows
+    raise ForwardContextError.unpadded(found=found, most=most)
+
+
+# (context, the same if a caller has set it, the thread and the task that set it, whether it was set
+# in an eager region). Who did matters: a task or thread that copied this context on creation would
+# otherwise see the step of its parent, long after that step has ended. In an eager region there is
+# no caller's context, so that no remembered step is replayed; no step pays for that.
+_Entry = tuple[ForwardContext | None, ForwardContext | None, int, "Task[Any] | None", bool]
+_current: ContextVar[_Entry | None] = ContextVar("cgcompile_forward_context", default=None)
+
+# Of a context that was entered: (the last, those before). A list costs two calls more at each step.
+_Tokens = tuple[Token[Any], Any] | None
+
+
+def entered() -> _Entry | None:
+    """What this thread or task has entered last, in one call, as every step asks for it.
+
+    Returns:
+        (its context, the same or None if it is one of our own, the id of this thread, this task,
+        whether an eager region is open); None outside of any context.
+    """
+    entry = _current.get()
+    if entry is None or entry[2] != get_ident():
+        return None
+    loop = _get_running_loop()  # asked first, it costs no exception in a plain thread
+    return entry if entry[3] is (None if loop is None else current_task(loop)) else None
+
+
+# :func:`entered` as lines of a generated function, which has no frame to spare: they leave
+# ``context``, that a caller has set, and ``thread``; or return ``another``.
+ENTERED = """\
+entry = last_entered()
+if entry is None:
+    return another
+_, context, thread, task, _ = entry
+if context is None or thread != get_ident():
+    return another
+loop = running_loop()
+if task is not (None if loop is None else current_task(loop)):
+    return another
+"""
+ENTERED_NAMES: Mapping[str, Any] = MappingProxyType(
+    {
+        "last_entered": _current.get,
+        "get_ident": get_ident,
+        "running_loop": _get_running_loop,
+        "current_task": current_task,
+    }
+)
+
+
+def current_forward_context() -> ForwardContext | None:
+    """The forward context of this thread or task, or None; not for traced code."""
+    entry = entered()
+    return None if entry is None else entry[0]
+
+
+def in_full_mode() -> bool:
+    """Whether there is a forward context that asks for one graph without breaks."""
+    context = current_forward_context()
+    return context is not None and context.cudagraph_runtime_mode is CUDAGraphMode.FULL
+
+
+def callers_context() -> ForwardContext | None:
+    """The forward context that a caller has set; None if there is none, or one of our own."""
+    entry = entered()
+    return None if entry is None else entry[1]
+
+
+def eager_region_is_open() -> bool:
+    """Return whether this thread or task is inside of ``cgcompile.eager_region()``."""
+    entry = entered()
+    return entry is not None and entry[4]
+
+
+class EagerRegion:
+    """Context manager: run compiled graphs, wrappers and managers that are called inside eager.
+
+    What opaque ops read, :func:`current_forward_context`, stays the same.
+    """
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self) -> None:
+        self._tokens: _Tokens = None
+
+    def __enter__(self) -> None:
+        entry, loop = entered(), _get_running_loop()
+        task = None if loop is None else current_task(loop)
+        context = None if entry is None else entry[0]
+        self._tokens = _current.set((context, None, get_ident(), task, True)), self._tokens
+
+    def __exit__(self, *error: object) -> None:
+        assert self._tokens is not None
+        token, self._tokens = self._tokens
+        _current.reset(token)
+
+
+class override_forward_context:
+    """Context manager: make ``context`` (or None) current in this thread or task; re-entrant."""
+
+    __slots__ = ("_callers", "_context", "_tokens")
+    _tokens: _Tokens
+
+    def __init__(self, context: ForwardContext | None) -> None:
+        if is_dynamo_compiling():
+            raise ForwardContextError.traced(what=type(self).__name__ + "()")
+        if context is not None and not isinstance(context, ForwardContext):
+            raise ForwardContextError.no_context(found=context)
+        self._context = context
+        self._callers = None if context is None or context.is_synthetic else context
+        self._tokens = None
+
+    def __enter__(self) -> ForwardContext | None:
+        context, loop = self._context, _get_running_loop()
+        task = None if loop is None else current_task(loop)
+        thread = get_ident()
+        token = _current.set((context, self._callers, thread, task, False))
+        outer = token.old_value
+        if outer.__class__ is tuple and outer[4] and outer[2] == thread and outer[3] is task:
+            _current.reset(token)
+            token = _current.set((context, None, thread, task, True))
+        self._tokens = token, self._tokens
+        return context
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._tokens is None:
+            raise ForwardContextError.not_entered()
+        token, self._tokens = self._tokens
+        _current.reset(token)
+
+
+class set_forward_context(override_forward_context):
+    """Context manager: the context of one step, set around the call of the model; re-entrant.
+
+    Nothing is copied and nothing synchronises; the context holds references until it is left.
+
+    Args:
+        attn_metadata: whatever the attention ops of the engine need; opaque to cgcompile.
+        cudagraph_runtime_mode: NONE, PIECEWISE or FULL; text is taken, too.
+        batch_descriptor: the key of the graphs to capture or replay.
+        num_tokens: rows of the batch after padding.
+        num_unpadded_tokens: rows that are real; not more than the descriptor has.
+        num_tokens_across_dp: int32 tensor [R] on the CPU, the tokens of each of R ranks.
+        slot_mapping: where new keys and values go; opaque to cgcompile.
+        inputs_ready: a ``torch.cuda.Stream`` or ``torch.cuda.Event`` that the step waits for, on
+            the device, before it reads its inputs; needed where another stream writes them.
+        **additional: anything else; found in ``ForwardContext.additional``. A name that is near to
+            one of the above, or that another engine has for it, is an error.
+
+    Raises:
+        ForwardContextError: a keyword is a near miss, the mode is not a runtime mode, the
+            descriptor none, the number of real rows not one of its rows, or the caller is being
+            traced.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        attn_metadata: Any = None,
+        *,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        batch_descriptor: BatchDescriptor | None = None,
+        num_tokens: int | None = None,
+        num_unpadded_tokens: int | None = None,
+        num_tokens_across_dp: torch.Tensor | None = None,
+        slot_mapping: Any = None,
+        inputs_ready: Any = None,
+        **additional: Any,
+    ) -> None:
+        if is_dynamo_compiling():
+            raise ForwardContextError.traced(what=type(self).__name__ + "()")
+        self._context = self._callers = ForwardContext(
+            attn_metadata,
+            cudagraph_runtime_mode=cudagraph_runtime_mode,
+            batch_descriptor=batch_descriptor,
+            num_tokens=num_tokens,
+            num_unpadded_tokens=num_unpadded_tokens,
+            num_tokens_across_dp=num_tokens_across_dp,
+            slot_mapping=slot_mapping,
+            inputs_ready=inputs_ready,
+            **additional,
+        )
+        self._tokens = None
+
+
+def is_forward_context_available() -> bool:
+    """Whether a caller has set a forward context in this thread or task.
+
+    Raises:
+        ForwardContextError: called in code that torch.compile traces.
+    """
+    if is_dynamo_compiling():
+        raise ForwardContextError.traced(what="is_forward_context_available()")
+    context = current_forward_context()
+    return context is not None and not context.is_synthetic
+
+
+def get_forward_context() -> ForwardContext:
+    """The forward context of this thread or task.
+
+    Raises:
+        ForwardContextError: none is set, or the caller is being traced by torch.compile.
+    """
+    if is_dynamo_compiling():
+        raise ForwardContextError.traced(what="get_forward_context()")
+    context = current_forward_context()
+    if context is None or context.is_synthetic:
+        raise ForwardContextError.missing()
+    return context

@@ -1,0 +1,460 @@
+"""The pass that makes a result wrong: :func:`wrong_pass`.
+
+Which part of a step makes its result wrong: :func:`bisect`.
+
+The step is run in several ways: as the eager model, with uncompiled pieces, with compiled pieces
+that are not captured, and replayed. Between the last right way and the first wrong one, delta
+debugging finds the pieces; the op is the one that makes the first value that differs.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import fx
+
+from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from cgcompile.debug.compare import (
+    Call,
+    Difference,
+    InputSets,
+    Tolerance,
+    plain,
+    require_comparison,
+    without_gradients,
+)
+from cgcompile.debug.locate import (
+    WHOLE,
+    Nodes,
+    Parting,
+    PieceMode,
+    Step,
+    Watcher,
+    finding_of,
+    made,
+    nodes_of,
+    place_of,
+    run_step,
+)
+from cgcompile.debug.restore import put_back
+from cgcompile.debug.subject import Subject, tolerance_of
+from cgcompile.debug.verify import real_rows, wrapper_place
+from cgcompile.errors import CGCompileError, DispatchError
+from cgcompile.passes import OPTIONAL
+from cgcompile.passes.nodes import COMPUTING
+from cgcompile.runtime.compiled_graph import Observer
+from cgcompile.settings import checked_but
+
+Note = Callable[[str], None]
+
+
+def removable(subject: Subject) -> list[str]:
+    """The names of the passes that the model can be compiled without."""
+    config = subject.config
+    if config.mode is not CompilationMode.PIECEWISE or subject.wrapper is not None:
+        return []
+    names = [str(each.name) for each in (*config.graph_passes, *config.piece_passes)]
+    return [n for n in dict.fromkeys([*names, *OPTIONAL]) if n not in config.disabled_passes]
+
+
+def wrong_pass(
+    subject: Subject,
+    call: Call,
+    expected: dict[str, Any],
+    tolerance: Tolerance,
+    note: Note,
+) -> tuple[str, Difference] | None:
+    """(its name, the first op that it makes wrong); None if no single pass is to blame.
+
+    The original model is compiled without each pass in turn.
+
+    Args:
+        subject: the model, wrong with uncompiled pieces as well.
+        call: its arguments.
+        expected: what eager leaves.
+        tolerance: how close numbers must be.
+        note: told of each step.
+    """
+    own = [str(each.name) for each in (*subject.config.graph_passes, *subject.config.piece_passes)]
+    for name in removable(subject):
+        settings = {"disabled_passes": (*subject.config.disabled_passes, name)}
+        if anew(subject, call, expected, tolerance, settings, note, f"without pass {name}"):
+            other = subject.again(**settings)
+            try:
+                place = _place(subject, other, call, tolerance)
+            finally:
+                other.release()
+            what = "a pass of yours" if name in own else "a pass of cgcompile"
+            return name, replace(place, detail=f"{what}, {name}, changes it")
+    return None
+
+
+def anew(
+    subject: Subject,
+    call: Call,
+    expected: dict[str, Any],
+    tolerance: Tolerance,
+    settings: dict[str, Any],
+    note: Note,
+    what: str = "compiled anew",
+) -> bool:
+    """Whether the original model, compiled anew with other settings, gives what eager gives."""
+    try:
+        other = subject.again(**settings)
+    except CGCompileError as error:
+        note(f"{what}: {str(error).splitlines()[0]}")
+        return False
+    try:
+        found = other.outcome(other.call, call)
+    finally:
+        other.release()
+    right = tolerance.first("the result", expected, found) is None
+    note(f"{what}: {'right' if right else 'wrong'}")
+    return right
+
+
+def _place(subject: Subject, good: Subject, call: Call, tolerance: Tolerance) -> Difference:
+    """The first node that has another value with the pass, or the new one that it reads."""
+    if good.until_replayed(call):
+        return Difference()
+    bad_nodes, good_nodes = _nodes(subject, call), _nodes(good, call)
+    for (step, bad), (_, right) in zip(bad_nodes, good_nodes, strict=False):
+        for piece in step.split.pieces:
+            if piece.index in bad and piece.index in right:
+                node = _first(bad[piece.index], right[piece.index], tolerance)
+                if node is not None:
+                    return place_of(piece, node)
+    return Difference()
+
+
+def _nodes(subject: Subject, call: Call) -> list[tuple[Step, dict[int, Nodes]]]:
+    watcher = Watcher(tolerance=Tolerance())
+    with subject.observed(watcher.of):
+        subject.outcome(subject.call, call)
+    with put_back(subject.kept), without_gradients():
+        return [(step, nodes_of(step)) for step in watcher.seen]
+
+
+def _first(bad: Nodes, right: Nodes, tolerance: Tolerance) -> fx.Node | None:
+    known = {node.name: leaves for node, leaves in right.made.items()}
+    for node, leaves in bad.made.items():
+        if node.name not in known:
+            continue
+        if tolerance.first(node.name, known[node.name], leaves) is None:
+            continue
+        new = [n for n in node.all_input_nodes if n.op in COMPUTING and n.name not in known]
+        return new[0] if new else node
+    new = [node for node in bad.made if node.name not in known]
+    return new[-1] if new else None
+
+
+T_ = TypeVar("T_")
+Item = tuple[int, int]
+"""(number of the compiled graph, index of the piece); -1 is all of a FULL graph."""
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What :func:`cgcompile.bisect` found; ``print`` it.
+
+    Attributes:
+        subject: what was looked at.
+        stage: since when the result is wrong: ``tracing``, ``pass``, ``compilation`` or ``replay``;
+            empty if it is right.
+        pieces: which pieces are wrong together, of which none can be left out: one in the usual
+            case, two where one spoils what the other made; empty before there are pieces.
+        culprit: the name of the pass, where it is one.
+        finding: the first thing that differs, with op and line; None if nothing does.
+        steps: what was tried, in order, with its outcome.
+        replays: how many replays took part.
+    """
+
+    subject: str
+    stage: str
+    pieces: tuple[str, ...]
+    culprit: str
+    finding: Difference | None
+    steps: tuple[str, ...]
+    replays: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs, and something was replayed."""
+        return not self.stage and bool(self.replays)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"ok": self.ok, **plain(self)}
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        rows = [
+            f"{self.subject}: " + (f"wrong by {self.stage}" if self.stage else "nothing differs")
+        ]
+        rows += [f"  {number}. {step}" for number, step in enumerate(self.steps, 1)]
+        if self.pieces:
+            rows.append(f"pieces {', '.join(self.pieces)}")
+        return "\n".join(rows + ([] if self.finding is None else [str(self.finding)]))
+
+
+@checked_but("sets", "padded_sizes")
+def bisect(
+    model: Any,
+    inputs: Any,
+    *,
+    config: CompilationConfig | None = None,
+    sets: int = 3,
+    rtol: float | None = None,
+    atol: float | None = None,
+    seed: int = 0,
+) -> Bisection:
+    """Find the piece, and the op, that make the result of a model wrong.
+
+    What runs is put back after it, as :func:`cgcompile.verify` says. Synchronises. Runs the step
+    some dozens of times.
+
+    Args:
+        model: as of ``verify``, without managers.
+        inputs: likewise; the first set that is wrong is looked at.
+        config: with which a plain model is compiled.
+        sets: how many sets of inputs are tried.
+        rtol: relative tolerance; as of ``verify``.
+        atol: absolute tolerance.
+        seed: of the random numbers.
+
+    Raises:
+        DispatchError: nothing was replayed.
+        ConfigError: settings for a model that has its own, something that is no model, or ``sets``
+            below 1.
+        BaseException: what the model raised.
+    """
+    require_comparison("bisect", sets, rtol, atol, seed)
+    subject = Subject(model, config, "bisect")
+    try:
+        given = InputSets(inputs, seed)
+        with put_back(given.tensors):
+            return _Search(subject, given, tolerance_of(subject, given.first, rtol, atol)).run(sets)
+    finally:
+        subject.release()
+
+
+class _Search:
+    """One bisection.
+
+    Attributes:
+        steps: what was tried, with its outcome.
+    """
+
+    def __init__(self, subject: Subject, inputs: InputSets, tolerance: Tolerance) -> None:
+        self._subject = subject
+        self._inputs = inputs
+        self._tolerance = tolerance
+        self.steps: list[str] = []
+        self._number = 0
+        self._call: Call = inputs.first
+        self._expected: dict[str, Any] = {}
+        self._captured: list[Item] = []
+        self._compiled: list[Item] = []
+
+    def run(self, sets: int) -> Bisection:
+        subject = self._subject
+        missing = subject.until_replayed(self._inputs.first)
+        if missing:
+            raise DispatchError.nothing_verified(why=missing)
+        before = subject.counters.replays
+        difference = self._first_wrong(sets)
+        if difference is None:
+            found = self._result("", (), "", None)
+        elif subject.wrapper is not None:
+            kept = subject.kept
+            place = wrapper_place(subject.wrapper, self._call, self._tolerance, kept)
+            finding = made("replay", self._number, difference, real_rows(), place)
+            found = self._result("replay", (place.piece,) if place.piece else (), "", finding)
+        else:
+            found = self._stages(difference)
+        replays = subject.counters.replays - before
+        return replace(found, replays=replays)
+
+    def _result(
+        self, stage: str, pieces: Sequence[str], culprit: str, finding: Difference | None
+    ) -> Bisection:
+        steps = tuple(self.steps)
+        return Bisection(self._subject.name, stage, tuple(pieces), culprit, finding, steps, 0)
+
+    def _note(self, text: str) -> None:
+        self.steps.append(text)
+
+    def _first_wrong(self, sets: int) -> Difference | None:
+        """Go to the first set of inputs whose replay is wrong."""
+        for number in range(sets):
+            self._number, self._call = number, self._inputs.fill(number)
+            self._expected = self._subject.outcome(self._subject.original, self._call)
+            found = self._subject.outcome(self._subject.call, self._call)
+            difference = self._tolerance.first("the result", self._expected, found)
+            self._note(f"inputs {number}, all replayed: {'wrong' if difference else 'right'}")
+            if difference is not None:
+                return difference
+            unsaid, _ = self._subject.uncompared(self._call, self._expected, found)
+            if unsaid:
+                self._note(f"not compared: {', '.join(unsaid)}")
+        return None
+
+    # -------------------------------------------------------------- the stages
+
+    def _stages(self, difference: Difference) -> Bisection:
+        self._list_pieces()
+        if self._wrong({}, "all pieces uncompiled"):
+            return self._before_pieces(difference)
+        compiled = dict.fromkeys(self._compiled, PieceMode.COMPILED)
+        if self._wrong(compiled, "all pieces compiled, not captured"):
+            found = minimal(self._compiled, lambda some: self._wrong_with(PieceMode.COMPILED, some))
+            return self._compilation(found, difference)
+        found = minimal(self._captured, lambda some: self._wrong_with(PieceMode.REPLAYED, some))
+        return self._replay(found, difference)
+
+    def _wrong_with(self, way: PieceMode, some: Sequence[Item]) -> bool:
+        base = (
+            {} if way is PieceMode.COMPILED else dict.fromkeys(self._compiled, PieceMode.COMPILED)
+        )
+        names = ", ".join(map(self._name, some))
+        what = "compiled" if way is PieceMode.COMPILED else "replayed"
+        return self._wrong({**base, **dict.fromkeys(some, way)}, f"{what}: {names}")
+
+    def _name(self, item: Item) -> str:
+        graphs = {number for number, _ in self._captured + self._compiled}
+        piece = WHOLE if item[1] < 0 else f"piece_{item[1]}"
+        return piece if len(graphs) < 2 else f"graph {item[0]} {piece}"
+
+    def _wrong(self, ways: dict[Item, PieceMode], what: str) -> bool:
+        """Whether the step is wrong where its pieces run in these ways, others uncompiled."""
+
+        def of(number: int) -> Observer:
+            def run(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
+                whole = ways.get((number, -1))
+                chosen = {
+                    piece.index: whole or ways.get((number, piece.index), PieceMode.UNCOMPILED)
+                    for piece in program.split.pieces
+                }
+                return run_step(program, recording, inputs, real, chosen)
+
+            return run
+
+        with self._subject.observed(of):
+            found = self._subject.outcome(self._subject.call, self._call)
+        wrong = self._tolerance.first("the result", self._expected, found) is not None
+        self._note(f"{what}: {'wrong' if wrong else 'right'}")
+        return wrong
+
+    def _list_pieces(self) -> None:
+        """The pieces of all steps that the call replays."""
+
+        def of(number: int) -> Observer:
+            def run(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
+                pieces = program.split.pieces
+                full = recording.batch.mode is CUDAGraphMode.FULL
+                captured = [] if full else [p.index for p in pieces if p.capture]
+                self._captured += [(number, index) for index in ([-1] if full else captured)]
+                self._compiled += [(number, p.index) for p in pieces if p.compiled]
+                return recording.replay(inputs, real)
+
+            return run
+
+        with self._subject.observed(of):
+            self._subject.outcome(self._subject.call, self._call)
+
+    # -------------------------------------------------------------- what they end in
+
+    def _before_pieces(self, difference: Difference) -> Bisection:
+        """No piece is to blame: a pass, or the trace."""
+        note = self._note
+        stale = anew(self._subject, self._call, self._expected, self._tolerance, {}, note)
+        args = self._subject, self._call, self._expected, self._tolerance, note
+        found = None if stale else wrong_pass(*args)
+        if found is None:
+            detail = "the traced graph computes something else than the model does"
+            if stale:
+                detail = "traced anew it is right: what the trace holds has changed since"
+            finding = self._made("tracing", difference, Difference(detail=detail))
+            return self._result("tracing", (), "", finding)
+        name, place = found
+        finding = self._made("pass", difference, place)
+        return self._result("pass", (place.piece,) if place.piece else (), name, finding)
+
+    def _compilation(self, items: list[Item], difference: Difference) -> Bisection:
+        parting = self._parting(items, "compilation")
+        names = [self._name(item) for item in items]
+        if parting is None or parting.piece is None:
+            finding = self._made("compilation", difference, Difference(piece=", ".join(names)))
+            return self._result("compilation", names, "", finding)
+        finding = finding_of(parting, self._number)
+        return self._result("compilation", names, "", finding)
+
+    def _replay(self, items: list[Item], difference: Difference) -> Bisection:
+        names = [self._name(item) for item in items]
+        parting = self._parting(items, "replay")
+        if parting is None:
+            finding = self._made("replay", difference, Difference(piece=", ".join(names)))
+        else:
+            finding = finding_of(parting, self._number)
+        if items[0][1] < 0:
+            if finding.piece == WHOLE:
+                return self._in_pieces() or self._result("replay", names, "", finding)
+            names = [finding.piece]
+        return self._result("replay", names, "", finding)
+
+    def _in_pieces(self) -> Bisection | None:
+        """The same where the model is captured in pieces, now; a FULL graph has none to tell of."""
+        other = self._subject.again(cudagraph_mode=CUDAGraphMode.PIECEWISE)
+        try:
+            missing = other.until_replayed(self._inputs.first)
+            self._note(f"captured anew, in pieces: {missing or 'replays'}")
+            search = _Search(other, self._inputs, self._tolerance)
+            found = None if missing else search.run(self._number + 1)
+            self.steps += search.steps
+            if found is None or not found.stage:
+                return None
+            return replace(found, subject=self._subject.name, steps=tuple(self.steps))
+        finally:
+            other.release()
+
+    def _made(self, stage: str, difference: Difference, place: Difference) -> Difference:
+        return made(stage, self._number, difference, real_rows(), place)
+
+    def _parting(self, items: list[Item], stage: str) -> Parting | None:
+        """Where the step parts from the plain one, in one of the graphs of these pieces."""
+        watcher = Watcher(self._tolerance)
+        with self._subject.observed(watcher.of):
+            self._subject.outcome(self._subject.call, self._call)
+        graphs = {number for number, _ in items}
+        found = [p for p in watcher.partings if p.stage == stage and p.step.graph in graphs]
+        return found[0] if found else None
+
+
+def minimal(items: Sequence[T_], fails: Callable[[Sequence[T_]], bool]) -> list[T_]:
+    """Some of the items that fail together and of which none can be left out.
+
+    Args:
+        items: that fail together.
+        fails: whether some of them, in order, do; asked about log(n) times for one culprit.
+    """
+    found, parts = list(items), 2
+    while len(found) > 1:
+        size = -(-len(found) // parts)
+        chunks = [found[at : at + size] for at in range(0, len(found), size)]
+        smaller = next((chunk for chunk in chunks if fails(chunk)), None)
+        if smaller is not None:
+            found, parts = smaller, 2
+            continue
+        rests = [[each for each in found if each not in chunk] for chunk in chunks]
+        rest = next((rest for rest in rests if len(chunks) > 2 and fails(rest)), None)
+        if rest is not None:
+            found, parts = rest, max(parts - 1, 2)
+            continue
+        if len(chunks) == len(found):
+            break
+        parts = min(2 * parts, len(found))
+    return found

@@ -1,0 +1,475 @@
+"""Values by their paths, dataclasses and plain objects opened: :func:`named_values`.
+
+Whoever compares two runs of a step compares what is in their results: an object that each run makes
+anew is never the same object. What cannot be compared at all is neither right nor wrong, and said.
+
+Values of two runs compared: :class:`Difference`, :class:`Tolerance`.
+
+Sets of inputs: made by the caller, or the same tensors filled with other random numbers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from cgcompile import torch_compat as compat
+from cgcompile.graphs.arena import comparable, numbers_as_bytes
+from cgcompile.graphs.guards import Slots, is_plain_value, layout_text, same_value
+from cgcompile.graphs.outputs import field_names, is_record
+from cgcompile.settings import require, require_whole
+
+_DEEPEST = 16  # objects in objects
+_CLOSED: tuple[type, ...] = (torch.Tensor, torch.nn.Module, type, ModuleType, Enum)
+_CLOSED += (FunctionType, MethodType, BuiltinFunctionType)  # code: its attributes say nothing
+
+
+class Opened(NamedTuple):
+    """An object whose fields are values of their own.
+
+    Attributes:
+        value: the object.
+        names: of its fields.
+        inside: the names of all values that are in it.
+    """
+
+    value: Any
+    names: tuple[str, ...]
+    inside: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{layout_text(self.value)} with {', '.join(self.names)}"
+
+
+def named_values(value: Any, top: str = "") -> dict[str, Any]:
+    """The leaves of a value by their paths, such as ``['k'].scores[0]``.
+
+    Containers that pytree knows are opened, the fields of dataclasses and the attributes of plain
+    objects. Each object that is opened comes before what is in it, as an :class:`Opened`.
+
+    Args:
+        value: of any kind.
+        top: the path of the value itself, if it is no container.
+    """
+    found: dict[str, Any] = {}
+    for path, leaf in compat.tree_paths(value):
+        _open(leaf, path or top, (), found)
+    return found
+
+
+def _open(leaf: Any, here: str, around: tuple[Any, ...], found: dict[str, Any]) -> None:
+    found[here] = leaf
+    levels = [len(around) - place for place, each in enumerate(around) if each is leaf]
+    if levels:
+        found[here] = f"the object {levels[0]} levels up"
+        return
+    fields = _fields(leaf) if len(around) < _DEEPEST else {}
+    if not fields:
+        return
+    inside: dict[str, Any] = {}
+    for name, each in fields.items():
+        for path, inner in compat.tree_paths(each):
+            _open(inner, f"{here}.{name}{path}", (*around, leaf), inside)
+    found[here] = Opened(leaf, tuple(sorted(fields)), tuple(inside))
+    found |= inside
+
+
+def _fields(leaf: Any) -> dict[str, Any]:
+    """What an object has; nothing of one that is looked at as a whole."""
+    if is_record(leaf):
+        return {name: getattr(leaf, name) for name in field_names(leaf) if hasattr(leaf, name)}
+    if is_plain_value(leaf) or isinstance(leaf, _CLOSED):
+        return {}
+    slots = {member.__name__: each for member, each in Slots(leaf).read().items()}
+    attributes = getattr(leaf, "__dict__", None)
+    return {**slots, **attributes} if isinstance(attributes, dict) else slots
+
+
+def names_compared(plain: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+    """The names of what is to be compared, in order.
+
+    An object that both have, such as one that the model keeps, is equal to itself, whatever became
+    of its attributes between the two.
+    """
+    kept: set[str] = set()
+    for name, value in plain.items():
+        other = found.get(name)
+        if isinstance(value, Opened) and isinstance(other, Opened) and value.value is other.value:
+            kept.update(value.inside)
+        elif name not in kept:
+            yield name
+
+
+def alike(found: Any, expected: Any) -> bool | None:
+    """Whether two values that are no tensors are equal; None if nobody can tell."""
+    if isinstance(found, Opened) and isinstance(expected, Opened):
+        return type(found.value) is type(expected.value) and found.names == expected.names
+    if same_value(found, expected):
+        return True
+    if type(found) is not type(expected) or is_plain_value(expected):
+        return False
+    own: Any = type(expected).__eq__
+    if callable(expected) or own is object.__eq__:
+        return None
+    try:
+        same = found == expected
+    except Exception:  # of the user's code
+        return None
+    return same if isinstance(same, bool) else None
+
+
+def value_text(value: Any) -> str:
+    """A value as messages show it."""
+    return str(value) if isinstance(value, Opened) else layout_text(value)
+
+
+def uncompared(plain: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of what nobody can compare: objects without fields and without an own ``==``."""
+    return tuple(
+        name
+        for name in names_compared(plain, found)
+        if name in found
+        and not isinstance(plain[name], torch.Tensor)
+        and alike(found[name], plain[name]) is None
+    )
+
+
+# (relative, absolute): what other kernels for the same model may differ by. Others: not at all.
+BY_DTYPE: Mapping[torch.dtype, tuple[float, float]] = {
+    torch.float64: (1e-7, 1e-8),
+    torch.float32: (1e-3, 1e-4),
+    torch.float16: (1e-2, 1e-3),
+    torch.bfloat16: (5e-2, 1e-2),
+}
+_NARROW = (0.2, 0.1)  # what has eight bits and less
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first value in which a run differs from the plain one.
+
+    Attributes:
+        stage: since when it is wrong: ``tracing``, ``pass``, ``compilation``, ``replay``,
+            ``padding`` or ``breakable``.
+        inputs: which set of inputs, from 0; of a manager, which batch.
+        piece: its name, such as ``piece_2``; ``the whole step`` of a FULL graph; ``the result``, or
+            an eager break, of a wrapper; empty if unknown.
+        op: the op, or the one that makes the value if the device does not let us look closer; empty
+            if unknown.
+        line: the user's line of it, as ``model.py:12 in forward: y = f(x)``.
+        value: the name of the value in the piece, or its path in the result.
+        rows: the first rows that differ, at most eight.
+        padding_rows: those of them that are padding.
+        largest: the largest absolute difference; NaN where that has no meaning.
+        detail: in words.
+    """
+
+    stage: str = ""
+    inputs: int = 0
+    piece: str = ""
+    op: str = ""
+    line: str = ""
+    value: str = ""
+    rows: tuple[int, ...] = ()
+    padding_rows: tuple[int, ...] = ()
+    largest: float = math.nan
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: lists for tuples, None for NaN."""
+        found: dict[str, Any] = plain(self)
+        return found
+
+    def __str__(self) -> str:
+        where = ", ".join(filter(None, (self.piece, self.op)))
+        rows = [f"wrong by {self.stage}, inputs {self.inputs}: {where or 'location unknown'}"]
+        if self.line:
+            rows.append(f"  at    {self.line}")
+        rows.append(f"  value {self.value}: {self.detail}")
+        if self.padding_rows:
+            rows.append(f"  rows {list(self.padding_rows)} are padding")
+        return "\n".join(rows)
+
+
+def first_difference(
+    piece: str,
+    plain: Mapping[str, Any],
+    replayed: Mapping[str, Any],
+    rtol: float,
+    atol: float,
+) -> Difference | None:
+    """Compare values of the same names; synchronises.
+
+    Values without a usable ``==`` are no difference; see ``opened.uncompared``.
+
+    Args:
+        piece: the part of the step that has them.
+        plain: as the plain step made them.
+        replayed: as the replay made them.
+        rtol: relative tolerance; 0 for bitwise.
+        atol: absolute tolerance.
+    """
+    for name in names_compared(plain, replayed):
+        expected: Any = plain[name]
+        found: Any = replayed.get(name)
+        tensor = isinstance(expected, torch.Tensor)
+        same = _same_kind(found, expected) if tensor else alike(found, expected) is not False
+        if name not in replayed or not same:
+            now = value_text(found) if name in replayed else "nothing"
+            text = f"{now} in the replay, {value_text(expected)} in the plain step"
+            return Difference(piece=piece, value=name, detail=text)
+        if tensor and not _close(found, expected, rtol, atol):
+            return _of_numbers(piece, name, expected, found, rtol, atol)
+    return None
+
+
+def _same_kind(found: Any, expected: torch.Tensor) -> bool:
+    kind = isinstance(found, torch.Tensor)
+    return kind and (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> bool:
+    if rtol == atol == 0.0:
+        return torch.equal(numbers_as_bytes(found), numbers_as_bytes(expected))
+    pair = comparable(found), comparable(expected)
+    return torch.allclose(*pair, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def _of_numbers(
+    piece: str, name: str, plain: torch.Tensor, found: torch.Tensor, rtol: float, atol: float
+) -> Difference:
+    wide = torch.complex128 if plain.dtype.is_complex else torch.float64
+    found, plain = found.to(wide), plain.to(wide)
+    wrong = ~torch.isclose(found, plain, rtol=rtol, atol=atol, equal_nan=True)
+    if rtol == atol == 0.0 and not found.is_complex():
+        wrong |= found.signbit() != plain.signbit()  # -0.0 is not 0.0
+    largest = (found - plain).abs()[wrong].max().item() if wrong.any() else 0.0
+    flat = wrong.reshape(wrong.shape[0], -1).any(1) if wrong.dim() else wrong.reshape(1)
+    rows = tuple(flat.nonzero()[:8, 0].tolist())
+    count, total = int(wrong.sum()), wrong.numel()
+    text = f"{count} of {total} numbers differ, by up to {largest:.3g}, first in rows {list(rows)}"
+    return Difference(piece=piece, value=name, rows=rows, largest=largest, detail=text)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How much numbers may differ.
+
+    Attributes:
+        exact: not at all, where ``rtol`` and ``atol`` do not say otherwise.
+        rtol: relative; None: by dtype.
+        atol: absolute; None: by dtype.
+    """
+
+    exact: bool = False
+    rtol: float | None = None
+    atol: float | None = None
+
+    def of(self, dtype: torch.dtype) -> tuple[float, float]:
+        """(relative, absolute) for numbers of a dtype."""
+        if self.rtol is not None or self.atol is not None:
+            return self.rtol or 0.0, self.atol or 0.0
+        number = dtype.to_real() if dtype.is_complex else dtype
+        if self.exact or not number.is_floating_point:
+            return 0.0, 0.0
+        return BY_DTYPE.get(number, _NARROW)
+
+    def first(
+        self, where: str, plain: Mapping[str, Any], found: Mapping[str, Any]
+    ) -> Difference | None:
+        """The first value that differs; see :func:`first_difference`."""
+        for name in names_compared(plain, found):
+            value = plain[name]
+            tensor = isinstance(value, torch.Tensor)
+            rtol, atol = self.of(value.dtype) if tensor else (0.0, 0.0)
+            difference = first_difference(where, {name: value}, found, rtol, atol)
+            if difference is not None:
+                return difference
+        return None
+
+    def __str__(self) -> str:
+        if self.rtol is not None or self.atol is not None:
+            return f"rtol={self.rtol or 0.0:g}, atol={self.atol or 0.0:g}"
+        return "bitwise" if self.exact else "by dtype"
+
+
+def uncomparable(
+    plain: Mapping[str, Any], found: Mapping[str, Any], written: Collection[str]
+) -> tuple[tuple[str, ...], bool]:
+    """Return what of a result has no usable ``==``, in words, and whether that is all of it.
+
+    Args:
+        plain: what the plain step returned and wrote.
+        found: likewise of another run.
+        written: the names of what was written.
+    """
+    names = uncompared(plain, found)
+    results = [n for n in plain if n not in written and not isinstance(plain[n], Opened)]
+    said = tuple(f"{name} ({layout_text(plain[name])})" for name in names)
+    return said, bool(names) and set(results) <= set(names)
+
+
+def named(result: Any) -> dict[str, Any]:
+    """The values in a result by their paths."""
+    return named_values(result, "result")
+
+
+def without_gradients() -> AbstractContextManager[Any]:
+    """No gradients inside; inference mode stays as it is."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
+def plain(value: Any) -> Any:
+    """A frozen value as dicts, lists, text and numbers; None for what JSON has no number for."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+MOST_SETS = 2**20
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class InputSets:
+    """The arguments of several calls. Tensors of equal layout stay the same objects.
+
+    Args:
+        inputs: a tensor, a sequence of positional arguments, a mapping of keyword arguments, or a
+            callable that makes one of these from the number of the set.
+        seed: of the random numbers; what the caller's generators draw is not changed.
+
+    Attributes:
+        first: arguments of the first call.
+    """
+
+    def __init__(self, inputs: Any, seed: int = 0) -> None:
+        self._make: Callable[[int], Any] | None = None
+        if callable(inputs) and not isinstance(inputs, torch.Tensor):
+            self._make = inputs
+        self._seed = seed
+        self.first = _call(inputs if self._make is None else self._make(0))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of the first call."""
+        return compat.tree_tensors(self.first)
+
+    def fill(self, number: int) -> Call:
+        """The arguments of a call; the tensors of the first one are filled, if they fit."""
+        if number == 0:
+            return self.first
+        if self._make is None:
+            generator = torch.Generator().manual_seed(self._seed + number)
+            for tensor in self.tensors:
+                refill(tensor, generator)
+            return self.first
+        made = _call(self._make(number))
+        if _layouts(made) != _layouts(self.first):
+            return made
+        for tensor, new in zip(self.tensors, compat.tree_tensors(made), strict=True):
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(new)
+        return self.first
+
+
+def _call(inputs: Any) -> Call:
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        named = all(isinstance(name, str) for name in inputs)
+        require(named, "inputs", "verify", inputs, "a mapping of arguments by name")
+        return (), dict(inputs)
+    expected = "a tensor, a sequence of arguments or a mapping of arguments by name"
+    require(isinstance(inputs, Iterable), "inputs", "verify", inputs, expected)
+    return tuple(inputs), {}
+
+
+def require_comparison(
+    where: str, sets: int, rtol: float | None, atol: float | None, seed: int
+) -> None:
+    """Refuse numbers that a comparison cannot use.
+
+    Raises:
+        ConfigError: names the number.
+    """
+    require_whole("sets", where, sets, 1, MOST_SETS)
+    require_whole("seed", where, seed, -(2**63), 2**63 - 1)
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        require(value is None or value >= 0, name, where, value, "at least 0, or None")
+
+
+def _layouts(call: Call) -> list[Any]:
+    """Equal for calls that differ in the numbers of their tensors alone."""
+    return [
+        (each.shape, each.stride(), each.dtype, each.device) if torch.is_tensor(each) else each
+        for each in compat.tree_leaves(call)
+    ]
+
+
+def refill(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Other numbers of the same kind: of equal mean and spread, or integers of the same range.
+
+    Weights, and tensors whose elements share memory, stay as they are.
+    """
+    overlaps = any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if isinstance(tensor, torch.nn.Parameter) or overlaps or tensor.numel() == 0:
+        return
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(random_like(tensor, tuple(tensor.shape), generator))
+
+
+def random_like(
+    tensor: torch.Tensor, shape: Sequence[int], generator: torch.Generator
+) -> torch.Tensor:
+    """Random numbers like those of ``tensor``, on the CPU: of its mean and spread, or its range."""
+    shape, device = tuple(shape), "cpu"
+    given = tensor.detach().cpu()
+    if given.dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    if not given.dtype.is_floating_point and not given.dtype.is_complex:
+        low, high = int(given.min()), int(given.max())
+        return torch.randint(low, high + 1, shape, generator=generator, device=device).to(
+            given.dtype
+        )
+    wide = given.to(torch.complex128 if given.dtype.is_complex else torch.float64)
+    spread = float(wide.std(correction=0)) if wide.numel() > 1 else 1.0
+    mean = wide.mean()
+    made = torch.randn(shape, generator=generator, dtype=wide.dtype)
+    if not torch.isfinite(torch.as_tensor(spread)) or spread == 0.0:
+        spread, mean = 1.0, torch.zeros((), dtype=wide.dtype)
+    return (made * spread + mean).to(given.dtype)
+
+
+def rows_of(call: Call) -> int:
+    """How many rows the batch has: the first dimension of the first tensor that has one; else 0."""
+    return next((len(each) for each in compat.tree_tensors(call) if each.dim()), 0)
+
+
+def padded(call: Call, size: int, tails: str, generator: torch.Generator) -> Call:
+    """The same call with ``size`` rows; those behind the real ones are random, or NaN.
+
+    Tensors whose first dimension is that of the batch are padded; integers stay in their range.
+    """
+    real = rows_of(call)
+
+    def pad(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or len(leaf) != real:
+            return leaf
+        tail = random_like(leaf, (size - real, *leaf.shape[1:]), generator).to(leaf.device)
+        if tails == "nan" and tail.dtype.is_floating_point:
+            tail.fill_(float("nan"))
+        return torch.cat([leaf.detach(), tail])
+
+    found: Call = compat.tree_map(pad, call)
+    return found

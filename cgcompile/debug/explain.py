@@ -1,0 +1,484 @@
+"""From a split graph to the values of an explanation.
+
+``cgcompile.explain(model, *args)``: what would be split where, and why, before anything runs.
+
+The call is traced as :func:`cgcompile.compile` traces it, on tensors without memory, and split as
+the settings say; then the trace is forgotten. So it needs no GPU, and no memory for the weights.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from cgcompile import torch_compat as compat
+from cgcompile.backend import Backend, handle_of
+from cgcompile.boundaries import Boundaries, target_name
+from cgcompile.compile import CompiledModel, check_compilable
+from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from cgcompile.debug.explanation import (
+    VERSION,
+    Bytes,
+    Cause,
+    Explanation,
+    GraphBreak,
+    ModeReport,
+    PieceReport,
+    SourceLine,
+    SymbolReport,
+    Totals,
+    ValueReport,
+    settings_of,
+)
+from cgcompile.debug.targets import resolved
+from cgcompile.errors import ConfigError, SymbolError
+from cgcompile.passes.nodes import (
+    COMPUTING,
+    is_symbolic_number,
+    symbols_of,
+    tensors,
+    user_line,
+    value,
+)
+from cgcompile.passes.pieces import Piece, Value
+from cgcompile.passes.split import SplitGraph
+from cgcompile.passes.symbols import dtype_text
+from cgcompile.pieces.stitch import check_sizes, split_as_set
+from cgcompile.reasons import Reason, Why
+from cgcompile.runtime.dispatch import auto_mode
+from cgcompile.runtime.inputs import full_support, why_never
+from cgcompile.serving.plan import resolve_mode
+from cgcompile.settings import checked_but, sizes_given
+from cgcompile.tracing.preview import Look
+from cgcompile.tracing.trace_cache import SHAPES, Rules
+
+
+class Reporter:
+    """Reports about one split.
+
+    Args:
+        split: the split.
+        sizes: sizes of the batch dimension for which bytes are wanted as numbers.
+        dim: which dimension they speak of; None if the graph has one alone.
+
+    Raises:
+        ConfigError: sizes are given, and it is not clear of which dimension.
+    """
+
+    def __init__(self, split: SplitGraph, sizes: Sequence[int], dim: str | None) -> None:
+        self._split = split
+        self._symbols = split.symbols
+        chosen = self._symbols.chosen(dim) if sizes else None
+        self._traced = {each: self._symbols.traced_with(each) for each in self._symbols}
+        self._at: list[tuple[int, dict[sympy.Symbol, int] | None]] = []
+        if chosen is not None:
+            self._at = [(size, self._symbols.numbers_with(chosen, size)) for size in sizes]
+
+    @classmethod
+    def asked(
+        cls, split: SplitGraph, config: CompilationConfig, sizes: Sequence[int], dim: str | None
+    ) -> "Reporter":
+        """For the sizes that a user asked for, else those of the settings.
+
+        Args:
+            split: the split.
+            config: the settings.
+            sizes: what the user gave; may be empty.
+            dim: of which dimension, if the user said so.
+
+        Raises:
+            ConfigError: there are sizes, and it is not clear of which dimension.
+        """
+        dim, dims = dim or config.capture_dim, list(split.symbols.dims.values())
+        if sizes and dim is None and len(dims) > 1:
+            raise ConfigError.sizes_of_which(dims=dims)
+        return cls(split, sizes or config.cudagraph_capture_sizes or (), dim)
+
+    # -------------------------------------------------------------- bytes
+
+    def bytes(self, expression: Any) -> Bytes:
+        """An expression, its number in the traced call, and at each size."""
+        at = tuple((size, _number(expression, numbers)) for size, numbers in self._at)
+        traced = {symbol: n for symbol, n in self._traced.items() if n is not None}
+        return Bytes(self._symbols.pretty(expression), _number(expression, traced), at)
+
+    def _storages(self, values: Iterable[Value]) -> Bytes:
+        """Of the memory behind values, each storage once."""
+        found = [self._symbols.storage(each) for value in values for each in tensors(value.meta)]
+        return self.bytes(sum(dict(found).values(), sympy.Integer(0)))
+
+    # -------------------------------------------------------------- pieces
+
+    def pieces(self) -> tuple[PieceReport, ...]:
+        """All pieces, in order."""
+        return tuple(map(self._piece, self._split.pieces))
+
+    def _piece(self, piece: Piece) -> PieceReport:
+        values = self._split.values
+        given = [values[name] for name in piece.inputs]
+        made = [values[name] for name in piece.outputs]
+        return PieceReport(
+            index=piece.index,
+            name=piece.name,
+            captured=piece.capture,
+            why=tuple(map(cause, piece.why)),
+            support=piece.support.name,
+            num_ops=piece.num_ops,
+            source=tuple(SourceLine(*line) for line in piece.lines),
+            inputs=tuple(map(self._value, given)),
+            outputs=tuple(map(self._value, made)),
+            bytes_in=self._storages(each for each in given if not each.static),
+            bytes_out=self._storages(made),
+            same_as=piece.same_as,
+            compiled=piece.compiled,
+            uncompiled=piece.uncompiled,
+        )
+
+    def _value(self, value: Value) -> ValueReport:
+        found, symbols = value.meta, self._symbols
+        shape = dtype = device = size = storage = None
+        if isinstance(found, torch.Tensor):
+            shape = tuple(symbols.pretty(symbols.number(each)) for each in found.shape)
+            dtype, device = dtype_text(found.dtype), str(found.device)
+            size = self.bytes(symbols.nbytes(found))
+            storage = self.bytes(symbols.storage(found)[1])
+        return ValueReport(
+            name=value.name,
+            shape=shape,
+            dtype=dtype,
+            device=device,
+            bytes=size,
+            storage=storage,
+            source=value.source,
+            static=value.static,
+            written=value.written,
+        )
+
+    # -------------------------------------------------------------- the whole
+
+    def symbols(self) -> tuple[SymbolReport, ...]:
+        """The sizes that vary, in the order of the inputs."""
+        names = list(self._symbols.dims.items())
+        found = []
+        for symbol, (name, source) in zip(self._symbols, names, strict=True):
+            least, most = self._symbols.bounds(symbol)
+            found.append(
+                SymbolReport(
+                    name=name,
+                    source=source,
+                    traced=self._traced[symbol],
+                    least=int(least),
+                    most=int(most) if getattr(most, "is_Integer", False) else None,
+                    guards=tuple(self._symbols.guards_on(symbol)),
+                )
+            )
+        return tuple(found)
+
+    def totals(self) -> Totals:
+        """Sums over all pieces."""
+        pieces = self._split.pieces
+        captured = sum(piece.capture for piece in pieces)
+        return Totals(
+            pieces=len(pieces),
+            captured=captured,
+            eager=len(pieces) - captured,
+            distinct=len(self._split.distinct),
+            compiled=sum(piece.compiled for piece in self._split.distinct),
+            ops=sum(piece.num_ops for piece in pieces),
+            crossing=self.bytes(self._split.crossing_bytes()),
+            static=self._storages(each for each in self._split.values.values() if each.static),
+        )
+
+
+def _number(expression: Any, numbers: dict[sympy.Symbol, int] | None) -> int | None:
+    if numbers is None:
+        return None
+    found = sympy.sympify(expression).subs(numbers)
+    return int(found) if found.is_number else None
+
+
+_DATA_FIX = (
+    "cgcompile.compile() keeps it in the graph and runs it eager; or set "
+    "torch._dynamo.config.capture_scalar_outputs and capture_dynamic_output_shape_ops"
+)
+
+
+def data_breaks(split: SplitGraph) -> tuple[GraphBreak, ...]:
+    """Where ``torch.compile`` breaks a graph by default: at ops that read data for the host."""
+    found: dict[tuple[str, SourceLine | None], None] = {}
+    for piece in split.pieces:
+        if any(why.reason is Reason.HOST_SYNC for why in piece.why):
+            for node in piece.module.graph.nodes:
+                if node.op in COMPUTING and _reads_data(node):
+                    line = user_line(node)
+                    where = None if line is None else SourceLine(*line)
+                    found[f"{target_name(node.target)} reads data", where] = None
+    return tuple(GraphBreak("torch.compile", what, (), line, _DATA_FIX) for what, line in found)
+
+
+def _reads_data(node: fx.Node) -> bool:
+    """Whether a number or a size comes of data here, not of such a number or size before."""
+    given = {each for argument in node.all_input_nodes for each in _unbacked(argument)}
+    made = _unbacked(node) - given
+    return bool(made) and (is_symbolic_number(value(node)) or not given)
+
+
+def _unbacked(node: fx.Node) -> set[sympy.Symbol]:
+    return {each for each in symbols_of(value(node)) if compat.is_unbacked(each)}
+
+
+def cause(why: Why) -> Cause:
+    """A reason as plain text."""
+    return Cause(why.reason.value, why.detail)
+
+
+def mode_report(
+    split: SplitGraph | None, config: CompilationConfig, query_lens: Sequence[int]
+) -> ModeReport:
+    """Which CUDA graphs would serve, on a device that has them.
+
+    Args:
+        split: None if nothing was traced: then only the settings speak.
+        config: the settings.
+        query_lens: tokens per request of uniform decode.
+    """
+    wanted = config.cudagraph_mode
+    assert wanted is not None
+    if split is None:
+        return ModeReport(wanted.name, wanted.name, None, None, ())
+    support = full_support(split)
+    never = why_never(split, wanted, True)
+    if never is not None:
+        lost: tuple[Cause, ...] = () if wanted is CUDAGraphMode.NONE else (cause(never),)
+        return ModeReport(wanted.name, "NONE", "NONE", support.name, lost)
+    piecewise = config.mode is CompilationMode.PIECEWISE
+    piecewise &= any(piece.capture for piece in split.pieces)
+    auto = auto_mode(split, wanted).name
+    about = _least_able(split)
+    try:
+        found = resolve_mode(
+            wanted, support, query_lens=query_lens, piecewise=piecewise, support_why=about
+        )
+    except ConfigError:  # no graph is possible at all
+        detail = f"attention support is {support.name} ({about}), and there are no pieces"
+        lost = (Cause(Reason.ATTENTION_SUPPORT.value, detail),)
+        return ModeReport(wanted.name, "NONE", auto, support.name, lost)
+    lost = tuple(map(cause, found.whys))
+    return ModeReport(wanted.name, found.mode.name, auto, support.name, lost)
+
+
+def _least_able(split: SplitGraph) -> str:
+    """Which boundaries go the least far into a FULL graph, in words."""
+    least = full_support(split)
+    pieces = [piece for piece in split.pieces if piece.support is least and piece.why]
+    if not pieces:
+        return "a piece reads memory of the CPU" if least.name == "NEVER" else ""
+    first, more = pieces[0], len(pieces) - 1
+    where = f"{first.why[0].detail}, {first.where}"
+    return f"{where}, and {more} more" if more else where
+
+
+_FIX = (
+    "Change that line, put it into an op of your own, or take torch.compile(model, "
+    "backend='cgcompile'), which makes several graphs of it, or splitting='breakable' with "
+    "cgcompile.compile(), which needs no trace."
+)
+_RAISES_FIX = "The model raises with these arguments: call it with ones that it takes."
+_META_NOTE = "meta tensors stand for tensors of the device that captures"
+_CPU_NOTE = (
+    "all tensors are on the CPU, so copies between host and device cannot be told: "
+    "make the model under torch.device('meta') to see what a GPU would refuse"
+)
+_FIRST_NOTE = "what Dynamo says of the code behind the first break is not known before it has run"
+
+
+@checked_but("config", "sizes", "dynamic_dims")
+def explain(
+    model: Any,
+    *args: Any,
+    config: CompilationConfig | Backend | Mapping[str, Any] | None = None,
+    dynamic_dims: Mapping[str, Any] | None = None,
+    dynamic_shapes: str | None = None,
+    sizes: Sequence[int] | str = (),
+    capture_dim: str | None = None,
+    query_lens: Sequence[int] = (1,),
+    **kwargs: Any,
+) -> Explanation:
+    """Say what would be split where, and why; nothing is run, compiled or captured.
+
+    No GPU is needed, and no memory for weights: the model may be on the meta device, or made under
+    a ``FakeTensorMode``. Meta tensors stand for those of the device that captures. Tensor arguments
+    that are where no weight is are taken to be with the weights: those on the CPU of a meta model,
+    unless some argument is on meta too, and those on meta of any other model.
+
+    Your passes and predicates among the settings are called, as they take part in the split. The
+    model, the arguments and the globals of its module are as before afterwards. It is traced
+    without gradients. It synchronises nothing.
+
+    Args:
+        model: a module, bound method or function; or what ``torch.compile`` or
+            ``cgcompile.compile`` made of one, whose settings are then taken.
+        *args: of the call.
+        config: the settings: a config, a backend, or a mapping as for ``options``; environment and
+            defaults if left out.
+        dynamic_dims: which dimensions vary, as for :func:`cgcompile.compile`; that of a compiled
+            model if left out.
+        dynamic_shapes: what a trace may assume of them, as there.
+        sizes: sizes of the batch dimension for which bytes are wanted as numbers, beside those of
+            this call, as numbers or as text ``"8,64"``; left out: ``cudagraph_capture_sizes``.
+        capture_dim: which dimension they are sizes of, such as ``"x.size()[0]"``, where several
+            vary; left out: the setting of that name.
+        query_lens: tokens per request of uniform decode, for the mode that would result.
+        **kwargs: of the call.
+
+    Returns:
+        What was found. Where the call does not become one graph, or the settings trace nothing,
+        there are no pieces, and ``breaks`` and ``notes`` say why.
+
+    Raises:
+        ConfigError: settings or dimensions that cannot be.
+        TraceError: a dimension that is to vary is fixed by the model, or does not exist.
+        SymbolError: a size that no input gives would cross into a captured piece.
+        PassError: a pass raised or left an invalid graph.
+        ArgumentsError: the model does not take these arguments; a ``TypeError``.
+    """
+    wanted = sizes_given("sizes", "explain", sizes)
+    runnable, settings, dims, rules = _looked_at(model, config, dynamic_dims, dynamic_shapes)
+    chosen = resolved(settings, "explain")
+    find = functools.partial(_found, runnable, chosen, (wanted, capture_dim))
+    if chosen.splitting == "breakable":
+        return find(None, (), _untraced(chosen), query_lens)
+    args, kwargs = _with_weights(runnable, args, kwargs)
+    look = Look(runnable, dims, rules)
+    whole: list[SplitGraph] = []
+
+    def split(graph: Any, inputs: Any) -> None:
+        whole.append(split_as_set(graph, chosen)[0])
+
+    try:
+        look.at(args, kwargs, split)
+    except compat.CannotTrace as error:
+        return find(None, (_broken(error),), (_FIRST_NOTE,), query_lens)
+    if not whole:
+        return find(None, (), ("the call computes nothing with tensors",), query_lens)
+    return find(whole[-1], data_breaks(whole[-1]), _notes(whole[-1], chosen), query_lens)
+
+
+def _looked_at(
+    model: Any,
+    config: Any,
+    dims: Mapping[str, Any] | None,
+    shapes: str | None,
+) -> tuple[Any, Any, Mapping[str, Any] | None, Rules]:
+    """(what to trace, settings, dimensions, rules) of a model, compiled or not."""
+    if shapes is not None and shapes not in SHAPES:
+        raise ConfigError.bad_value(
+            name="dynamic_shapes", where="explain", value=shapes, expected=f"one of {SHAPES}"
+        )
+    given = Rules() if shapes is None else Rules(shapes=shapes)
+    if isinstance(model, CompiledModel):
+        own_dims, own_rules = model.asked
+        given = own_rules if shapes is None else given
+        model, config = model.unwrap(), model.backend if config is None else config
+        dims = own_dims if dims is None else dims
+    else:
+        original = getattr(model, "_orig_mod", None)  # what torch.compile returned
+        if original is not None:
+            config = handle_of(model) if config is None else config
+            model = original
+    check_compilable(model, "explain")
+    return model, config, dims, given
+
+
+def _found(
+    model: Any,
+    config: CompilationConfig,
+    asked: tuple[Sequence[int], str | None],
+    split: SplitGraph | None,
+    breaks: tuple[GraphBreak, ...],
+    notes: tuple[str, ...],
+    query_lens: Sequence[int],
+) -> Explanation:
+    reporter = None
+    if split is not None:
+        dims, (sizes, dim) = list(split.symbols.dims.values()), asked
+        if dim is not None and dim not in dims:
+            expected = f"one of {', '.join(dims)}" if dims else "none, as no dimension varies"
+            raise ConfigError.bad_value(
+                name="capture_dim", where="explain", value=dim, expected=expected
+            )
+        reporter = Reporter.asked(split, config, sizes, dim)
+    return Explanation(
+        version=VERSION,
+        model=getattr(model, "__qualname__", type(model).__name__),
+        device=None if split is None else str(split.device),
+        traced=split is not None,
+        pieces=() if reporter is None else reporter.pieces(),
+        symbols=() if reporter is None else reporter.symbols(),
+        totals=None if reporter is None else reporter.totals(),
+        breaks=breaks,
+        modes=mode_report(split, config, query_lens),
+        settings=settings_of(config),
+        notes=notes,
+        split=split,
+    )
+
+
+def _with_weights(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments where the weights are."""
+    module = getattr(model, "__self__", model)
+    if not isinstance(module, torch.nn.Module):
+        return args, kwargs
+    weights = {each.device for each in (*module.parameters(), *module.buffers())}
+    given = {each.device.type for each in compat.tree_tensors((args, kwargs))}
+    if not weights or (any(each.type == "meta" for each in weights) and "meta" in given):
+        return args, kwargs
+    wanted = next((each for each in weights if each.type == "meta"), None)
+    moved = "cpu" if wanted is not None else "meta"
+    target = wanted or next(iter(weights))
+
+    def there(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == moved:
+            return compat.without_memory(leaf, target)
+        return leaf
+
+    return compat.tree_map(there, args), compat.tree_map(there, kwargs)
+
+
+def _untraced(config: CompilationConfig) -> tuple[str, ...]:
+    registry = Boundaries(config.splitting_ops, builtin=config.builtin_splitting_ops)
+    can = [each.name for each in registry if each.predicate is None]
+    return (
+        "splitting='breakable' traces nothing: which parts there are is known once a capture has "
+        "run, and then cgcompile.coverage(model) tells which graphs there are",
+        f"captures will break at decorated functions and at {len(can)} registered ops that run: "
+        + ", ".join(can),
+        "not told: symbols, sizes, bytes, graph breaks. explain() with splitting='fx' tells what a "
+        "trace would give",
+    )
+
+
+def _broken(error: compat.CannotTrace) -> GraphBreak:
+    line = None if error.line is None else SourceLine(*error.line)
+    fix = _RAISES_FIX if error.model_raises else _FIX
+    return GraphBreak("cgcompile.compile", error.what, error.hints, line, fix)
+
+
+def _notes(split: SplitGraph, config: CompilationConfig) -> tuple[str, ...]:
+    found = []
+    if split.device.type == "meta":
+        found.append(_META_NOTE)
+    if split.device.type == "cpu":
+        found.append(_CPU_NOTE)
+    if config.mode is CompilationMode.NONE:
+        found.append("mode NONE compiles nothing; pieces show what would go into a FULL graph")
+    try:
+        check_sizes(split, config)
+    except SymbolError as error:
+        found.append(f"compiling will raise SymbolError: {error}")
+    return tuple(found)

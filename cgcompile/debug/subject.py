@@ -1,0 +1,195 @@
+"""What is looked at: a model in any of its forms, and the eager model behind it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cgcompile import torch_compat as compat
+from cgcompile.backend import handle_of
+from cgcompile.compile import CompiledModel, check_compilable, compile
+from cgcompile.config import CompilationConfig, CompilationMode
+from cgcompile.debug.compare import Call, Tolerance, named, uncomparable, without_gradients
+from cgcompile.debug.restore import Undone, buffers_of, copies, put_back
+from cgcompile.errors import ConfigError
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.reasons import Counters
+from cgcompile.runtime.compiled_graph import Observer
+
+
+class Subject:
+    """A model whose graphs are looked at. A plain one is compiled for the time being.
+
+    Args:
+        model: what ``torch.compile`` or ``cgcompile.compile`` returned, a wrapper, or a module or
+            function that is not compiled.
+        config: with which a plain one is compiled.
+        function: the one that the user called, for messages.
+
+    Attributes:
+        call: the model with graphs.
+        original: the model without.
+        handle: of what was compiled; None of a wrapper.
+        wrapper: what captures without a trace; None of what is traced.
+        config: the settings.
+
+    Raises:
+        ConfigError: ``config`` for a model that is compiled already, or a model that cannot be
+            compiled.
+    """
+
+    def __init__(
+        self, model: Any, config: CompilationConfig | None = None, function: str = "verify"
+    ) -> None:
+        self.handle = handle_of(model)
+        self.wrapper = model if isinstance(model, CUDAGraphWrapper) else None
+        self._own = self.handle is None and self.wrapper is None
+        if config is not None and not self._own:
+            raise ConfigError.settings_are_fixed()
+        if self._own:
+            check_compilable(model, function)
+            if config is None:  # on the CPU nothing else has graphs
+                config = CompilationConfig(capture_device="host")
+            model = compile(model, config)
+            self.handle = model.backend
+        self.call: Callable[..., Any] = model
+        self.original: Callable[..., Any] = original_of(model)
+        if isinstance(model, CompiledModel):
+            self.wrapper = model.wrapper
+        self.config = self._settings()
+        self._written: dict[str, torch.Tensor] | None = None
+
+    def _settings(self) -> CompilationConfig:
+        if self.handle is not None:
+            return self.handle.config
+        assert self.wrapper is not None
+        return self.wrapper.config
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        found = self.original
+        return getattr(found, "__qualname__", None) or type(found).__name__
+
+    @property
+    def counters(self) -> Counters:
+        """What its calls did so far."""
+        if self.handle is not None:
+            return self.handle.counters
+        assert self.wrapper is not None
+        return self.wrapper.counters + Counters()
+
+    def same_kernels(self, call: Call) -> bool:
+        """Whether its graphs hold the kernels of the eager model: results are equal bit for bit."""
+        config = self.config
+        own = any(getattr(op, "impl", None) for op in config.splitting_ops)
+        uncompiled = config.compiler == "eager" and config.mode is CompilationMode.PIECEWISE
+        uncompiled |= config.mode is CompilationMode.NONE or self.wrapper is not None
+        changed = bool(config.graph_passes or config.piece_passes or own)
+        return (
+            uncompiled
+            and not changed
+            and all(
+                each.device.type == "cpu" for each in [*compat.tree_tensors(call), *self.buffers]
+            )
+        )
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of the model."""
+        return buffers_of(self.original)
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """What is put back after each run beside the inputs: buffers, and what else it writes."""
+        return [*self.buffers, *(self._written or {}).values()]
+
+    # -------------------------------------------------------------- running
+
+    def written(self, call: Call) -> dict[str, torch.Tensor]:
+        """The weights and other tensors of the model, no buffers, that a call writes, by path.
+
+        Such as a cache that is an attribute. Found once, by a run of the eager model.
+        """
+        if self._written is None:
+            args, kwargs = call
+            undone = Undone(self.original, args, kwargs, uncompiled=True)
+            with put_back([]), without_gradients(), undone:
+                self.original(*args, **kwargs)
+            known = {id(each) for each in (*self.buffers, *compat.tree_tensors(call))}
+            found = undone.written.items()
+            self._written = {path: each for path, each in found if id(each) not in known}
+        return self._written
+
+    def outcome(self, run: Callable[..., Any], call: Call) -> dict[str, Any]:
+        """What a call returns and writes, as copies; everything is put back after it."""
+        args, kwargs = call
+        self.written(call)
+        with put_back([*compat.tree_tensors(call), *self.kept]), without_gradients():
+            result = named(run(*args, **kwargs))
+            return copies({**result, **self._left(call)})
+
+    def _left(self, call: Call) -> dict[str, torch.Tensor]:
+        """What a call may write: its arguments, the buffers, and what :meth:`written` found."""
+        left = {f"input {path}": leaf for path, leaf in compat.tree_paths(call)}
+        left |= {f"buffer {place}": each for place, each in enumerate(self.buffers)}
+        tensors = {n: v for n, v in left.items() if isinstance(v, torch.Tensor)}
+        return tensors | self.written(call)
+
+    def uncompared(
+        self, call: Call, plain: dict[str, Any], found: dict[str, Any]
+    ) -> tuple[tuple[str, ...], str]:
+        """Return what of a result has no usable ``==``; and why nothing was compared, if so."""
+        said, blind = uncomparable(plain, found, self._left(call))
+        return said, "nothing that it returns can be compared" if blind else ""
+
+    def until_replayed(self, call: Call) -> str:
+        """Warm and capture a call until it replays; why it does not, or empty."""
+        for _ in range(self.config.num_warmups + 3):
+            before = self.counters
+            self.outcome(self.call, call)
+            after = self.counters
+            if after.replays > before.replays and not after.plain - before.plain:
+                return ""
+        return "; ".join(after.why_plain(before)) or "no graph of it was called"
+
+    @contextmanager
+    def observed(self, observer: Callable[[int], Observer]) -> Iterator[None]:
+        """Let an observer run each recorded step; it is made from the number of the graph."""
+        graphs = () if self.handle is None else self.handle.graphs
+        try:
+            for number, graph in enumerate(graphs):
+                graph.observe(observer(number))
+            yield
+        finally:
+            for graph in graphs:
+                graph.observe(None)
+
+    def release(self) -> None:
+        """Free what was compiled and captured for this alone."""
+        if self._own and self.handle is not None:
+            self.handle.release()
+
+    def again(self, **settings: Any) -> "Subject":
+        """The original model, compiled anew with other settings."""
+        return Subject(self.original, replace(self.config, **settings))
+
+
+def original_of(model: Any) -> Any:
+    """The eager model behind what was compiled or wrapped."""
+    while True:
+        inner = compat.original_of(model)
+        if inner is None:
+            inner = compat.compiled_from(model)
+        if inner is None and isinstance(model, (CompiledModel, CUDAGraphWrapper)):
+            inner = model.unwrap()
+        if inner is None:
+            return model
+        model = inner
+
+
+def tolerance_of(subject: Subject, call: Call, rtol: float | None, atol: float | None) -> Tolerance:
+    """What the user says; else bitwise where the kernels are the same; else by dtype."""
+    return Tolerance(subject.same_kernels(call), rtol, atol)

@@ -1,0 +1,739 @@
+"""What was compared, as values: :class:`Check`, :class:`Verification`.
+
+Where a step of a wrapper differs from the plain one: :func:`wrapper_place`.
+
+The checks of a manager's graphs.
+
+Whether graphs give what the eager model gives: :func:`verify`.
+
+Each check runs the same inputs in two ways and compares what comes out and what is written. Where
+they differ, the step is run once more, piece by piece, in all ways: see ``traces.py``.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from cgcompile import torch_compat as compat
+from cgcompile.backend import handle_of
+from cgcompile.boundaries import SplittingOp, target_name
+from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.context import BatchDescriptor, callers_context, in_full_mode, set_forward_context
+from cgcompile.debug.compare import (
+    Call,
+    Difference,
+    InputSets,
+    Tolerance,
+    first_difference,
+    named,
+    named_values,
+    padded,
+    plain,
+    require_comparison,
+    rows_of,
+    uncompared,
+    without_gradients,
+)
+from cgcompile.debug.explanation import Shown
+from cgcompile.debug.locate import Parting, Watcher, finding_of, made, padding_place
+from cgcompile.debug.restore import Undone, buffers_of, copies, put_back
+from cgcompile.debug.subject import Subject, tolerance_of
+from cgcompile.errors import CGCompileError, DispatchError
+from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
+from cgcompile.graphs.breaks import Breaker, BreakMode
+from cgcompile.graphs.capture import capture_turn
+from cgcompile.graphs.sequence import EagerSegment
+from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
+from cgcompile.serving.batch import Batch
+from cgcompile.serving.manager import CudaGraphManager
+from cgcompile.settings import checked_but, require, sizes_given
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison, on several sets of inputs.
+
+    Attributes:
+        name: what was compared with what.
+        compared: on how many sets of inputs.
+        replays: how many replays took part.
+        tolerance: how close numbers have to be, in words.
+        findings: what differs, at most one for each set.
+        missing: why fewer replays took part than were asked for, or why nothing was compared; empty
+            if nothing is missing.
+        uncompared: what of the results was not compared: objects without fields and without an
+            ``==`` of their own, such as functions.
+    """
+
+    name: str
+    compared: int
+    replays: int
+    tolerance: str
+    findings: tuple[Difference, ...] = ()
+    missing: str = ""
+    uncompared: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was replayed, all of it, and nothing differs."""
+        return bool(self.replays) and not self.missing and not self.findings
+
+
+@dataclass(frozen=True)
+class Verification(Shown):
+    """What :func:`cgcompile.verify` found; ``print`` it.
+
+    Attributes:
+        subject: what was looked at.
+        checks: each comparison.
+    """
+
+    template: ClassVar[str] = "verification"
+
+    subject: str
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether each check replayed something and found nothing."""
+        return bool(self.checks) and all(check.ok for check in self.checks)
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """All that differs, in the order of the checks."""
+        return tuple(found for check in self.checks for found in check.findings)
+
+    @property
+    def replays(self) -> int:
+        """How many replays took part."""
+        return sum(check.replays for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"ok": self.ok, **plain(self)}
+
+    def __str__(self) -> str:
+        cells = [("check", "inputs", "replays", "tolerance", "result")]
+        for check in self.checks:
+            counts = str(check.compared), str(check.replays)
+            cells.append((check.name, *counts, check.tolerance, _result(check)))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        rows = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
+        verdict = "ok" if self.ok else "not ok"
+        found = [str(each) for each in self.differences]
+        unsaid = dict.fromkeys(name for check in self.checks for name in check.uncompared)
+        rows += [f"not compared: {', '.join(unsaid)}"] if unsaid else []
+        return "\n".join([f"{self.subject}: {verdict}", *map(str.rstrip, rows), *found])
+
+
+def _result(check: Check) -> str:
+    if check.findings:
+        return f"{len(check.findings)} differ"
+    if not check.replays:
+        return f"nothing was replayed: {check.missing}"
+    return check.missing or "equal"
+
+
+log = logging.getLogger(__name__)
+
+
+def wrapper_place(
+    wrapper: CUDAGraphWrapper, call: Call, tolerance: Tolerance, kept: Sequence[torch.Tensor]
+) -> Difference:
+    """Return the first eager break whose arguments differ, or the result.
+
+    In the forward context of the step.
+
+    Args:
+        wrapper: whose step it is.
+        call: the arguments of the step; their tensors are put back.
+        tolerance: how close numbers must be.
+        kept: what else the step writes, to be put back as well.
+    """
+    context = callers_context()
+    descriptor = None if context is None else context.batch_descriptor
+    mode = wrapper.runtime_mode if context is None else context.cudagraph_runtime_mode
+    if descriptor is None or wrapper.entry_of(mode, descriptor) is None:
+        return Difference(detail="no graph serves the step")
+    args, kwargs = call
+    tensors = compat.tree_tensors(call)
+    dtypes = [each.dtype for each in tensors if each.is_floating_point()]
+    rtol, atol = tolerance.of(dtypes[0]) if dtypes else (0.0, 0.0)
+    try:
+        with without_gradients(), put_back([*tensors, *kept]):
+            found = wrapper_difference(wrapper, *args, rtol=rtol, atol=atol, **kwargs)
+    except CGCompileError as error:
+        return Difference(detail=str(error).splitlines()[0])
+    return (
+        Difference()
+        if found is None
+        else Difference(piece=found.piece, detail=f"{found.value}: {found.detail}")
+    )
+
+
+def wrapper_difference(
+    wrapper: CUDAGraphWrapper,
+    *args: Any,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    **kwargs: Any,
+) -> Difference | None:
+    """Replay a step of a wrapper and run it plain, on the same inputs; compare every break.
+
+    The arguments of each eager break are compared as it leaves them, tensors and plain values, and
+    what comes out in the end. Of dataclasses and plain objects what is in them is compared; what
+    has no fields and no ``==`` of its own is not, with a line in the log. What the plain step
+    changes is put back before the replay: tensors among the arguments, and tensors, attributes and
+    containers that the model leads to, weights included. What is written elsewhere, such as a
+    global or a cache that the forward context leads to, is written twice. Of a model with compiled
+    code all tensors are copied, as its writes are not seen; else those that are written, the
+    arguments and the buffers. Synchronises.
+
+    Args:
+        wrapper: whose step it is.
+        *args: as a call takes them, in the forward context of the step.
+        rtol: relative tolerance; 0 for bitwise.
+        atol: absolute tolerance.
+        **kwargs: as a call takes them.
+
+    Returns:
+        The first difference, or None.
+
+    Raises:
+        DispatchError: no graph serves the step, or the plain step breaks at other places than the
+            recorded one.
+        GuardError: an input is not that of the capture.
+    """
+    entry = _entry(wrapper)
+    entry.check(args, kwargs, wrapper.name)
+    undone = Undone(wrapper.unwrap(), args, kwargs)
+    opaque = compat.holds_compiled_code(wrapper.unwrap())
+    state = undone.tensors if opaque else buffers_of(wrapper.unwrap())
+    breaks = [each for each in entry.sequence.segments if isinstance(each, EagerSegment)]
+    with put_back([*compat.tree_tensors((args, kwargs)), *state]), undone:
+        watcher = _Watcher(wrapper)
+        plain = copies(named_values(watcher.run(args, kwargs)))
+    names = [name for name, _ in watcher.seen]
+    if wrapper.pool is not None:
+        wrapper.pool.follow_stream()
+    replayed: list[dict[str, Any]] = []
+    for segment, step in zip(entry.sequence.segments, entry.sequence.steps, strict=True):
+        step()
+        if isinstance(segment, EagerSegment):
+            replayed.append(copies(named_values((segment.args, dict(segment.kwargs)))))
+    if names != [each.name for each in breaks]:
+        raise DispatchError.other_breaks(
+            what=wrapper.name, now=names, before=[each.name for each in breaks]
+        )
+    for place, (name, given) in enumerate(watcher.seen):
+        found = first_difference(f"break {place} ({name})", given, replayed[place], rtol, atol)
+        if found is not None:
+            return found
+    output = copies(named_values(entry.output))
+    for name in uncompared(plain, output):
+        log.warning("%s: %s of the result is not compared", wrapper.name, name)
+    return first_difference("the result", plain, output, rtol, atol)
+
+
+def _entry(wrapper: CUDAGraphWrapper) -> CUDAGraphEntry:
+    """What serves the step of the forward context."""
+    context = callers_context()
+    if context is None or context.batch_descriptor is None:
+        raise DispatchError.nothing_verified(why="no forward context with a batch descriptor")
+    mode, descriptor = context.cudagraph_runtime_mode, context.batch_descriptor
+    found = wrapper.entry_of(mode, descriptor)
+    if found is None:
+        detail = f"{wrapper.name} has nothing for {mode.name}, {descriptor}"
+        raise DispatchError.nothing_verified(why=detail)
+    return found
+
+
+class _Watcher(Breaker):
+    """Runs a step plain and notes what its breaks are given.
+
+    Attributes:
+        seen: name and arguments of each break, in order.
+    """
+
+    def __init__(self, wrapper: CUDAGraphWrapper) -> None:
+        self.name = wrapper.name
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+        self._wrapper = wrapper
+        self._in_break = False
+
+    @property
+    def is_recording(self) -> bool:
+        return not self._in_break
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        wrapper = self._wrapper
+        if not isinstance(wrapper, BreakableCUDAGraphWrapper) or wrapper.pool is None:
+            return wrapper.runnable(*args, **kwargs)
+        below = wrapper.sees_composites
+        composites = below or torch.is_inference_mode_enabled()
+        mode = BreakMode(self, wrapper.boundaries, wrapper.pool.device.tensor_type, composites)
+        with ExitStack() as stack:
+            stack.enter_context(capture_turn(f"verify {self.name}", self))
+            stack.enter_context(wrapper.pool.device.around())
+            if below:
+                stack.enter_context(compat.below_autograd())
+            self._mode = mode
+            mode.switch_on()
+            stack.callback(mode.switch_off)
+            return wrapper.runnable(*args, **kwargs)
+
+    def meet(
+        self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """See :class:`~cgcompile.graphs.breaks.Breaker`."""
+        if in_full_mode():
+            return op(*args, **kwargs)
+        return self.run_eager(target_name(op), op, args, kwargs)
+
+    def run_eager(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the function with all watching off, and note how it leaves its arguments."""
+        self._mode.switch_off()
+        self._in_break = True
+        try:
+            made = function(*args, **(kwargs or {}))
+            self.seen.append((name, copies(named_values((args, dict(kwargs or {}))))))
+            return made
+        finally:
+            self._in_break = False
+            self._mode.switch_on()
+
+
+CHECKS = ("exact eager against exact replay", "exact eager against padded replay")
+
+
+def check_manager(
+    manager: CudaGraphManager,
+    batches: Any,
+    sets: int,
+    rtol: float | None = None,
+    atol: float | None = None,
+    refuse: bool = False,
+) -> Verification:
+    """Run batches plain and exact, and on the graph that the dispatcher chooses; compare.
+
+    Args:
+        manager: with captured graphs. With an agreement all ranks call this, with as many batches
+            that go the same ways.
+        batches: what to run, or a callable that makes a batch from its number.
+        sets: how many such.
+        rtol: relative tolerance; None: by dtype.
+        atol: absolute tolerance.
+        refuse: dispatch no FULL graph any more if one of them differs, on any rank.
+
+    Raises:
+        BaseException: what a step raised.
+    """
+    tolerance = Tolerance(False, rtol, atol)
+    make: Callable[[int], Batch] | None = batches if callable(batches) else None
+    given = list(batches) if make is None else [make(number) for number in range(sets)]
+    compared: dict[str, list[Difference | None]] = {name: [] for name in CHECKS}
+    missing = "" if given else "there are no batches"
+    wrong: list[str] = []
+    for number, batch in enumerate(given):
+        chosen = manager.dispatched(batch)
+        if chosen.mode is CUDAGraphMode.NONE:
+            missing = missing or f"batch {number} has no graph: {chosen.why}"
+            continue
+        plain = copies(named(manager.run(batch, valid_modes=())))
+        replayed = _replayed(manager, batch)
+        if replayed is None:
+            missing = missing or f"batch {number} has a graph and does not replay it"
+            continue
+        name = CHECKS[chosen.descriptor.num_tokens > batch.num_tokens]
+        difference = tolerance.first("the result", plain, replayed)
+        if difference is not None:
+            difference = _located(manager, batch, number, difference, tolerance)
+            if chosen.mode is CUDAGraphMode.FULL:
+                wrong.append(f"FULL, {chosen.descriptor}: {difference.detail}")
+        compared[name].append(difference)
+    if refuse:
+        _refuse_full(manager, wrong)
+    checks = [
+        Check(name, len(all_), len(all_), str(tolerance), tuple(f for f in all_ if f is not None))
+        for name, all_ in compared.items()
+        if all_
+    ]
+    if missing:
+        checks.append(Check("batches without a replay", 0, 0, "-", (), missing))
+    subject = f"{type(manager.model).__name__} in a manager"
+    return Verification(subject, tuple(checks))
+
+
+def _replayed(manager: CudaGraphManager, batch: Batch) -> dict[str, Any] | None:
+    """Return the result of a replay, or None; a lazy manager replays from the third step on."""
+    for _ in range(3):
+        before = manager.counters.replays
+        result = manager.run(batch)
+        if manager.counters.replays > before:
+            return copies(named(result))
+    return None
+
+
+def _located(
+    manager: CudaGraphManager,
+    batch: Batch,
+    number: int,
+    difference: Difference,
+    tolerance: Tolerance,
+) -> Difference:
+    """Return the difference with piece and op; with other ranks, without a further step."""
+    parting = None if manager.agreement is not None else _parting(manager, batch, tolerance)
+    if parting is not None:
+        return finding_of(parting, number)
+    return made("replay", number, difference, batch.num_tokens, _place(manager, batch))
+
+
+def _refuse_full(manager: CudaGraphManager, wrong: list[str]) -> None:
+    """Dispatch no FULL graph any more if one is wrong, on this rank or another."""
+    agreement = manager.agreement
+    if not (wrong if agreement is None else agreement.largest(len(wrong))):
+        return
+    detail = wrong[0] if wrong else "it differs on another rank"
+    log.warning("no FULL graphs any more: %s", detail)
+    for mode, descriptor in manager.dispatcher.plan():
+        if mode is CUDAGraphMode.FULL:
+            manager.dispatcher.refused(mode, descriptor, detail)
+
+
+def _place(manager: CudaGraphManager, batch: Batch) -> Difference:
+    chosen = manager.dispatched(batch)
+    what = f"{chosen.mode.name} graph for {chosen.descriptor}, {batch.num_tokens} rows are real"
+    if chosen.descriptor.num_tokens > batch.num_tokens and chosen.mode is CUDAGraphMode.PIECEWISE:
+        return Difference(
+            detail=f"{what}; each piece does what it does eager: padding reaches real rows"
+        )
+    return Difference(
+        detail=f"{what}; an op inside has frozen a number, or padding reaches real rows"
+    )
+
+
+def _parting(manager: CudaGraphManager, batch: Batch, tolerance: Tolerance) -> Parting | None:
+    """Where the pieces of a compiled model part from their plain forms on the padded batch."""
+    watcher = Watcher(tolerance)
+    handle = handle_of(manager.model)
+    graphs = () if handle is None else handle.graphs
+    try:
+        for number, graph in enumerate(graphs):
+            graph.observe(watcher.of(number))
+        manager.run(batch)
+    finally:
+        for graph in graphs:
+            graph.observe(None)
+    return watcher.partings[0] if watcher.partings else None
+
+
+TAILS = ("random", "nan")
+
+
+@checked_but("sets", "padded_sizes")
+def verify(
+    model: Any,
+    inputs: Any,
+    *,
+    config: CompilationConfig | None = None,
+    sets: int = 3,
+    padded_sizes: Sequence[int] | str = (),
+    tails: str = "random",
+    breakable: bool = False,
+    rtol: float | None = None,
+    atol: float | None = None,
+    seed: int = 0,
+    refuse: bool = False,
+) -> Verification:
+    """Run a model eager and replayed on several sets of inputs, and compare.
+
+    Results are compared, and what is written of arguments and of the tensors that the model holds,
+    which is put back after each run. What ops write elsewhere, such as a global or a cache that the
+    forward context leads to, is written each time, and attributes that are no tensors change as by
+    any call. Runs without gradients. Warms up and captures what is not captured yet. Synchronises.
+
+    Args:
+        model: what ``torch.compile`` or ``cgcompile.compile`` returned for the backend; a
+            ``CUDAGraphWrapper`` or ``BreakableCUDAGraphWrapper``, in the forward context of the
+            step; a ``CudaGraphManager`` with its graphs; or a plain module or function, which is
+            compiled for the time being.
+        inputs: a tensor, a sequence of positional arguments or a mapping of keyword arguments,
+            whose tensors are filled with other random numbers for each set after the first; or a
+            callable that makes one of these from the number of the set. Of a manager: batches, or
+            a callable that makes one.
+        config: with which a plain model is compiled; left out: the defaults, on a CPU recorded.
+        sets: how many sets of inputs, at least 1; of a manager with given batches, all of those.
+        padded_sizes: sizes of the batch, its first dimension, to which inputs are padded, as
+            numbers or as text ``"8,16"``: a replay of that size must give the real rows that eager
+            gives for the exact size. Without a forward context alone.
+        tails: what padded rows hold: ``"random"`` (integers in the real range) or ``"nan"``.
+        breakable: compare the model with a breakable capture of the eager one as well.
+        rtol: relative tolerance; 0 with ``atol`` 0 for bitwise. Left out: bitwise where graphs hold
+            eager's kernels (host device, pieces that are not compiled), else by dtype.
+        atol: absolute tolerance.
+        seed: of the random numbers.
+        refuse: of a manager: dispatch no FULL graph any more if one differs, on any rank.
+
+    Returns:
+        What was compared and what differs; not ``ok`` where nothing was replayed.
+
+    Raises:
+        ConfigError: settings for a model that has its own, no model, or an impossible argument.
+        BaseException: what the model raised.
+    """
+    is_manager = isinstance(model, CudaGraphManager)
+    require(tails in TAILS, "tails", "verify", tails, "one of " + ", ".join(TAILS))
+    expected = "False: only a manager dispatches"
+    require(is_manager or not refuse, "refuse", "verify", refuse, expected)
+    require_comparison("verify", sets, rtol, atol, seed)
+    sizes = sizes_given("padded_sizes", "verify", padded_sizes)
+    if is_manager:
+        return check_manager(model, inputs, sets, rtol, atol, refuse)
+    subject = Subject(model, config)
+    try:
+        sets_ = InputSets(inputs, seed)
+        tolerance = tolerance_of(subject, sets_.first, rtol, atol)
+        looser = Tolerance(False, rtol, atol)  # another size, another kernel
+        with put_back(sets_.tensors):
+            checks = [_replays(subject, sets_, sets, tolerance)]
+        for size in sizes:
+            with put_back(sets_.tensors):
+                checks.append(_padded(subject, sets_, sets, size, tails, looser, seed))
+        if breakable:
+            with put_back(sets_.tensors):
+                checks.append(_breakable(subject, sets_, sets, tolerance))
+        return Verification(subject.name, tuple(checks))
+    finally:
+        subject.release()
+
+
+# ---------------------------------------------------------------- eager against replay
+
+
+def _replays(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolerance) -> Check:
+    def compare(number: int) -> Outcome:
+        call = inputs.fill(number)
+        missing = subject.until_replayed(call) if number == 0 else ""
+        if missing:
+            return Outcome(0, missing)
+        expected = subject.outcome(subject.original, call)
+        before = subject.counters.replays
+        found = subject.outcome(subject.call, call)
+        replays = subject.counters.replays - before
+        if not replays:  # of another layout than the first set
+            missing = subject.until_replayed(call)
+            found = subject.outcome(subject.call, call)
+            replays = int(not missing)
+        difference = _of_real_rows(tolerance, expected, found)
+        if difference is None or not replays:
+            return _equal(subject, call, replays, missing, expected, found)
+        finding = _verify_located(subject, call, number, difference, tolerance)
+        return Outcome(replays, missing, finding)
+
+    return _check("eager against replay", sets, tolerance, compare)
+
+
+class Outcome(NamedTuple):
+    """Of one set of inputs: replays, why there are fewer, the difference, what is not compared."""
+
+    replays: int
+    missing: str = ""
+    finding: Difference | None = None
+    uncompared: tuple[str, ...] = ()
+
+
+def _equal(
+    subject: Subject,
+    call: Call,
+    replays: int,
+    missing: str,
+    plain: dict[str, Any],
+    found: dict[str, Any],
+) -> Outcome:
+    """Of two runs that do not differ."""
+    uncompared, blind = subject.uncompared(call, plain, found)
+    return Outcome(replays, missing or blind, None, uncompared)
+
+
+def _check(name: str, sets: int, tolerance: Tolerance, compare: Callable[[int], Outcome]) -> Check:
+    replays, compared, missing = 0, 0, ""
+    uncompared: dict[str, None] = {}
+    findings: list[Difference] = []
+    for number in range(sets):
+        more, why, finding, unsaid = compare(number)
+        replays += more
+        compared += bool(more)
+        missing = missing or why
+        uncompared |= dict.fromkeys(unsaid)
+        findings += [] if finding is None else [finding]
+        if why and not replays:
+            break  # the others would not replay either
+    text, found = str(tolerance), tuple(findings)
+    return Check(name, compared, replays, text, found, missing, tuple(uncompared))
+
+
+def _verify_located(
+    subject: Subject, call: Call, number: int, difference: Difference, tolerance: Tolerance
+) -> Difference:
+    """Where the graphs of a call part from its plain pieces, if they do."""
+    if subject.wrapper is not None:
+        place = wrapper_place(subject.wrapper, call, tolerance, subject.kept)
+        return made("replay", number, difference, real_rows(), place)
+    watcher = Watcher(tolerance)
+    with subject.observed(watcher.of):
+        subject.outcome(subject.call, call)
+    for parting in watcher.partings:
+        return finding_of(parting, number)
+    detail = "the uncompiled pieces give it as well: a pass or the trace; cgcompile.bisect tells"
+    return made("tracing", number, difference, real_rows(), Difference(detail=detail))
+
+
+def _of_real_rows(
+    tolerance: Tolerance, expected: dict[str, Any], found: dict[str, Any]
+) -> Difference | None:
+    """Return the first difference, with its padding rows; None if only padding rows differ."""
+    context, real = callers_context(), real_rows()
+    batch = None if context is None else context.batch_descriptor
+    if real is not None and batch is not None:
+        cut = [
+            {n: _first_rows(v, batch.num_tokens, real) for n, v in values.items()}
+            for values in (expected, found)
+        ]
+        if tolerance.first("the result", *cut) is None:
+            return None
+    return tolerance.first("the result", expected, found)
+
+
+def _first_rows(value: Any, size: int, real: int) -> Any:
+    is_batch = isinstance(value, torch.Tensor) and value.dim() and len(value) == size
+    return value[:real] if is_batch else value
+
+
+def real_rows() -> int | None:
+    """How many rows the forward context says are real; None if it does not."""
+    context = callers_context()
+    return None if context is None else context.num_unpadded_tokens
+
+
+# ---------------------------------------------------------------- padded against exact
+
+
+def _padded(
+    subject: Subject,
+    inputs: InputSets,
+    sets: int,
+    size: int,
+    tails: str,
+    tolerance: Tolerance,
+    seed: int,
+) -> Check:
+    name = f"padded to {size} against exact"
+    real = rows_of(inputs.first)
+    if callers_context() is not None or subject.wrapper is not None:
+        why = "a forward context says what is padded: write the tails there, and verify that step"
+        return Check(name, 0, 0, str(tolerance), (), why)
+    if not 0 < real < size:
+        return Check(name, 0, 0, str(tolerance), (), f"the batch has {real} rows, not fewer")
+
+    def compare(number: int) -> Outcome:
+        call = inputs.fill(number)
+        generator = torch.Generator().manual_seed(seed + 1000 + number)
+        larger = padded(call, size, tails, generator)
+        missing = subject.until_replayed(larger)
+        if missing:
+            return Outcome(0, missing)
+        expected = subject.outcome(subject.original, call)
+        before = subject.counters.replays
+        found = subject.outcome(subject.call, larger)
+        replays = subject.counters.replays - before
+        pairs = [(n, value) for n, value in expected.items() if n in found]
+        cut = {n: real_part(found[n], value, size) for n, value in pairs}
+        difference = tolerance.first("the result", expected, cut)
+        if difference is None:
+            return _equal(subject, call, replays, "", expected, cut)
+        missing = subject.until_replayed(call)
+        place = (
+            padding_place(subject, call, larger, real, tolerance) if not missing else Difference()
+        )
+        detail = place.detail or "a replay of the exact size could not be had"
+        place = replace(place, detail=f"real rows depend on padding, {detail}")
+        return Outcome(replays, "", made("padding", number, difference, real, place))
+
+    return _check(name, sets, tolerance, compare)
+
+
+def real_part(found: Any, exact: Any, size: int) -> Any:
+    """The rows of a padded value that an exact one has, in any dimension; else as it is."""
+    both = isinstance(found, torch.Tensor) and isinstance(exact, torch.Tensor)
+    if not both or exact.dim() != found.dim():
+        return found
+    for dim, (more, fewer) in enumerate(zip(found.shape, exact.shape, strict=True)):
+        if fewer < more == size:
+            found = found.narrow(dim, 0, fewer)
+    return found
+
+
+# ---------------------------------------------------------------- against breakable capture
+
+
+def _breakable(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolerance) -> Check:
+    name = "replay against breakable"
+    settings = {n: getattr(subject.config, n) for n in ("capture_device", "splitting_ops")}
+    settings["builtin_splitting_ops"] = subject.config.builtin_splitting_ops
+    wrapper = BreakableCUDAGraphWrapper(
+        subject.original, CompilationConfig(**settings), CUDAGraphMode.PIECEWISE
+    )
+
+    def compare(number: int) -> Outcome:
+        call = inputs.fill(number)
+        missing = subject.until_replayed(call)
+        if missing:
+            return Outcome(0, missing)
+        found = subject.outcome(subject.call, call)
+        before = wrapper.counters.replays
+        try:
+            with _in_piecewise(call):
+                for _ in range(2 if number == 0 else 1):
+                    other = subject.outcome(wrapper, call)
+        except CGCompileError as error:
+            return Outcome(0, str(error).splitlines()[0])
+        replays = wrapper.counters.replays - before
+        why = "" if replays else f"breakable: {wrapper.counters}"
+        difference = tolerance.first("the result", found, other)
+        if difference is None or not replays:
+            return _equal(subject, call, replays, why, found, other)
+        with _in_piecewise(call):
+            place = wrapper_place(wrapper, call, tolerance, subject.kept)
+        return Outcome(replays, why, made("breakable", number, difference, real_rows(), place))
+
+    try:
+        return _check(name, sets, tolerance, compare)
+    finally:
+        wrapper.clear_all_graphs()
+
+
+@contextmanager
+def _in_piecewise(call: Call) -> Iterator[None]:
+    """The caller's forward context, or a new one, in mode PIECEWISE."""
+    context = callers_context()
+    given: dict[str, Any] = {}
+    batch = BatchDescriptor(max(rows_of(call), 1))
+    if context is not None:
+        names = ("attn_metadata", "num_tokens", "num_unpadded_tokens", "num_tokens_across_dp")
+        given = {n: getattr(context, n) for n in (*names, "slot_mapping", "inputs_ready")}
+        given |= context.additional
+        batch = context.batch_descriptor or batch
+    with set_forward_context(
+        **given, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=batch
+    ):
+        yield

@@ -1,0 +1,250 @@
+"""Capture many batches at once: :func:`capture_all`.
+
+Each batch runs plain first, so that nothing compiles inside of a capture; then all are captured,
+the largest first, so that the smaller ones fit into its memory; garbage is collected once.
+
+One set of captures: graphs of one mode, the largest first, for one process or for many ranks.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from tqdm import tqdm
+
+from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.descriptor import BatchDescriptor
+from cgcompile.errors import DispatchError, ManagerError
+from cgcompile.graphs.capture import bulk_capture, capture_postponed, postponed_capture
+from cgcompile.reasons import EXPECTED, Counters
+from cgcompile.settings import checked_but, is_finite, require, require_callable
+
+log = logging.getLogger(__name__)
+
+B_ = TypeVar("B_")
+
+_PASSES = 8  # plain, before recompiling for ever is taken to be the model's way
+
+
+class HasCounters(Protocol):
+    """A backend, or a wrapper."""
+
+    @property
+    def counters(self) -> Counters: ...
+
+
+@dataclass(frozen=True)
+class BulkCapture:
+    """How a bulk capture went.
+
+    Attributes:
+        captured: the batches all of whose steps have graphs now, in the order of capture.
+        missing: those that have none, with the reason as text.
+        passes: how often all batches ran plain before.
+        warm_seconds: of host time for that, and for collecting garbage once.
+        capture_seconds: of host time for the captures, each of which is one execution as well.
+    """
+
+    captured: tuple[Any, ...]
+    missing: tuple[tuple[Any, str], ...]
+    passes: int
+    warm_seconds: float
+    capture_seconds: float
+
+    def __str__(self) -> str:
+        count, seconds = len(self.captured), self.capture_seconds
+        rows = [f"{count} batches captured in {seconds:.2f} s, after {self.warm_seconds:.2f} s"]
+        return "\n".join(rows + [f"  {batch}: {why}" for batch, why in self.missing])
+
+
+@checked_but("batches")
+def capture_all(
+    step: Callable[[B_], Any],
+    batches: Iterable[B_],
+    target: HasCounters,
+    *,
+    size: Callable[[B_], int] | None = None,
+    settled: Callable[[], Any] = tuple,
+    warmups: int = 1,
+    strict: bool = False,
+) -> BulkCapture:
+    """Warm and capture all batches.
+
+    Args:
+        step: runs one step of a batch, on inputs prepared afresh, and calls the model once. It is
+            called for each batch several times.
+        batches: numbers of tokens, batch descriptors, or whatever ``step`` takes.
+        target: what counts the captures.
+        size: what is larger; left out: the number itself, or its ``num_tokens``.
+        settled: something that stays equal once nothing compiles any more.
+        warmups: how often each batch runs plain at least.
+        strict: raise where a batch has no graph in the end.
+
+    Raises:
+        ConfigError: an argument is of another kind than above; nothing ran.
+        DispatchError: ``strict``, and a batch has no graph.
+        BaseException: what ``step`` raised.
+    """
+    start = time.perf_counter()
+    _check(step, batches, target, size)
+    ordered = sorted(batches, key=lambda batch: _size_of(batch, size), reverse=True)
+    passes = warm_all(step, ordered, settled, warmups)
+    captured: list[Any] = []
+    missing: list[tuple[Any, str]] = []
+    with bulk_capture():
+        warm = time.perf_counter()
+        for batch in ordered:
+            before = target.counters + Counters()  # a wrapper goes on counting in its own
+            step(batch)
+            after = target.counters
+            reasons = after.plain - before.plain
+            done = after.captures + after.replays > before.captures + before.replays
+            if done and EXPECTED.issuperset(reasons):
+                captured.append(batch)
+                continue
+            why = "; ".join(after.why_plain(before))
+            missing.append((batch, why or "the model was not called"))
+            if strict:
+                raise DispatchError.strict(
+                    what=f"batch {batch}", reason="bulk capture", detail=missing[-1][1]
+                )
+    end = time.perf_counter()
+    found = BulkCapture(tuple(captured), tuple(missing), passes, warm - start, end - warm)
+    log.info("%s", found)
+    return found
+
+
+def warm_all(
+    step: Callable[[B_], Any], batches: list[B_], settled: Callable[[], Any], warmups: int
+) -> int:
+    """Run all batches plain until a whole pass compiles nothing; how many passes that took.
+
+    Raises:
+        BaseException: what ``step`` raised.
+    """
+    with postponed_capture():
+        for done in range(1, _PASSES + 1):
+            before = settled()
+            for batch in batches:
+                step(batch)
+            if done >= warmups and settled() == before:
+                return done
+    log.warning("after %d passes something still compiles", _PASSES)
+    return _PASSES
+
+
+def _check(step: Any, batches: Any, target: Any, size: Any) -> None:
+    where = "capture_all"
+    require_callable("step", where, step)
+    several = isinstance(batches, Iterable) and not hasattr(batches, "data_ptr")
+    require(several, "batches", where, batches, "an iterable of batches")
+    counts = isinstance(getattr(target, "counters", None), Counters)
+    expected = "a Backend, a compiled model or a wrapper, which counts what it captures"
+    require(counts, "target", where, target, expected)
+    if size is not None:
+        require_callable("size", where, size)
+
+
+def _size_of(batch: Any, size: Callable[[Any], int] | None) -> Any:
+    found = getattr(batch, "num_tokens", batch) if size is None else size(batch)
+    expected = "a number for each batch; give size= for batches that are none"
+    require(is_finite(found), "size", "capture_all", found, expected)
+    return found
+
+
+class Ranks(Protocol):
+    """Processes that capture the same set at the same time."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Around what all do: one that raises tells the others that it goes no further."""
+
+    def without(
+        self, planned: list[BatchDescriptor], done: tuple[BatchDescriptor, ...]
+    ) -> Mapping[BatchDescriptor, int]:
+        """What some rank has no graph of, and which rank."""
+
+
+def capture_set(
+    title: str,
+    mode: CUDAGraphMode,
+    descriptors: list[BatchDescriptor],
+    step: Callable[[BatchDescriptor, str], None],
+    target: HasCounters,
+    settled: Callable[[], int],
+    config: CompilationConfig,
+    agreement: Ranks | None = None,
+) -> BulkCapture:
+    """Warm up and capture; a progress bar shows how far, on the first rank alone.
+
+    Args:
+        title: of the bar.
+        mode: of the graphs.
+        descriptors: what to capture.
+        step: ``step(descriptor, phase)`` runs a batch afresh; ``"warmup"`` or ``"capture"``.
+        target: what counts captures.
+        settled: equal numbers once nothing compiles any more, on any rank.
+        config: ``num_warmups`` and ``strict``.
+        agreement: ranks that capture the same set at the same time.
+
+    Returns:
+        How it went. A step that ran plain and raises in the capture is missing, with what it said;
+        the others go on. What one rank is without, all are.
+
+    Raises:
+        AgreementError: another rank stays away, gave up, or captures another set.
+        DispatchError: ``strict``, and a batch has no graph.
+        BaseException: what a step raised in a warm-up, or, ``strict``, in the capture.
+    """
+    quiet = torch.distributed.is_initialized() and torch.distributed.get_rank() != 0
+    bar = tqdm(total=len(descriptors), desc=title, disable=quiet or None, leave=False)
+    refused: dict[BatchDescriptor, str] = {}
+
+    def run(descriptor: BatchDescriptor) -> None:
+        if capture_postponed():
+            step(descriptor, "warmup")
+            return
+        try:
+            step(descriptor, "capture")
+        except ManagerError:
+            raise
+        except Exception as error:
+            if config.strict:
+                raise
+            refused[descriptor] = f"{type(error).__name__}: {error}".splitlines()[0]
+        if descriptor in refused and agreement is not None and mode is CUDAGraphMode.FULL:
+            # Nothing of the step has run, and other ranks wait in its collectives.
+            with postponed_capture():
+                step(descriptor, "warmup")
+        bar.update()
+
+    with nullcontext() if agreement is None else agreement.together(), bar:
+        found = capture_all(
+            run,
+            descriptors,
+            target,
+            settled=settled,
+            warmups=config.num_warmups,
+            strict=config.strict,
+        )
+    missing = tuple((each, refused.get(each, why)) for each, why in found.missing)
+    found = replace(found, missing=missing)
+    if agreement is not None:
+        found = _of_all_ranks(found, agreement, descriptors)
+    for descriptor, why in found.missing:
+        log.warning("%s: not captured: %s: %s", title, descriptor, why)
+    return found
+
+
+def _of_all_ranks(
+    found: BulkCapture, agreement: Ranks, descriptors: list[BatchDescriptor]
+) -> BulkCapture:
+    """Without what another rank could not capture."""
+    lacking = agreement.without(descriptors, found.captured)
+    captured = tuple(each for each in found.captured if each not in lacking)
+    others = [(each, f"rank {rank} has not captured it") for each, rank in lacking.items()]
+    new = tuple(pair for pair in others if pair[0] in found.captured)
+    return replace(found, captured=captured, missing=found.missing + new)

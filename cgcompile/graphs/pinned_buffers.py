@@ -1,0 +1,224 @@
+"""Host data for a buffer that graphs read: :class:`HostStaging`.
+
+A graph reads one address, so each step writes its data there, and the host prepares the next step
+while the device still works on this one. Without this file, the next step's data overwrites host
+memory that a copy has yet to read, and a smaller batch leaves the rows of a larger one behind. The
+rule: ``fill`` runs on the stream that the graphs are replayed on, before the replay.
+"""
+
+from typing import Any
+
+import torch
+
+from cgcompile import torch_compat as compat
+from cgcompile.errors import CaptureError, ConfigError
+from cgcompile.graphs.cuda import CudaDevice
+from cgcompile.graphs.device import any_capture
+from cgcompile.settings import checked_but, parse_count, parsed, require_whole
+
+MOST_SLOTS = 2**10
+
+
+class Turns:
+    """Which copy of host memory may be written now: uploads take them in turn.
+
+    Not for several threads at a time.
+
+    Args:
+        device: where uploads go. On the CPU they are done at once, and nothing waits.
+        num_slots: how many copies there are.
+    """
+
+    def __init__(self, device: torch.device, num_slots: int) -> None:
+        event: Any = torch.cuda.Event
+        self._read = [event() for _ in range(num_slots)] if device.type == "cuda" else []
+        self._count = num_slots
+        self._next = 0
+        self._device = CudaDevice(device) if device.type == "cuda" else None
+        self._stream_key: int | None = None
+        self._last_stream: Any = None
+
+    def follow_stream(self) -> None:
+        """Work that another stream was given, uploads and readers of buffers, comes first."""
+        if self._device is None:
+            return
+        key = self._device.stream_key()
+        if key != self._stream_key:
+            if self._last_stream is not None:
+                self._device.wait_for(self._last_stream)
+            self._last_stream = self._device.current_stream()
+            self._stream_key = key
+
+    def begin(self) -> int:
+        """The copy whose turn it is; the host waits until its last upload has been done."""
+        if self._read and not self._read[self._next].query():
+            self._read[self._next].synchronize()
+        return self._next
+
+    def end(self) -> None:
+        """The uploads from that copy are on the current stream; the next one's turn comes."""
+        if self._read:
+            self._read[self._next].record(self._last_stream)  # the current one
+        self._next = (self._next + 1) % self._count
+
+
+def host_memory(buffer: torch.Tensor) -> torch.Tensor:
+    """Memory like a buffer's, on the host: pinned where the buffer is on CUDA."""
+    with torch.inference_mode(False), torch.no_grad():  # written in whatever mode
+        return torch.empty(
+            buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=buffer.is_cuda
+        )
+
+
+class _Slot:
+    """Host memory that one upload at a time reads.
+
+    Attributes:
+        memory: like the buffer, on the host; with a sentinel, all rows from ``real`` on hold it.
+        real: how many rows at the front may hold data.
+    """
+
+    __slots__ = ("_sentinel", "memory", "real")
+
+    def __init__(self, buffer: torch.Tensor, sentinel: Any) -> None:
+        self.real = 0
+        self._sentinel = sentinel
+        self.memory = host_memory(buffer)
+        if sentinel is not None:
+            self.memory.fill_(sentinel)
+
+    def write(self, rows: torch.Tensor) -> None:
+        """Put ``rows`` to the front, and the sentinel where data of before would remain."""
+        count, before = rows.shape[0], self.real
+        self.real = max(before, count)  # holds as well if a copy fails
+        self.memory[:count].copy_(rows.detach() if rows.requires_grad else rows)
+        if self._sentinel is not None and before > count:
+            self.memory[count:before].fill_(self._sentinel)
+        self.real = count
+
+
+class HostStaging:
+    """Uploads rows of host data to the front of a buffer, without races.
+
+    Not for several threads at a time.
+
+    Args:
+        buffer: [N, ...] of any dtype, contiguous, on CUDA or on the CPU. It stays the caller's and
+            is kept alive; nobody else writes it.
+        num_slots: how many host copies of the buffer to own (pinned for CUDA), from 1 to 2**10.
+            With 1, a fill waits until the upload before it is done; with 2, until the one before
+            that is.
+        sentinel: what rows without data hold; None leaves them as they are.
+
+    Attributes:
+        buffer: as given.
+
+    Raises:
+        ConfigError: for a buffer, number or sentinel that cannot serve.
+    """
+
+    @checked_but("buffer", "num_slots", "sentinel")
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        *,
+        num_slots: int = 1,
+        sentinel: int | float | bool | None = None,
+    ) -> None:
+        _check_buffer(buffer)
+        num_slots = parsed("num_slots", "HostStaging", num_slots, parse_count(1))
+        require_whole("num_slots", "HostStaging", num_slots, 1, MOST_SLOTS)
+        if sentinel is not None and not _holds(buffer.dtype, sentinel):
+            raise _bad("sentinel", sentinel, f"a value that {buffer.dtype} can hold, or None")
+        self.buffer = buffer
+        # Made outside of inference mode, so that a fill may write it in any mode.
+        self._target = compat.alias(buffer)
+        with torch.inference_mode(False), torch.no_grad():
+            self._slots = [_Slot(buffer, sentinel) for _ in range(num_slots)]
+        self._turns = Turns(buffer.device, num_slots)
+        self._has_sentinel = sentinel is not None
+        self._real = buffer.shape[0]  # rows of the buffer that may hold no sentinel
+
+    def fill(self, rows: torch.Tensor) -> torch.Tensor:
+        """Make ``rows`` the data of the buffer, by at most one upload on the current stream.
+
+        Rows that held data until now, or may have, and are not among the new ones get the
+        sentinel, if there is one. The host waits only while the upload that last used the slot has
+        not been done yet, never for the whole device. On a stream other than the last fill's, the
+        upload waits for all that the last one has been given so far.
+
+        Args:
+            rows: [n, ...] on the CPU, 0 <= n <= N, dtype and trailing shape of the buffer. The
+                caller may overwrite it once this returned.
+
+        Returns:
+            ``buffer[:n]``, a view.
+
+        Raises:
+            ConfigError: for other rows; nothing has changed then.
+            CaptureError: inside a capture, where an upload would be recorded; likewise.
+        """
+        self._check_rows(rows)
+        if any_capture():
+            raise CaptureError.refused(op="HostStaging.fill()")
+        count = rows.shape[0]
+        extent = max(count, self._real) if self._has_sentinel else count
+        self._turns.follow_stream()  # also without rows: the caller reads the buffer next
+        if extent:
+            slot = self._slots[self._turns.begin()]
+            slot.write(rows)
+            self._upload(slot, extent)
+            self._turns.end()
+        self._real = count
+        return self.buffer[:count]
+
+    def _check_rows(self, rows: torch.Tensor) -> None:
+        buffer, where = self.buffer, "HostStaging.fill()"
+        if not isinstance(rows, torch.Tensor):
+            raise ConfigError.bad_value(
+                name="rows", where=where, value=rows, expected="a torch.Tensor on the CPU"
+            )
+        if rows.device.type != "cpu":
+            raise ConfigError.bad_value(
+                name="rows.device", where=where, value=str(rows.device), expected="'cpu'"
+            )
+        if rows.dtype != buffer.dtype:
+            raise ConfigError.bad_value(
+                name="rows.dtype", where=where, value=rows.dtype, expected=f"{buffer.dtype}"
+            )
+        fits = rows.dim() == buffer.dim() and rows.shape[1:] == buffer.shape[1:]
+        if not fits or rows.shape[0] > buffer.shape[0]:
+            wanted = ", ".join(["n", *map(str, buffer.shape[1:])])
+            expected = f"[{wanted}] with n at most {buffer.shape[0]}"
+            raise ConfigError.bad_value(
+                name="rows.shape", where=where, value=list(rows.shape), expected=expected
+            )
+
+    def _upload(self, slot: _Slot, extent: int) -> None:
+        self._target[:extent].copy_(slot.memory[:extent], non_blocking=True)
+
+
+def _bad(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError.bad_value(name=name, where="HostStaging", value=value, expected=expected)
+
+
+def _check_buffer(buffer: torch.Tensor) -> None:
+    if not isinstance(buffer, torch.Tensor):
+        raise _bad("buffer", buffer, "a torch.Tensor")
+    if buffer.device.type not in ("cuda", "cpu"):
+        raise _bad("buffer.device", str(buffer.device), "'cuda' or 'cpu'")
+    if buffer.layout is not torch.strided:
+        raise _bad("buffer.layout", buffer.layout, "torch.strided")
+    if buffer.dim() == 0:
+        raise _bad("buffer.shape", [], "at least one dimension, that of the rows")
+    if not buffer.is_contiguous():
+        raise _bad("buffer.stride()", buffer.stride(), "a contiguous tensor")
+
+
+def _holds(dtype: torch.dtype, value: Any) -> bool:
+    """Whether a dtype has a value: floats are rounded, numbers and flags have to be exact."""
+    try:
+        found = torch.empty((), dtype=dtype, device="cpu").fill_(value).item()
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return False
+    return dtype.is_floating_point or dtype.is_complex or bool(found == value)

@@ -1,0 +1,401 @@
+"""What graphs take of the device: :func:`plan_memory`, and which fit: :func:`choose_graphs`.
+
+An engine sizes its caches before it captures, so it has to know what graphs will take. Graphs share
+their memory, so what they take does not add up, and is not estimated here: the graphs in question
+are captured, the largest first, measured, and dropped again. The rule: a chosen set of graphs has
+been measured within the budget.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from cgcompile.backend import Backend
+from cgcompile.config import CUDAGraphMode
+from cgcompile.descriptor import BatchDescriptor
+from cgcompile.errors import ManagerError
+from cgcompile.graphs.arena import MIB, PoolBytes
+from cgcompile.graphs.capture import releasing
+from cgcompile.graphs.capture_all import BulkCapture, warm_all
+from cgcompile.graphs.pool import GraphPool
+from cgcompile.runtime.compiled_graph import CompiledGraph
+from cgcompile.serving.buffers import OutputBuffers
+from cgcompile.serving.plan import Planned, sets_of
+from cgcompile.serving.sizes import removal_order
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 8  # graphs captured between two comparisons with the budget
+
+# Steps of the driver. Seen on an H200 with driver 580: graphs captured again took a step less or
+# more, since a driver keeps some memory of destroyed graphs and hands it out in other parts.
+_UNSTEADY = 2
+
+K_ = TypeVar("K_")
+T_ = TypeVar("T_")
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """Memory of the device that graphs take, in bytes.
+
+    Attributes:
+        pools: what torch's allocator holds for graphs, in use or not.
+        staging: buffers of inputs and of bridges.
+        outputs: buffers of what FULL graphs return.
+        driver: the graphs themselves, as the driver keeps them. It may hold on to some when they
+            are dropped.
+    """
+
+    pools: int = 0
+    staging: int = 0
+    outputs: int = 0
+    driver: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.pools + self.staging + self.outputs + self.driver
+
+    def __str__(self) -> str:
+        parts = [f"{name} {value / MIB:.2f}" for name, value in vars(self).items() if value]
+        return f"{self.total / MIB:.2f} MiB" + (f" ({', '.join(parts)})" if parts else "")
+
+
+class _Reading(NamedTuple):
+    """One look at what graphs take; ``driver`` is the level of the device."""
+
+    pools: PoolBytes
+    staging: int
+    outputs: int
+    driver: int
+
+    @property
+    def held(self) -> int:
+        return self.pools.held + self.staging + self.outputs
+
+
+class MemoryMeter:
+    """Measures what the graphs of one manager take.
+
+    The driver tells no graph's share, only what is left of the device: so the level before the
+    first capture is remembered, and what other programs take meanwhile is taken for ours.
+
+    Args:
+        pool: of the manager; None on a device without graphs.
+        backend: of a compiled model, whose graphs have pools of their own.
+        outputs: the manager's.
+    """
+
+    def __init__(
+        self, pool: GraphPool | None, backend: Backend | None, outputs: OutputBuffers
+    ) -> None:
+        self._pool = pool
+        self._backend = backend
+        self._outputs = outputs
+        self._before: int | None = None  # level of the driver
+        self._driver = 0
+
+    @property
+    def graphs(self) -> tuple[CompiledGraph, ...]:
+        """Of the compiled model, so far."""
+        return () if self._backend is None else self._backend.graphs
+
+    @property
+    def pools(self) -> list[GraphPool]:
+        """All there are so far."""
+        found = [self._pool, *(graph.pool for graph in self.graphs)]
+        return [pool for pool in found if pool is not None]
+
+    def begin(self) -> None:
+        """Remember the level of the driver, unless that was done: captures follow."""
+        if self._before is None:
+            self._before = self.read().driver
+
+    def before_capture(self, _: BatchDescriptor) -> None:
+        """The same, as a hook of each capture."""
+        self.begin()
+
+    def taken(self) -> int:
+        """Bytes taken by now: buffers, graphs, and what the driver holds of dropped graphs."""
+        now = self.read()
+        before = now.driver if self._before is None else self._before
+        return now.held + max(0, now.driver - before)
+
+    def end(self) -> None:
+        """Measure the driver's share: captures have ended. Synchronises."""
+        if self._pool is not None and self._before is not None:
+            self._pool.device.synchronize()
+            self._driver = max(0, self._pool.device.graph_bytes() - self._before)
+
+    def read(self) -> _Reading:
+        """A look in between; asks the allocator and the driver, and synchronises nothing."""
+        pools = self.pools
+        level = self._pool.device.graph_bytes() if self._pool is not None else 0
+        held = sum((pool.held for pool in pools), PoolBytes())
+        staging = sum(pool.arena.nbytes for pool in pools)
+        return _Reading(held, staging, self._outputs.nbytes, level)
+
+    def memory(self) -> GraphMemory:
+        """What graphs take now; the driver's share as of the end of the last captures."""
+        now = self.read()
+        return GraphMemory(now.pools.held, now.staging, now.outputs, self._driver)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What the planned graphs of a manager take, measured; ``print`` it.
+
+    Attributes:
+        graphs: in the order of their capture: mode, descriptor, and the bytes that it adds to those
+            before it. The first of a kind holds the memory that the others use too.
+        missing: which of those could not be captured, with the reason.
+        total: bytes of all graphs.
+        fixed: of that, what is there before any graph: buffers.
+        seconds: of host time that planning took, warming up included.
+    """
+
+    graphs: tuple[tuple[CUDAGraphMode, BatchDescriptor, int], ...]
+    missing: tuple[tuple[Planned, str], ...]
+    total: int
+    fixed: int
+    seconds: float
+
+    def against(self, measured: GraphMemory) -> str:
+        """One line: planned and measured."""
+        return f"planned {self.total / MIB:.2f} MiB, measured {measured}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, for JSON."""
+        return {
+            "total": self.total,
+            "fixed": self.fixed,
+            "seconds": self.seconds,
+            "graphs": [
+                {"mode": mode.name, "descriptor": str(descriptor), "bytes": nbytes}
+                for mode, descriptor, nbytes in self.graphs
+            ],
+            "missing": [[mode.name, str(key), why] for (mode, key), why in self.missing],
+        }
+
+    def __str__(self) -> str:
+        rows = [
+            f"{mode.name:10} {descriptor!s:40} {nbytes / MIB:8.2f} MiB"
+            for mode, descriptor, nbytes in self.graphs
+        ]
+        rows += [
+            f"{mode.name:10} {key!s:40} not captured: {why}" for (mode, key), why in self.missing
+        ]
+        return "\n".join([*rows, f"total {self.total / MIB:.2f} MiB"])
+
+
+def plan_memory(manager: Any) -> MemoryPlan:
+    """Measure what the planned graphs of a manager take, by captures that are dropped.
+
+    After it the manager is as before. Synchronises.
+
+    Args:
+        manager: a :class:`~cgcompile.serving.manager.CudaGraphManager` without graphs.
+
+    Raises:
+        DispatchError: ``strict``, and a graph could not be captured.
+        BaseException: what the model, ``prepare`` or ``metadata`` raised.
+    """
+    start = time.perf_counter()
+    planned = manager.dispatcher.plan()
+    if not planned or manager.pool is None:
+        return MemoryPlan((), (), 0, 0, time.perf_counter() - start)
+    rehearsal = _Rehearsal(manager)
+    total = rehearsal.nbytes(planned)
+    graphs = [(*each, rehearsal.added.get(each, 0)) for each in planned]
+    seconds = time.perf_counter() - start
+    missing = tuple(rehearsal.missing)
+    plan = MemoryPlan(tuple(graphs), missing, total, rehearsal.fixed, seconds)
+    log.info("%s", plan)
+    return plan
+
+
+def choose_graphs(
+    manager: Any, max_graph_bytes: int, histogram: Mapping[int, int] | None = None
+) -> tuple[Planned, ...]:
+    """Choose planned graphs that stay within a budget of bytes and save the most padding.
+
+    The largest graph of each kind (mode, query length, LoRA, axes) is always among them, so that
+    every batch that the plan serves keeps a graph; the others are ranked by the padded rows that
+    they save (:func:`ranked`), and as many are taken as fit. FULL graphs come first where two save
+    the same. All are chosen if all fit. The graphs in question are captured to measure them, and
+    dropped; ranks of an agreement decide together.
+
+    Args:
+        manager: a :class:`~cgcompile.serving.manager.CudaGraphManager` without graphs.
+        max_graph_bytes: what they may take on the device, in bytes.
+        histogram: batch size in tokens -> number of steps, for every kind alike; left out, all
+            sizes of batches are equally frequent.
+
+    Returns:
+        In the order of the plan.
+
+    Raises:
+        ManagerError: the largest graphs alone take more.
+        SizesError: the histogram is none.
+    """
+    planned: tuple[Planned, ...] = manager.dispatcher.plan()
+    kinds: dict[Any, dict[int, Planned]] = {}
+    for mode, key in sorted(planned, key=lambda each: each[0] is not CUDAGraphMode.FULL):
+        kinds.setdefault(kind_of(mode, key), {})[key.num_tokens] = (mode, key)
+    order = [kinds[kind][size] for kind, size in ranked(kinds, histogram)]
+    rehearsal = _Rehearsal(manager)
+    if rehearsal.fits(planned, max_graph_bytes):
+        return planned
+    needed = rehearsal.nbytes(order[: len(kinds)]) + rehearsal.margin
+    if needed > max_graph_bytes:
+        raise ManagerError.too_few_bytes(budget=max_graph_bytes, needed=needed)
+    kept = set(most_that_fit(order, len(kinds), lambda some: rehearsal.fits(some, max_graph_bytes)))
+    return tuple(each for each in planned if each in kept)
+
+
+def ranked(
+    ladders: Mapping[K_, Collection[int]], histogram: Mapping[int, int] | None = None
+) -> list[tuple[K_, int]]:
+    """Rank all (kind, size): the largest of each kind, then by the padded rows that each saves.
+
+    Of each kind, every prefix of the result is a ladder as the greedy removal leaves it.
+
+    Args:
+        ladders: kind of batch -> sizes.
+        histogram: rows -> number of steps; left out, all numbers of rows are equally frequent.
+    """
+    rest: list[tuple[float, K_, int]] = []
+    for kind, sizes in ladders.items():
+        largest = max(sizes)
+        steps = {rows: times for rows, times in (histogram or {}).items() if rows <= largest}
+        if not any(steps.values()):
+            steps = dict.fromkeys(range(1, largest + 1), 1)
+        every, saved = sum(steps.values()) * largest, 0.0
+        order: list[tuple[float, K_, int]] = []
+        for loss, size in removal_order(steps, sizes):
+            saved = max(saved, loss / every)
+            order.append((saved, kind, size))
+        rest += reversed(order)
+    rest.sort(key=lambda each: -each[0])
+    firsts = [(kind, max(sizes)) for kind, sizes in ladders.items()]
+    return [*firsts, *((kind, size) for _, kind, size in rest)]
+
+
+def most_that_fit(
+    order: Sequence[T_], least: int, fits: Callable[[Sequence[T_]], bool]
+) -> Sequence[T_]:
+    """Return the longest beginning of ``order`` that fits, by bisection.
+
+    Args:
+        order: what is worth the most comes first.
+        least: how many are known to fit.
+        fits: measures.
+    """
+    low, high = least, len(order)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(order[:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return order[:low]
+
+
+class _Rehearsal:
+    """Captures graphs of a manager to measure them, and drops them.
+
+    Attributes:
+        added: bytes that each graph added to those before it, when it was captured last.
+        missing: what could not be captured, with the reason.
+        fixed: bytes that there are before any graph.
+        margin: bytes by which graphs that are captured again may differ.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self.added: dict[Planned, int] = {}
+        self.missing: list[tuple[Planned, str]] = []
+        self._manager = manager
+        self._planned: tuple[Planned, ...] = manager.dispatcher.plan()
+        self._meter: MemoryMeter = manager.meter
+        self._recorded = {id(graph): set(graph.recordings) for graph in self._meter.graphs}
+        self._device = manager.pool.device
+        step = self._device.graph_step
+        self.margin = _UNSTEADY * step if step > 1 else 0
+        self._warm()
+        self.fixed = self._meter.taken()
+
+    def _warm(self) -> None:
+        """Run all sizes plain, so that nothing is compiled or loaded later."""
+        manager = self._manager
+
+        def step(each: Planned) -> None:
+            manager.run_dummy(*each, "warmup")
+
+        with manager.capturing():
+            warm_all(step, list(self._planned), manager.num_compilations, 1)
+        self._device.give_back()
+        self._meter.begin()
+
+    def fits(self, chosen: Collection[Planned], budget: int) -> bool:
+        """Whether graphs stay within a budget on all ranks."""
+        return not self._any(self.nbytes(chosen, budget) + self.margin > budget)
+
+    def nbytes(self, chosen: Collection[Planned], budget: int | None = None) -> int:
+        """Capture graphs, the largest first, and drop them; return the bytes that they took.
+
+        Args:
+            chosen: of the planned ones.
+            budget: stop soon after it is exceeded.
+        """
+        some = set(chosen)
+        self.missing.clear()
+        try:
+            for title, mode, keys in sets_of(each for each in self._planned if each in some):
+                for start in range(0, len(keys), _AT_ONCE):
+                    self._capture(f"Planning: {title}", mode, keys[start : start + _AT_ONCE])
+                    if budget is not None and self._any(self._meter.taken() > budget):
+                        return self._meter.taken()
+            return self._meter.taken()
+        finally:
+            self._drop()
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it is so on any rank: all capture the same sizes, or wait for each other."""
+        agreement = self._manager.agreement
+        return flag if agreement is None else bool(agreement.largest(flag))
+
+    def _capture(self, title: str, mode: CUDAGraphMode, keys: list[BatchDescriptor]) -> None:
+        levels: list[int] = []
+        order: list[BatchDescriptor] = []
+
+        def before(key: BatchDescriptor) -> None:
+            levels.append(self._meter.taken())
+            order.append(key)
+
+        done: BulkCapture = self._manager.record(title, mode, keys, before)
+        self.missing += [((mode, key), why) for key, why in done.missing]
+        self._device.synchronize()
+        levels.append(self._meter.taken())
+        for was, now, key in zip(levels, levels[1:], order, strict=False):
+            self.added[mode, key] = now - was
+
+    def _drop(self) -> None:
+        """Forget what was captured, and give its memory back."""
+        changed = [
+            g for g in self._meter.graphs if set(g.recordings) != self._recorded.get(id(g), set())
+        ]
+        for graph in changed:
+            graph.release()
+        self._manager.drop_graphs()
+        with releasing():
+            pass
+        self._device.give_back()
+
+
+def kind_of(mode: CUDAGraphMode, key: BatchDescriptor) -> tuple[Any, ...]:
+    """Equal for graphs that differ in nothing but size."""
+    length = key.query_len if key.uniform else None
+    return (mode, length, key.max_query_len, key.has_lora, key.num_active_loras, key.extra)

@@ -1,0 +1,597 @@
+"""What multiplies graphs beside the size of a batch: LoRA cases, and axes of the user's own.
+
+Plain Python. A *variant* is one combination; every capture size is captured once per variant. The
+rule: the variant that serves a batch asks for at least what the batch has, and what is exact is
+equal. A batch for which no variant stands runs without graphs, with a reason.
+
+Which graphs a dispatcher may have: the mode that attention allows, and shapes per kind of batch.
+
+Plain Python, and pure: numbers in, descriptors out. A *shape* is a descriptor without its variant
+(LoRA, axes). The rules are those of an attention backend that declares how far it goes into a
+FULL graph (``AttentionCGSupport``), and of kernels that are planned for an exact number of
+requests: a FULL graph of n tokens has min(n, max_num_reqs) requests, a uniform one n / q.
+
+What is captured together: graphs of one mode, for one kind of batch.
+
+How it is captured is in ``graphs/capture_all.py``.
+"""
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+from cgcompile.descriptor import BatchDescriptor, allows_full
+from cgcompile.errors import BatchError, ConfigError
+from cgcompile.modes import AttentionCGSupport, CUDAGraphMode
+from cgcompile.reasons import Reason, Why
+from cgcompile.settings import (
+    LARGEST_TABLE,
+    checked,
+    is_flag,
+    is_whole,
+    require_items,
+    require_kind,
+    whole,
+)
+
+
+@dataclass(frozen=True)
+class LoraCases:
+    """For which numbers of active LoRA adapters there are graphs. As it is: for none at all.
+
+    Attributes:
+        counts: numbers of active adapters that have graphs; a batch takes the next one that is not
+            smaller. A batch that does not count its adapters (0 with ``has_lora``) takes the
+            largest.
+        without: batches without LoRA have graphs of their own. If not, they take the graphs of the
+            smallest count, whose kernels must then cope with no adapter at all.
+
+    Raises:
+        ConfigError: a count below 1; or no count, and no graphs without LoRA either.
+    """
+
+    counts: tuple[int, ...] = ()
+    without: bool = True
+
+    def __post_init__(self) -> None:
+        counts = whole_numbers("lora.counts", self.counts)
+        require_kind("lora.without", "LoraCases", self.without, bool)
+        object.__setattr__(self, "counts", counts)
+        if not counts and not self.without:
+            raise ConfigError.impossible(
+                what="LoraCases without counts and without=False",
+                because="it leaves no batch that has a graph",
+                instead="List counts, or take LoraCases().",
+            )
+
+    @classmethod
+    @checked
+    def specialised(cls, max_loras: int) -> "LoraCases":
+        """Graphs without LoRA, and for 1, 2, 4, ... up to ``max_loras``, and one more.
+
+        The one more is for kernels that count the tokens without an adapter as a further one.
+        """
+        most = _max_loras(max_loras)
+        powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+        return cls((*powers, most, most + 1))
+
+    @classmethod
+    @checked
+    def shared(cls, max_loras: int, *, without: bool = False) -> "LoraCases":
+        """One set of graphs for any number of adapters, and for none unless ``without``."""
+        return cls((_max_loras(max_loras) + 1,), without)
+
+    def listed(self) -> tuple[int, ...]:
+        """The numbers to capture, 0 for "without LoRA"."""
+        return (0, *self.counts) if self.without else self.counts
+
+    def count_for(self, has_lora: bool, active: int) -> int | None:
+        """The captured number that serves a batch, 0 for "without LoRA"; None if none does.
+
+        Raises:
+            BatchError: active adapters without LoRA, or fewer than 0.
+        """
+        if not is_flag(has_lora):
+            raise BatchError.field(name="has_lora", value=has_lora, expected="bool")
+        if not is_whole(active):
+            raise BatchError.field(name="num_active_loras", value=active, expected="a whole number")
+        if active < 0 or (active and not has_lora):
+            raise BatchError.field(
+                name="num_active_loras",
+                value=active,
+                expected="at least 0, and 0 where has_lora is False",
+            )
+        if not has_lora and self.without:
+            return 0
+        if has_lora and not active:
+            return self.counts[-1] if self.counts else None
+        place = bisect_left(self.counts, active)
+        return self.counts[place] if place < len(self.counts) else None
+
+
+def _max_loras(value: int) -> int:
+    number = whole(value)
+    if number is None or number < 1:
+        raise ConfigError.bad_value(
+            name="max_loras", where="LoraCases", value=value, expected="a whole number from 1"
+        )
+    return number
+
+
+def whole_numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    """``values`` sorted, each once; a ConfigError unless all are whole numbers from 1."""
+    require_items(name, "CudagraphDispatcher", values)
+    given = tuple(values)
+    numbers = [whole(value) for value in given]
+    if not all(number is not None and 1 <= number <= LARGEST_TABLE for number in numbers):
+        expected = "whole numbers from 1 to 2**20"
+        raise ConfigError.bad_value(
+            name=name, where="CudagraphDispatcher", value=given, expected=expected
+        )
+    return tuple(sorted({number for number in numbers if number is not None}))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A further axis of the graphs' key: one value of ``extra``, at the place of this axis.
+
+    Attributes:
+        name: what messages call it.
+        values: what graphs are captured for; hashable. For ``"pad_up"`` they have an order.
+        rule: ``"exact"``: a batch takes graphs of its own value alone. ``"pad_up"``: of the next
+            listed value that is not smaller (a bound: the graph copes with less). ``"ignored"``: of
+            any; the descriptor holds None at this place, and ``values`` stays empty.
+        full_only: it speaks of what is outside of pieces, such as a kernel of attention: PIECEWISE
+            graphs serve every value, listed or not, and hold None at this place.
+
+    Raises:
+        ConfigError: values that do not go with the rule.
+    """
+
+    name: str
+    values: Sequence[Any] = ()
+    rule: Literal["exact", "pad_up", "ignored"] = "exact"
+    full_only: bool = False
+    _known: dict[Any, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        where = f"Axis {self.name!r}"
+        require_kind("name", where, self.name, str)
+        require_kind("full_only", where, self.full_only, bool)
+        if self.rule not in ("exact", "pad_up", "ignored"):
+            expected = "'exact', 'pad_up' or 'ignored'"
+            raise ConfigError.bad_value(
+                name="rule", where=where, value=self.rule, expected=expected
+            )
+        require_items("values", where, self.values)
+        object.__setattr__(self, "values", tuple(self.values))
+        if bool(self.values) is (self.rule == "ignored"):
+            expected = "none for 'ignored', else at least one"
+            raise ConfigError.bad_value(
+                name="values", where=where, value=self.values, expected=expected
+            )
+        try:
+            known = {value: value for value in self.values}
+            ordered = sorted(known) if self.rule == "pad_up" else list(known)
+        except TypeError:
+            expected = "hashable values, which have an order if padded up"
+            raise ConfigError.bad_value(
+                name="values", where=where, value=self.values, expected=expected
+            ) from None
+        object.__setattr__(self, "values", tuple(ordered))
+        object.__setattr__(self, "_known", known)
+
+    def listed(self) -> tuple[Any, ...]:
+        """The values to capture."""
+        return (None,) if self.rule == "ignored" else tuple(self.values)
+
+    def value_for(self, value: Any) -> Any:
+        """The captured value that serves ``value``.
+
+        Raises:
+            LookupError: none does; a value without hash or order serves nothing either.
+        """
+        if self.rule == "ignored":
+            return None
+        if self.rule == "exact":
+            return self._known[value]
+        return self.values[bisect_left(self.values, value)]
+
+
+class Variant(NamedTuple):
+    """One combination: a number of adapters (0 for "without LoRA") and a value per axis."""
+
+    loras: int
+    extra: tuple[Any, ...]
+
+    def of(self, shape: BatchDescriptor) -> BatchDescriptor:
+        """The descriptor of a shape in this variant."""
+        return shape._replace(
+            has_lora=self.loras > 0, num_active_loras=self.loras, extra=self.extra
+        )
+
+
+class PiecesOnly(NamedTuple):
+    """No FULL graph serves a batch, and PIECEWISE graphs of a combination do."""
+
+    variant: Variant
+    why: Why
+
+
+class Variants:
+    """All combinations of LoRA cases and axes, and which one serves a batch."""
+
+    def __init__(self, lora: LoraCases, axes: Iterable[Axis]) -> None:
+        self._lora = lora
+        self.axes = tuple(axes)
+        require_items("axes", "CudagraphDispatcher", self.axes, Axis)
+
+    def all(self) -> tuple[Variant, ...]:
+        """Every combination, the most demanding first."""
+        values = (reversed(axis.listed()) for axis in self.axes)
+        extras = list(itertools.product(*values))
+        return tuple(Variant(n, extra) for n in reversed(self._lora.listed()) for extra in extras)
+
+    def in_pieces(self, variant: Variant) -> Variant:
+        """The combination that PIECEWISE graphs of another one have."""
+        pairs = zip(self.axes, variant.extra, strict=True)
+        return variant._replace(extra=tuple(None if a.full_only else v for a, v in pairs))
+
+    def serving(
+        self, has_lora: bool, active: int, extra: tuple[Any, ...]
+    ) -> Variant | PiecesOnly | Why:
+        """The combination that serves a batch, or why there is none.
+
+        Raises:
+            BatchError: the numbers contradict each other, or ``extra`` does not fit the axes.
+        """
+        loras = self._lora.count_for(has_lora, active)
+        if loras is None:
+            most = max(self._lora.counts, default=0)
+            detail = f"{active or 'some'} active LoRA adapters; graphs have at most {most}"
+            return Why(Reason.UNLISTED_VARIANT, detail)
+        if type(extra) is not tuple or len(extra) != len(self.axes):
+            raise BatchError.axes(extra=extra, names=[axis.name for axis in self.axes])
+        if not self.axes:
+            return Variant(loras, ())
+        found, why = [], None
+        for axis, value in zip(self.axes, extra, strict=True):
+            try:
+                found.append(axis.value_for(value))
+            except LookupError:
+                why = _unlisted(axis, value)
+                if not axis.full_only:
+                    return why
+                found.append(None)
+            except TypeError:
+                raise BatchError.axes(
+                    extra=extra, names=[axis.name for axis in self.axes]
+                ) from None
+        variant = Variant(loras, tuple(found))
+        return variant if why is None else PiecesOnly(self.in_pieces(variant), why)
+
+
+def _unlisted(axis: Axis, value: Any) -> Why:
+    graphs = ", ".join(map(repr, axis.values))
+    return Why(Reason.UNLISTED_VARIANT, f"axis {axis.name!r} is {value!r}; graphs have {graphs}")
+
+
+_WHERE = "CudagraphDispatcher"
+_WHOLE = "neither compiled piecewise nor breakable"
+_ALWAYS = AttentionCGSupport.ALWAYS
+
+NONE = CUDAGraphMode.NONE
+PIECEWISE = CUDAGraphMode.PIECEWISE
+FULL = CUDAGraphMode.FULL
+DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
+BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+class Resolution(NamedTuple):
+    """A mode after attention and the model had their say.
+
+    Attributes:
+        mode: what is possible.
+        query_lens: lengths of uniform decode that may take FULL graphs.
+        bounded: graphs for decode of several lengths, up to a bound, may be FULL.
+        mixed_why: why batches other than uniform decode have a lesser mode than asked for, or None.
+        decode_why: why (some) decode batches have, or None.
+    """
+
+    mode: CUDAGraphMode
+    query_lens: tuple[int, ...]
+    bounded: bool
+    mixed_why: Why | None = None
+    decode_why: Why | None = None
+
+    @property
+    def whys(self) -> tuple[Why, ...]:
+        """All that was lost, and why; empty if nothing was."""
+        return tuple(why for why in (self.mixed_why, self.decode_why) if why is not None)
+
+
+def resolve_mode(
+    mode: CUDAGraphMode,
+    support: AttentionCGSupport,
+    *,
+    query_lens: Collection[int] = (1,),
+    bounded: bool = False,
+    piecewise: bool = True,
+    support_why: str = "",
+) -> Resolution:
+    """The mode that is possible, at most ``mode``, and what was lost on the way.
+
+    FULL graphs for any batch need ALWAYS; else FULL becomes FULL_AND_PIECEWISE, or FULL_DECODE_ONLY
+    where ``piecewise`` is False. FULL graphs for uniform decode need UNIFORM_SINGLE_TOKEN_DECODE
+    for one token a request, UNIFORM_BATCH for more, and ALWAYS if lengths differ up to a bound;
+    each length is judged on its own. If no decode graph remains, the mode is PIECEWISE.
+
+    Args:
+        mode: what is asked for.
+        support: the least that any attention of the model declares.
+        query_lens: lengths of uniform decode, tokens per request.
+        bounded: decode of several lengths is wanted too.
+        piecewise: the model can run in pieces: it is compiled piecewise, or breakable.
+        support_why: which attention it is that declares ``support``, for messages.
+
+    Raises:
+        ConfigError: graphs are asked for and none is possible.
+    """
+    if mode is NONE:
+        return Resolution(NONE, (), False)
+    wanted, mixed_why, decode_why = mode, None, None
+    about = f"attention support is {support.name}" + (f" ({support_why})" if support_why else "")
+    if mode is FULL and support is not _ALWAYS:
+        mixed_why = Why(Reason.ATTENTION_SUPPORT, f"{about}; FULL for any batch needs ALWAYS")
+        mode = BOTH if piecewise else DECODE_ONLY
+    elif mode is BOTH and not piecewise:
+        mixed_why = Why(
+            Reason.NOT_PIECEWISE, "the model is neither compiled piecewise nor breakable"
+        )
+        mode = DECODE_ONLY
+    lengths = tuple(q for q in query_lens if allows_full(support, uniform_shape(q, 1)))
+    if mode.separate_routine():
+        if not query_lens and not bounded:
+            expected = f"at least one length of decode for mode {wanted.name}"
+            raise ConfigError.bad_value(
+                name="query_lens", where=_WHERE, value=(), expected=expected
+            )
+        refused = [f"{q} tokens a request" for q in query_lens if q not in lengths]
+        refused += ["mixed lengths"] if bounded and support is not _ALWAYS else []
+        if refused:
+            detail = f"{about}; no FULL graph for decode of {', '.join(refused)}"
+            decode_why = Why(Reason.ATTENTION_SUPPORT, detail)
+        if not lengths and not (bounded and support is _ALWAYS):
+            mode = PIECEWISE
+    if mode is PIECEWISE and not piecewise:
+        because = f"{about}, and " if wanted is not PIECEWISE else ""
+        raise ConfigError.impossible(
+            what=f"mode {wanted.name}",
+            because=f"{because}the model is {_WHOLE}",
+            instead="Take mode NONE, compile the model in mode PIECEWISE, or declare what its "
+            "attention supports.",
+        )
+    separate = mode.separate_routine()
+    return Resolution(
+        mode, lengths if separate else (), separate and bounded and support is _ALWAYS,
+        mixed_why, decode_why,
+    )  # fmt: skip
+
+
+def uniform_shape(query_len: int, num_reqs: int) -> BatchDescriptor:
+    """The shape of a decode batch in which each request has ``query_len`` tokens."""
+    return BatchDescriptor(query_len * num_reqs, num_reqs, True)
+
+
+class Limits(NamedTuple):
+    """The largest batch: what the static buffers hold."""
+
+    max_num_reqs: int
+    max_num_tokens: int
+
+    def sizes(self, name: str, values: Iterable[int]) -> tuple[int, ...]:
+        """Sizes sorted, each once; a ConfigError if one is no size, or beyond the limits."""
+        found = whole_numbers(name, values)
+        if found and found[-1] > self.max_num_tokens:
+            expected = f"at most max_num_tokens = {self.max_num_tokens}"
+            raise ConfigError.bad_value(name=name, where=_WHERE, value=found[-1], expected=expected)
+        return found
+
+    def sizes_of_requests(
+        self, name: str, values: Iterable[int], per_request: int, *, exact: bool
+    ) -> tuple[int, ...]:
+        """Sizes that a batch of requests with (at most) so many tokens each can have."""
+        found = self.sizes(name, values)
+        if not found:
+            raise ConfigError.bad_value(
+                name=name, where=_WHERE, value=found, expected="at least one size"
+            )
+        for size in found:
+            if (exact and size % per_request) or size > per_request * self.max_num_reqs:
+                kind = f"multiples of {per_request}, " if exact else ""
+                expected = f"{kind}at most {per_request} x max_num_reqs = "
+                expected += str(per_request * self.max_num_reqs)
+                raise ConfigError.bad_value(name=name, where=_WHERE, value=size, expected=expected)
+        return found
+
+
+class Ladders(NamedTuple):
+    """The capture sizes of all kinds of batch, checked; in tokens, ascending.
+
+    Attributes:
+        sizes: of PIECEWISE graphs, and of FULL graphs for any batch.
+        decode: of uniform decode, per query length.
+        varlen: of decode of several lengths, per bound.
+        limits: the largest batch.
+    """
+
+    sizes: tuple[int, ...]
+    decode: Mapping[int, tuple[int, ...]]
+    varlen: Mapping[int, tuple[int, ...]]
+    limits: Limits
+
+    @classmethod
+    def of(
+        cls,
+        sizes: Iterable[int],
+        *,
+        max_num_reqs: int,
+        max_num_tokens: int | None = None,
+        query_lens: Iterable[int] | None = None,
+        decode_num_reqs: Iterable[int] | None = None,
+        decode_sizes: Mapping[int, Iterable[int]] | None = None,
+        varlen_decode_sizes: Mapping[int, Iterable[int]] | None = None,
+    ) -> "Ladders":
+        """The ladders that the arguments of the dispatcher mean, which says what each one is.
+
+        Raises:
+            ConfigError: a number is out of range, or two arguments contradict each other.
+        """
+        for name, rows in (("decode", decode_sizes), ("varlen_decode", varlen_decode_sizes)):
+            require_kind(f"{name}_sizes", _WHERE, rows, Mapping, maybe=True)
+        if decode_num_reqs is not None:
+            require_items("decode_num_reqs", _WHERE, decode_num_reqs)
+        sizes = whole_numbers("sizes", sizes)
+        whole_numbers("max_num_reqs", (max_num_reqs,))
+        given = {q: whole_numbers("decode_sizes", n) for q, n in (decode_sizes or {}).items()}
+        varlen = {
+            bound: whole_numbers("varlen_decode_sizes", each)
+            for bound, each in (varlen_decode_sizes or {}).items()
+        }
+        whole_numbers("varlen_decode_sizes", varlen)
+        default = (1,) if decode_sizes is None else given
+        lengths = whole_numbers("query_lens", default if query_lens is None else query_lens)
+        counts = None if decode_num_reqs is None else tuple(decode_num_reqs)
+        if decode_sizes is not None and (counts is not None or lengths != tuple(sorted(given))):
+            raise ConfigError.impossible(
+                what="decode_sizes beside decode_num_reqs or other query_lens",
+                because="both say which sizes uniform decode has",
+                instead="Give decode_sizes alone, or the other two.",
+            )
+        if max_num_tokens is None:
+            most = [q * min(max(counts), max_num_reqs) for q in lengths] if counts else []
+            every = (sizes, most, *given.values(), *varlen.values())
+            max_num_tokens = max((size for each in every for size in each), default=1)
+        whole_numbers("max_num_tokens", (max_num_tokens,))
+        limits = Limits(max_num_reqs, max_num_tokens)
+        if decode_sizes is None:
+            if counts is not None:
+                counts = whole_numbers("decode_num_reqs", counts)
+            given = {q: _decode_ladder(q, counts, sizes, limits) for q in lengths}
+        return cls(
+            limits.sizes("sizes", sizes),
+            {
+                q: limits.sizes_of_requests(f"decode_sizes[{q}]", given[q], q, exact=True)
+                for q in lengths
+            },
+            {
+                bound: limits.sizes_of_requests(
+                    f"varlen_decode_sizes[{bound}]", each, bound, exact=False
+                )
+                for bound, each in varlen.items()
+            },
+            limits,
+        )
+
+
+def _decode_ladder(
+    query_len: int, counts: Iterable[int] | None, sizes: Iterable[int], limits: Limits
+) -> tuple[int, ...]:
+    """Token counts of uniform decode: request counts x query length, and the most that fits.
+
+    Without counts, each of ``sizes`` gives the requests that fit into it, so that no batch is
+    padded to more than the next of ``sizes``.
+    """
+    most = min(limits.max_num_reqs, limits.max_num_tokens // query_len)
+    if not most:
+        expected = f"at most max_num_tokens = {limits.max_num_tokens}"
+        raise ConfigError.bad_value(
+            name="query_lens", where=_WHERE, value=query_len, expected=expected
+        )
+    wanted = (size // query_len for size in sizes) if counts is None else counts
+    usable = {count for count in wanted if 0 < count < most}
+    return tuple(count * query_len for count in sorted({*usable, most}))
+
+
+class Shapes(NamedTuple):
+    """The shapes to capture, by kind of batch; each list ascends.
+
+    Attributes:
+        piecewise: of PIECEWISE graphs: tokens alone.
+        mixed: of FULL graphs for any batch.
+        decode: of FULL graphs for uniform decode, per query length.
+        bounded: of FULL graphs for other decode, per longest query of the batch.
+    """
+
+    piecewise: list[BatchDescriptor]
+    mixed: list[BatchDescriptor]
+    decode: dict[int, list[BatchDescriptor]]
+    bounded: dict[int, list[BatchDescriptor]]
+
+
+def shapes_of(resolution: Resolution, ladders: Ladders) -> Shapes:
+    """The shapes that a resolved mode captures.
+
+    Raises:
+        ConfigError: the mode needs ``sizes``, and there are none.
+    """
+    shapes = Shapes([], [], {}, {})
+    other = resolution.mode.mixed_mode()
+    if other is not NONE and not ladders.sizes:
+        expected = f"at least one size for mode {resolution.mode.name}"
+        raise ConfigError.bad_value(name="sizes", where=_WHERE, value=(), expected=expected)
+    most = ladders.limits.max_num_reqs
+    if other is PIECEWISE:
+        shapes.piecewise.extend(BatchDescriptor(size) for size in ladders.sizes)
+    if other is FULL:
+        shapes.mixed.extend(BatchDescriptor(size, min(size, most)) for size in ladders.sizes)
+    for q in resolution.query_lens:
+        shapes.decode[q] = [uniform_shape(q, size // q) for size in ladders.decode[q]]
+    if resolution.bounded:
+        shapes.bounded.update(_bounded_shapes(ladders.varlen, most))
+    return shapes
+
+
+def _bounded_shapes(
+    ladders: Mapping[int, Iterable[int]], max_num_reqs: int
+) -> dict[int, list[BatchDescriptor]]:
+    """Per longest query all shapes that serve it, by size, of one size the nearest bound first.
+
+    No query is longer than its batch: a graph of 2 tokens for queries of at most 4 is one for
+    queries of at most 2.
+    """
+    pairs = {(n, min(bound, n)) for bound, sizes in ladders.items() for n in sizes}
+    table = {}
+    for longest in range(1, max(bound for _, bound in pairs) + 1):
+        table[longest] = [
+            BatchDescriptor(size, min(size, max_num_reqs), max_query_len=bound)
+            for size, bound in sorted(pairs)
+            if bound >= longest
+        ]
+    return table
+
+
+Planned = tuple[CUDAGraphMode, BatchDescriptor]
+
+
+def sets_of(plan: Iterable[Planned]) -> Iterator[tuple[str, CUDAGraphMode, list[BatchDescriptor]]]:
+    """(title, mode, descriptors) of what is captured together, in the order of the plan."""
+    for (mode, kind), group in groupby(plan, _kind):
+        title = f"Capturing CUDA graphs ({kind}, {mode.name})"
+        yield title, mode, [descriptor for _, descriptor in group]
+
+
+def largest(plan: Iterable[Planned], mode: CUDAGraphMode) -> tuple[int, int]:
+    """(tokens, requests) of the largest graph of a mode; zeros if there is none."""
+    found = [descriptor for planned, descriptor in plan if planned is mode]
+    tokens = max((each.num_tokens for each in found), default=0)
+    return tokens, max((each.num_reqs or 1 for each in found), default=0)
+
+
+def _kind(planned: Planned) -> tuple[CUDAGraphMode, str]:
+    mode, descriptor = planned
+    decode = descriptor.uniform or descriptor.max_query_len is not None
+    return mode, "decode" if decode and mode is CUDAGraphMode.FULL else "mixed"

@@ -1,0 +1,473 @@
+"""Whole numbers between ranks, and a name for the rank that stays away: :class:`Exchange`.
+
+Every exchange of a group has the same size and says what it is for, so that ranks that are out of
+step read each other and can say so, where other collectives would hang or mix up their data. A rank
+that waits for more than a second notes so in the store of the group; when the wait ends badly,
+those without a note are the ones that never came. The rule: whoever exchanges does so on all ranks.
+
+The same choice on every rank: :class:`Agreement`.
+
+Ranks that share collectives must run the same graph, or all none: one that replays while another
+runs eager waits for ever. So each step ranks tell each other what they have and would take, and
+all dispatch again with what they have in common: the most tokens, the least mode, one query length
+or none. The rule: every rank takes part in each step, with work or without;
+:class:`~cgcompile.serving.manager.CudaGraphManager` does so with ``agreement=``.
+"""
+
+import hashlib
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from enum import IntEnum
+from random import getrandbits
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from cgcompile import torch_compat as compat
+from cgcompile.descriptor import BatchDescriptor
+from cgcompile.errors import AgreementError
+from cgcompile.modes import CUDAGraphMode
+from cgcompile.reasons import Reason, Why
+from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, allowed_modes
+from cgcompile.settings import require_kind
+
+WIDTH = 10  # numbers in a row, beside its kind
+_SOON = timedelta(seconds=1)
+
+
+class Kind(IntEnum):
+    """What a rank exchanges numbers for."""
+
+    TABLES = 0
+    STEP = 1
+    CHECK = 2
+    ALONE = 3
+    NUMBER = 4
+    CAPTURED = 5
+    GAVE_UP = 6
+
+
+_DOES = {
+    Kind.TABLES: "makes an Agreement",
+    Kind.STEP: "asks for the graph of a step",
+    Kind.CHECK: "is about to run what was agreed",
+    Kind.ALONE: "is about to run a graph of its own choice",
+    Kind.NUMBER: "warms up for a capture",
+    Kind.CAPTURED: "has captured a set of graphs",
+}
+
+
+class Exchange:
+    """Gathers rows of numbers from all ranks of a group. Not for several threads at a time.
+
+    Args:
+        group: its backend must take CPU tensors (gloo); None: the default group.
+
+    Attributes:
+        rank: this one, in the group.
+        size: how many there are.
+
+    Raises:
+        AgreementError: the group takes no CPU tensors, or there is none.
+        ConfigError: it is no group.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup | None") -> None:
+        require_kind("group", "Agreement", group, dist.ProcessGroup, maybe=True)
+        if not dist.is_initialized():
+            raise AgreementError.no_group()
+        self._group = dist.group.WORLD if group is None else group
+        if compat.process_group_backend(self._group, "cpu") is None:
+            raise AgreementError.backend(found=dist.get_backend(self._group))
+        self.size = dist.get_world_size(self._group)
+        self.rank = dist.get_rank(self._group)
+        self._round = 0
+        self._name = "cgcompile"
+
+    def meet(self, *numbers: int) -> list[list[int]]:
+        """The first exchange: as :meth:`gather`, with fewer than ``WIDTH`` numbers."""
+        rows = self.gather(Kind.TABLES, getrandbits(62), *numbers)
+        self._name = f"cgcompile.{rows[0][0]}"  # notes of other agreements of the group differ
+        return [row[1:] for row in rows]
+
+    def gather(self, kind: Kind, *numbers: int) -> list[list[int]]:
+        """The numbers of all ranks, by rank; each [WIDTH] with zeros at the end. Collective.
+
+        Waits for all ranks, as long as the timeout of the group at most.
+
+        Args:
+            kind: what they are for.
+            *numbers: up to ``WIDTH``, each of 64 bits.
+
+        Raises:
+            AgreementError: a rank stays away, gave up, or exchanges for something else.
+        """
+        self._round += 1
+        row = [int(kind), *numbers, *[0] * (WIDTH - len(numbers))]
+        own = torch.tensor(row, dtype=torch.int64, device="cpu")
+        found = torch.empty(self.size, len(row), dtype=torch.int64, device="cpu")
+        try:
+            work = dist.all_gather(list(found.unbind()), own, group=self._group, async_op=True)
+            self._wait(work)
+        except RuntimeError as error:
+            does = _DOES.get(kind, "gives up")
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise AgreementError.missing(
+                rank=self.rank, does=does, missing=self._missing(), said=said
+            ) from error
+        rows: list[list[int]] = found.tolist()
+        self._same_kind([Kind(row[0]) for row in rows])
+        return [row[1:] for row in rows]
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait(_SOON)
+        except RuntimeError:
+            self._note()
+            work.wait()  # raises again if it has failed for good
+
+    def _same_kind(self, kinds: list[Kind]) -> None:
+        if Kind.GAVE_UP in kinds:
+            raise AgreementError.gave_up(rank=kinds.index(Kind.GAVE_UP))
+        for rank, kind in enumerate(kinds):
+            if kind is not kinds[0]:
+                raise AgreementError.out_of_step(
+                    rank=rank, found=_DOES[kind], first=_DOES[kinds[0]]
+                )
+
+    # -------------------------------------------------------------- who stays away
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}.{self._round}.{rank}"
+
+    def _note(self) -> None:
+        """Say in the store that this rank has come, for those that will look for the others."""
+        store = compat.process_group_store(self._group)
+        if store is not None:
+            with suppress(RuntimeError):  # its server may be the rank that died
+                store.set(self._key(self.rank), "here")
+
+    def _missing(self) -> list[int]:
+        """The ranks that have not come; empty if nobody can tell."""
+        self._note()
+        store = compat.process_group_store(self._group)
+        until = time.monotonic() + 2 * _SOON.total_seconds()
+        missing = list(range(self.size)) if store is not None else []
+        with suppress(RuntimeError):
+            while missing and time.monotonic() < until:  # others may be about to note it
+                missing = [rank for rank in missing if not store.check([self._key(rank)])]
+                time.sleep(0.05)
+            return missing
+        return []
+
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+_MODES = (NONE, PIECEWISE, FULL)
+_IDLE = Why(Reason.EMPTY_BATCH, "this rank has no tokens; another one has")
+_OTHERS = Why(Reason.OTHER_RANK, "another rank can take no more than this")
+_BITS = 60  # flags in one number
+_WORD = (1 << _BITS) - 1
+_NO_LORA = -1
+
+
+class Agreed(NamedTuple):
+    """What all ranks run.
+
+    Attributes:
+        dispatched: mode, descriptor and reason. In mode NONE the descriptor is of this rank's own
+            tokens, and on a rank without work, where others have some, of the smallest planned
+            size; else it is equal on all ranks.
+        num_tokens_across_dp: int32 [R] on the CPU: the tokens that each of R ranks runs, padded.
+        has_work: whether any rank has tokens; if not, there is nothing to run.
+    """
+
+    dispatched: Dispatched
+    num_tokens_across_dp: torch.Tensor
+    has_work: bool
+
+
+class _Said(NamedTuple):
+    """What one rank tells the others: whole numbers."""
+
+    num_tokens: int
+    num_reqs: int
+    mode: int
+    query_len: int  # of uniform decode, else 0
+    max_query_len: int  # 0 if unknown
+    full: int  # whether the mode is allowed
+    piecewise: int
+    loras: int  # active adapters, 0: not counted
+    variant: int  # the values of the axes, as one number
+
+
+class Agreement:
+    """Dispatches for all ranks of a group alike: one small collective per step.
+
+    It costs what a gather of 80 bytes on the CPU costs. A rank that does not come is an error with
+    its number once the timeout of the group is over, or at once if its process has died; the group
+    cannot be used any more then.
+
+    Args:
+        dispatcher: equal on all ranks; that is checked here, once.
+        group: ranks that agree; its backend must take CPU tensors (gloo), so under NCCL it is a
+            group of its own: ``dist.new_group(backend="gloo", timeout=...)``. Left out: the default
+            group.
+        check: for debugging: compare what ranks are about to run, at the price of a second
+            collective, so that one that goes its own way is named instead of a hang.
+
+    Attributes:
+        dispatcher: as given.
+        rank: this one, in the group.
+
+    Raises:
+        AgreementError: the dispatchers differ, with the ranks that do; a rank stays away; a group
+            without CPU tensors, or none at all.
+        ConfigError: something else than a dispatcher, or than a group that this rank is in.
+    """
+
+    def __init__(
+        self,
+        dispatcher: CudagraphDispatcher,
+        group: "dist.ProcessGroup | None" = None,
+        *,
+        check: bool = False,
+    ) -> None:
+        require_kind("dispatcher", "Agreement", dispatcher, CudagraphDispatcher)
+        self.dispatcher = dispatcher
+        self._check = check
+        self._nested = 0  # `together` inside of `together`
+        self._ranks = Exchange(group)
+        self.rank = self._ranks.rank
+        plan = [(mode.name, descriptor) for mode, descriptor in dispatcher.plan()]
+        self._smallest = min((each.num_tokens for _, each in plan), default=1)
+        digests = [row[0] for row in self._ranks.meet(_digest(plan))]
+        others = [rank for rank, each in enumerate(digests) if each != digests[0]]
+        if others:
+            raise AgreementError.tables(ranks=others)
+
+    # -------------------------------------------------------------- a step
+
+    def dispatch(
+        self,
+        num_tokens: int,
+        num_reqs: int | None = None,
+        max_query_len: int | None = None,
+        uniform_decode: bool = False,
+        has_lora: bool = False,
+        num_active_loras: int = 0,
+        extra: tuple[Any, ...] = (),
+        valid_modes: Collection[CUDAGraphMode] | None = None,
+        invalid_modes: Collection[CUDAGraphMode] | None = None,
+    ) -> Agreed:
+        """The graph of this step, for all ranks. Collective: every rank calls it.
+
+        Arguments are those of :meth:`CudagraphDispatcher.dispatch`, of this rank's own batch, with
+        ``num_tokens`` 0 where there is no work. A mode must be allowed by every rank. With LoRA on
+        any rank all take its graphs, of the most adapters; an axis is padded up to the largest
+        value, and where an exact one differs no rank takes a graph.
+
+        Raises:
+            AgreementError: a rank stays away, or, with ``check``, is about to run another graph
+                than the first.
+            BatchError: numbers that contradict each other; this rank has not taken part then.
+        """
+        modes = valid_modes, invalid_modes
+        full, piecewise = allowed_modes(*modes)
+        variant = has_lora, num_active_loras, extra
+        own = self.dispatcher.dispatch(
+            num_tokens, num_reqs, max_query_len, uniform_decode, *variant, *modes
+        )
+        most = self.dispatcher.limits.max_num_reqs
+        reqs = min(num_tokens, most) if num_reqs is None else num_reqs
+        said = _Said(
+            num_tokens,
+            reqs,
+            _MODES.index(own.mode),
+            self._query_len(num_tokens, num_reqs, max_query_len) if uniform_decode else 0,
+            max_query_len or 0,
+            full,
+            piecewise,
+            num_active_loras if has_lora else _NO_LORA,
+            self._packed(extra) if num_tokens else 0,
+        )
+        rows = [_Said(*row[: len(said)]) for row in self._ranks.gather(Kind.STEP, *said)]
+        working = [row for row in rows if row.num_tokens]
+        agreed = self._common(working, rows) if working else own
+        if working:
+            agreed = self._for_this_rank(num_tokens, own, agreed)
+        if self._check:
+            self._compare(Kind.CHECK, agreed)
+        across = [self._runs(row, agreed) if working else 0 for row in rows]
+        told = torch.tensor(across, dtype=torch.int32, device="cpu")
+        return Agreed(agreed, told, bool(working))
+
+    def _common(self, working: list[_Said], rows: list[_Said]) -> Dispatched:
+        """Dispatch a batch that is as large as the largest, and uniform only if all are."""
+        tokens = max(row.num_tokens for row in working)
+        least = min(row.mode for row in working)
+        variant = self._variant(working) if least else None
+        if variant is None:
+            return Dispatched(NONE, BatchDescriptor(tokens))
+        modes = []
+        if all(row.piecewise for row in rows):
+            modes.append(PIECEWISE)
+        if _MODES[least] is FULL and all(row.full for row in rows):
+            modes.append(FULL)
+        query_len = _single(row.query_len for row in working)
+        # May be more than tokens: a request can have none, and padding must leave a row for it.
+        reqs = max(row.num_reqs for row in working)
+        lengths = [row.max_query_len for row in working]
+        longest = max(lengths) if all(lengths) else None
+        if query_len:
+            reqs, longest = tokens // query_len, query_len
+        return self.dispatcher.dispatch(
+            tokens, reqs, longest, bool(query_len), *variant, valid_modes=modes
+        )
+
+    def _query_len(self, num_tokens: int, num_reqs: int | None, max_query_len: int | None) -> int:
+        """Tokens of each request of a uniform batch, as the dispatcher finds them; 0: unknown."""
+        if num_reqs is not None:
+            return num_tokens // num_reqs if num_reqs else 0
+        known = self.dispatcher.query_lens
+        return max_query_len or (known[0] if len(known) == 1 else 0)
+
+    def _for_this_rank(self, num_tokens: int, own: Dispatched, agreed: Dispatched) -> Dispatched:
+        """What was agreed, with this rank's reason, and if plain with its own tokens."""
+        if agreed.mode is not NONE:
+            if own.mode is agreed.mode:
+                return agreed
+            return agreed._replace(why=_OTHERS if num_tokens else _IDLE)
+        if not num_tokens:
+            return Dispatched(NONE, BatchDescriptor(self._smallest), _IDLE)
+        if own.mode is NONE:
+            return own
+        return Dispatched(NONE, BatchDescriptor(num_tokens), _OTHERS)
+
+    def _runs(self, row: _Said, agreed: Dispatched) -> int:
+        """The tokens that a rank runs."""
+        if agreed.mode is not NONE:
+            return agreed.descriptor.num_tokens
+        return row.num_tokens or self._smallest
+
+    # -------------------------------------------------------------- LoRA and axes
+
+    def _packed(self, extra: tuple[Any, ...]) -> int:
+        """The values of all axes as one number; a batch without graphs has any."""
+        found = 0
+        for axis, value in zip(self.dispatcher.axes, extra, strict=True):
+            listed = axis.listed()
+            try:
+                found = found * len(listed) + listed.index(axis.value_for(value))
+            except LookupError:
+                return 0
+        return found
+
+    def _variant(self, working: list[_Said]) -> tuple[bool, int, tuple[Any, ...]] | None:
+        """(has_lora, num_active_loras, extra) that serves all ranks; None if none does."""
+        variants, found = [row.variant for row in working], []
+        for axis in reversed(self.dispatcher.axes):
+            listed = axis.listed()
+            places = {variant % len(listed) for variant in variants}
+            variants = [variant // len(listed) for variant in variants]
+            if len(places) > 1 and axis.rule == "exact":
+                return None
+            found.append(listed[max(places)])
+        loras = [row.loras for row in working]
+        most = 0 if 0 in loras else max(0, *loras)
+        return max(loras) > _NO_LORA, most, tuple(reversed(found))
+
+    # -------------------------------------------------------------- for the manager
+
+    def check_alone(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """With ``check``: this rank is about to run a graph that it has chosen itself. Collective.
+
+        Raises:
+            AgreementError: the others run another one, or ask for a step.
+        """
+        if self._check:
+            self._compare(Kind.ALONE, Dispatched(mode, descriptor))
+
+    def largest(self, number: int) -> int:
+        """The largest of the numbers of all ranks. Collective."""
+        return max(row[0] for row in self._ranks.gather(Kind.NUMBER, number))
+
+    def without(self, planned: Sequence[Any], done: Collection[Any]) -> dict[Any, int]:
+        """For each planned graph that some rank is without, the first such rank. Collective.
+
+        Args:
+            planned: what was to be captured: the same on all ranks.
+            done: what this rank has captured, or chosen.
+
+        Raises:
+            AgreementError: other ranks had other plans; a rank stays away or gave up.
+        """
+        found: dict[Any, int] = {}
+        at_once = (WIDTH - 1) * _BITS
+        for start in range(0, len(planned), at_once):
+            part = planned[start : start + at_once]
+            flags = sum(1 << place for place, each in enumerate(part) if each in done)
+            words = [flags >> shift & _WORD for shift in range(0, at_once, _BITS)]
+            rows = self._ranks.gather(Kind.CAPTURED, _digest(list(part)), *words)
+            others = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
+            if others:
+                raise AgreementError.tables(ranks=others)
+            for rank, row in enumerate(rows):
+                for place, each in enumerate(part):
+                    if not row[1 + place // _BITS] >> place % _BITS & 1:
+                        found.setdefault(each, rank)
+        return found
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks do at the same time: one that raises tells those that wait for it.
+
+        They raise AgreementError. May be nested: others are told once, at the end of the outermost.
+        """
+        self._nested += 1
+        try:
+            yield
+        except BaseException as error:
+            # After an AgreementError the others know, or cannot be told.
+            if self._nested == 1 and not isinstance(error, AgreementError):
+                with suppress(AgreementError):
+                    self._ranks.gather(Kind.GAVE_UP)
+            raise
+        finally:
+            self._nested -= 1
+
+    def across(self, num_tokens: int) -> torch.Tensor:
+        """What the forward context holds where every rank runs so many tokens: int32 [R]."""
+        return torch.full((self._ranks.size,), num_tokens, dtype=torch.int32, device="cpu")
+
+    def _compare(self, kind: Kind, agreed: Dispatched) -> None:
+        mode, descriptor = _MODES.index(agreed.mode), agreed.descriptor
+        tokens = descriptor.num_tokens if mode else 0
+        rows = self._ranks.gather(kind, mode, tokens, descriptor.uniform)
+        others = [rank for rank, row in enumerate(rows) if row != rows[0]]
+        if others:
+            raise AgreementError.differs(
+                rank=others[0], found=_text(rows[others[0]]), first=_text(rows[0])
+            )
+
+
+def together(agreement: Agreement | None) -> AbstractContextManager[None]:
+    """:meth:`Agreement.together`, or nothing without ranks."""
+    return nullcontext() if agreement is None else agreement.together()
+
+
+def _single(numbers: Iterable[int]) -> int:
+    """What all numbers are; 0 if they differ."""
+    found = set(numbers)
+    return found.pop() if len(found) == 1 else 0
+
+
+def _digest(value: Any) -> int:
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big", signed=True)
+
+
+def _text(row: list[int]) -> str:
+    mode, tokens, uniform, *_ = row
+    return f"{_MODES[mode].name}, {tokens} tokens{', uniform' if uniform else ''}"

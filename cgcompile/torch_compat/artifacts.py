@@ -1,0 +1,385 @@
+"""Compiled pieces as bytes, and what they depend on. See ``cgcompile/compat/__init__.py``."""
+
+import enum
+import errno
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgcompile.locks import new_lock
+from cgcompile.torch_compat.compilers import compile_standalone, known_patches
+from cgcompile.torch_compat.guard_text import guards_hold, require_guards
+from cgcompile.torch_compat.ops import autocast_state, op_overloads
+
+log = logging.getLogger(__name__)
+
+# ---------------------------------------------------------------- compile, save and load
+
+
+def compile_saveable(
+    gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> tuple[Callable[..., Any], bytes | None, str]:
+    """Compile one piece with Inductor, and the result as bytes.
+
+    Returns:
+        The callable; its bytes, or None if torch cannot save it; then why not.
+    """
+    try:
+        made = compile_standalone(gm, fake_inputs, patches, aot=True)
+    except RuntimeError as error:
+        # torch gave up saving it, after compiling it; its own caches shorten the second time.
+        if "serialize" not in str(error):
+            raise
+        return compile_standalone(gm, fake_inputs, patches), None, str(error)
+    try:
+        return made, made.serialize(), ""
+    except Exception as error:  # whatever pickle says of what the graph holds
+        return made, None, f"torch cannot save it ({type(error).__name__}: {error})"
+
+
+def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]:
+    """What :func:`compile_saveable` made bytes of; raises whatever torch raises."""
+    import torch._inductor.config as config
+    from torch._functorch import config as functorch_config
+    from torch._inductor.standalone_compile import AOTCompiledArtifact
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    # Of its own, so that nothing of the graph that Dynamo is compiling is changed or read.
+    context = torch._guards.TracingContext(FakeTensorMode(shape_env=ShapeEnv()))
+    with (
+        torch._guards.tracing(context),
+        config.patch(known_patches(patches)),
+        functorch_config.patch("bundled_autograd_cache", True),
+    ):
+        artifact: Callable[..., Any] = AOTCompiledArtifact.deserialize(data)
+        return artifact
+
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether an error of a compiler is that of a disk that cannot be written.
+
+    Compilers are programs and processes of their own, so the text of the error counts as well.
+    """
+    texts = [os.strerror(number) for number in _DISK_ERRORS]
+    cause: BaseException | None = error
+    while cause is not None:
+        if any(text in str(cause) for text in texts):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+_FILES_LOCK = new_lock(watch=False)
+_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+@contextmanager
+def inductor_files_in(folder: Path) -> Iterator[None]:
+    """Let Inductor keep its files (C++ libraries above all) in a folder, for this block.
+
+    torch reads the folder from the environment, which belongs to the process: what another thread
+    compiles meanwhile lands there too, and is right there as well. Tables in memory that hold paths
+    are emptied at both ends. A folder that cannot be made is not used; its parents are not made.
+    """
+    from torch._inductor.utils import clear_caches
+
+    try:
+        folder.mkdir(exist_ok=True, mode=0o700)
+        usable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        usable = False
+    if not usable:
+        yield
+        return
+    with _FILES_LOCK:
+        before = {name: os.environ.get(name) for name in _FOLDERS}
+        os.environ[_FOLDERS[0]] = str(folder)
+        clear_caches()
+        try:
+            yield
+        finally:
+            clear_caches()
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+# ---------------------------------------------------------------- guards on sizes
+
+
+class SizeGuards:
+    """The guards on the sizes of one piece, as text that another process can evaluate.
+
+    Args:
+        fake_inputs: the inputs of the piece.
+    """
+
+    def __init__(self, fake_inputs: Sequence[Any]) -> None:
+        sizes = [each for each in fake_inputs if isinstance(each, torch.SymInt)]
+        self._sizes = [each for each in sizes if each.node.expr.is_Symbol]
+        self._env = self._sizes[0].node.shape_env if self._sizes else None
+        self._symbols = {each.node.expr for each in self._sizes}
+        self._before = 0 if self._env is None else len(self._env.guards)
+
+    def known(self) -> list[Any]:
+        """The guards that mention these sizes, as expressions."""
+        found = () if self._env is None else self._env.guards
+        return [each.expr for each in found if each.expr.free_symbols & self._symbols]
+
+    def added(self) -> str | None:
+        """The guards since this object was made; None if they cannot be told elsewhere.
+
+        Raises:
+            ValueError: torch has written what another process would not evaluate.
+        """
+        if self._env is None:
+            return ""
+        new = self._env.guards[self._before :]
+        fixed = not all(each.node.expr in self._symbols for each in self._sizes)
+        if fixed or any(not each.expr.free_symbols <= self._symbols for each in new):
+            return None
+        if not new:
+            return ""
+        text: str = self._env.produce_guards_expression(self._sizes, guards=new) or ""
+        if text:
+            require_guards(text)
+        return text
+
+    def hold(self, text: str) -> bool:
+        """Whether such guards hold for the present sizes; if so, they are guards from now on."""
+        if not text or self._env is None:
+            return not text
+        hints = [each.node.hint for each in self._sizes]
+        if None in hints or not guards_hold(text, hints):
+            return False
+        # With symbols, the same question becomes a guard of the graph that Dynamo is compiling.
+        return guards_hold(text, self._sizes)
+
+
+# ---------------------------------------------------------------- what a result depends on
+
+
+def versions() -> dict[str, str]:
+    """The programs that compile."""
+    found = "none"
+    if importlib.util.find_spec("triton") is not None:
+        found = str(getattr(importlib.import_module("triton"), "__version__", "unknown"))
+    cuda = f"cuda {torch.version.cuda}" if torch.version.cuda else "no cuda"
+    return {
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "triton": found,
+        "runtime": f"hip {torch.version.hip}" if torch.version.hip else cuda,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def machine(devices: Sequence[torch.device]) -> str:
+    """The hardware that code for these devices is made for.
+
+    The processor and its threads matter only where something runs on it.
+    """
+    rows = []
+    for device in sorted(set(devices), key=str):
+        if device.type == "cuda":
+            found = torch.cuda.get_device_properties(device)
+            rows.append(f"{device}: {found.name}, {found.major}.{found.minor}, ")
+            rows[-1] += f"{found.multi_processor_count} processors"
+        elif device.type != "cpu":
+            rows.append(str(device))
+    if rows and all(device.type != "cpu" for device in devices):
+        return "\n".join([*rows, f"cpu: {platform.machine()}"])
+    capability = torch.backends.cpu.get_cpu_capability()
+    rows.append(f"cpu: {capability}, {_cpu()}, {torch.get_num_threads()} threads")
+    return "\n".join(rows)
+
+
+@functools.cache
+def _cpu() -> str:
+    """The instructions of the processor: C++ is compiled for exactly these."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        text = next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        text = platform.processor()
+    return f"{platform.machine()} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def processor() -> str:
+    """The processor that C++ is compiled for."""
+    return f"{torch.backends.cpu.get_cpu_capability()} {_cpu()}"
+
+
+def why_not_saved(patches: Mapping[str, Any]) -> str | None:
+    """Which of torch's own switches says that nothing shall be kept; None if all allow it."""
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as config
+
+    with config.patch(known_patches(patches)):
+        if getattr(config, "force_disable_caches", False):
+            return "force_disable_caches is on"
+        if not config.fx_graph_cache:
+            return "fx_graph_cache is off"
+    return None if functorch_config.enable_autograd_cache else "enable_autograd_cache is off"
+
+
+def compiler_settings(patches: Mapping[str, Any]) -> dict[str, str]:
+    """Every setting of torch that may change what is compiled.
+
+    Raises:
+        ValueError: one of them cannot be told from others by its text; says which.
+    """
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as config
+    import torch.fx.experimental._config as shape_config
+
+    found: dict[str, str] = {}
+    with config.patch(known_patches(patches)):
+        if getattr(config, "freezing", False):
+            raise ValueError("the Inductor setting freezing bakes weights in")
+        modules = {"inductor": config, "functorch": functorch_config, "shapes": shape_config}
+        for name, module in modules.items():
+            values = module.save_config_portable(ignore_private_configs=False)
+            values |= {each: getattr(module, each) for each in _passes_among(module)}
+            rows = (f"{each} = {_setting_text(each, values[each])}" for each in sorted(values))
+            found[name] = "\n".join(rows)
+    found["state"] = "\n".join(f"{each} = {value}" for each, value in _state().items())
+    return found
+
+
+def _passes_among(module: Any) -> list[str]:
+    """Settings that hold functions; torch leaves them out of its portable form."""
+    ends = ("custom_pass", "custom_pre_pass", "custom_post_pass", "_fuse_ddp_communication_passes")
+    return [each for each in module._config if each.endswith(ends)]
+
+
+def _setting_text(name: str, found: Any) -> str:
+    if isinstance(found, (str, int, float, bool, type(None), torch.dtype, torch.device)):
+        return repr(found)
+    if isinstance(found, enum.Enum):
+        return str(found)
+    if isinstance(found, (list, tuple)):
+        return "[" + ", ".join(_setting_text(name, each) for each in found) + "]"
+    if isinstance(found, (set, frozenset)):
+        return "{" + ", ".join(sorted(_setting_text(name, each) for each in found)) + "}"
+    if isinstance(found, Mapping):
+        rows = (f"{key!r}: {_setting_text(name, value)}" for key, value in found.items())
+        return "{" + ", ".join(sorted(rows)) + "}"
+    if callable(getattr(found, "uuid", None)):
+        told = found.uuid()
+        if told is None:
+            whose = type(getattr(found, "then", found)).__name__  # the user's, behind one of ours
+            raise ValueError(f"the setting {name} holds a {whose} without uuid()")
+        return f"{type(found).__name__} {told!r}"
+    known = qualified_name(found)
+    if known is None:
+        raise ValueError(f"the setting {name} holds a {type(found).__name__} without uuid()")
+    return known
+
+
+def _state() -> dict[str, Any]:
+    cuda = torch.backends.cuda
+    matmul = torch.backends.cuda.matmul
+    found: dict[str, Any] = {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,
+        "float32 precision": _float32_precision(),
+        "fp16 reduction": matmul.allow_fp16_reduced_precision_reduction,
+        "bf16 reduction": matmul.allow_bf16_reduced_precision_reduction,
+        "attention": [  # which kernel attention becomes inside of a piece
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+            *torch._C._get_sdp_priority_order(),
+        ],
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "cudnn": torch.backends.cudnn.enabled,
+        "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+    }
+    return {**found, "autocast": autocast_state()}
+
+
+def _float32_precision() -> str:
+    """In the names that torch has had since 2.9: asking for the older ones may raise."""
+    backends = torch.backends
+    owners = (backends, backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul)
+    return " ".join(str(getattr(owner, "fp32_precision", None)) for owner in owners)
+
+
+# ---------------------------------------------------------------- names that last
+
+
+def qualified_name(target: Any) -> str | None:
+    """A name that means the same in another process; None for functions that are not torch's."""
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        is_torchs = type(target).__module__.partition(".")[0] == "torch"
+        return f"higher_order.{target.name()}" if is_torchs else None
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        own = [each for each in op_overloads(target) if each.namespace not in _TORCHS_OPS]
+        # A user may give the same name to another op.
+        told = [f"{each._schema} {sorted(map(str, each.tags))}" for each in own]
+        return " ".join([f"op {target}", *told])
+    module = getattr(target, "__module__", None) or ""
+    name = getattr(target, "__qualname__", None) or ""
+    if "<" in name:  # a function made by another one, or without a name
+        return None
+    if isinstance(target, type):
+        return f"{module}.{name}" if module.partition(".")[0] in _LASTING else None
+    try:
+        found = fx.node._get_qualified_name(target)
+    except (AttributeError, RuntimeError):
+        return None
+    return found if found.partition(".")[0] in _LASTING or "." not in found else None
+
+
+_LASTING = ("torch", "math", "operator", "_operator", "builtins")
+_TORCHS_OPS = {"aten", "prims", "prim", "quantized", "mkldnn", "_c10d_functional", "inductor"}
+_TORCHS_OPS |= {"c10d", "c10d_functional", "rngprims", "higher_order", "_quantized"}
+
+
+def traced_through(op: Any) -> str | None:
+    """Why a compiler looks into an op that is not torch's own; None where it calls it as it is."""
+    # A user who registered something with Inductor has imported it.
+    inductor = "torch._inductor"
+    decompositions = getattr(sys.modules.get(f"{inductor}.decomposition"), "decompositions", {})
+    lowerings = getattr(sys.modules.get(f"{inductor}.lowering"), "lowerings", {})
+    for each in op_overloads(op):
+        name = each.name()
+        if each.namespace in _TORCHS_OPS:
+            continue
+        if each._can_decompose():
+            return f"{name} is decomposed into other ops"
+        if each in decompositions or each in lowerings or each.overloadpacket in lowerings:
+            return f"{name} has a lowering of its own"
+        if _has_dispatch_rule(name):
+            return f"{name} is traced through"
+    return None
+
+
+def _has_dispatch_rule(name: str) -> bool:
+    """Whether a user's op says how tracing goes through it, as ``torch.library.triton_op`` does."""
+    from torch._library import simple_registry, triton
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    rules = simple_registry.singleton.find(name.removesuffix(".default")).torch_dispatch_rules
+    ruled = rules.find(FunctionalTensorMode) is not None
+    return ruled or bool(triton.get_triton_kernels_for_op(name))

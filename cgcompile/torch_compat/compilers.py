@@ -1,0 +1,272 @@
+"""Additions to a matrix product, as Inductor must not fuse them: two passes over ATen graphs.
+
+See ``cgcompile/compat/__init__.py``.
+
+Note [Scaled additions]
+Inductor's pattern for ``mm(a, b) + x`` matches ``torch.add(mm(a, b), x, alpha=2)`` as well and
+forgets the 2 (2.11 and 2.13, with ``torch.compile`` too; 2.15 is right). So before its patterns the
+factor becomes a product of its own (:func:`scaled_apart`), everywhere.
+
+Note [Residual additions]
+Inductor turns ``mm(a, b) + x`` into ``addmm(x, a, b)``, unless all uses of the sum are pointwise;
+to be a result is none such, and the residual stream of a model is a result of nearly every piece.
+cuBLAS adds in place, so ``addmm`` first copies ``x`` into its result: one kernel more, that reads
+and writes all of it. As an addition of its own it melts into the kernels that read the sum, as it
+does where a model is compiled whole; and it rounds where eager rounds. A bias, of one dimension,
+stays: that one is added by the product's own kernel. So does what the user wrote as ``addmm``.
+torch 2.15 asks itself what is added; there the pass finds nothing.
+
+torch's own compilers. See ``cgcompile/compat/__init__.py``.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Pass = Callable[[fx.Graph], None]
+
+
+def take_apart(graph: fx.Graph) -> None:
+    """Replace each ``addmm`` of a whole tensor on CUDA that Inductor made by ``mm`` and ``add``."""
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
+        if _from_the_trace(node) or not _adds_whole_tensor(node):
+            continue
+        added, one, other = node.args
+        with graph.inserting_before(node):
+            product = graph.call_function(aten.mm.default, (one, other))
+            total = graph.call_function(aten.add.Tensor, (product, added))
+        product.meta.update(node.meta)
+        total.meta.update(node.meta)
+        # A value of its own: Inductor tells by their memory which values are views of others.
+        product.meta["val"] = torch.empty_like(node.meta["val"])
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
+
+
+def _from_the_trace(node: fx.Node) -> bool:
+    """Whether the user wrote it: what a pattern of Inductor's made has no number."""
+    return "seq_nr" in node.meta
+
+
+def _adds_whole_tensor(node: fx.Node) -> bool:
+    if node.kwargs or len(node.args) != 3:
+        return False
+    value, result = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    if not (isinstance(value, torch.Tensor) and isinstance(result, torch.Tensor)):
+        return False
+    if result.device.type != "cuda" or value.ndim != 2:
+        return False
+    sizes = zip(value.shape, result.shape, strict=True)
+    return all(statically_known_true(size == other) for size, other in sizes)
+
+
+def spell_out(graph: fx.Graph) -> None:
+    """Replace each addition of a scaled tensor by a product and an addition."""
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        alpha = node.kwargs.get("alpha", 1)
+        if alpha == 1 or not isinstance(node.args[1], fx.Node):
+            continue
+        one, other = node.args
+        with graph.inserting_before(node):
+            product = graph.call_function(aten.mul.Tensor, (other, alpha))
+            total = graph.call_function(aten.add.Tensor, (one, product))
+        product.meta.update(other.meta)
+        total.meta.update(node.meta)
+        product.meta["val"] = torch.empty_like(other.meta["val"])
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
+
+
+@cache
+def _pass_type() -> type:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Own(CustomGraphPass):
+        """A pass of ours, and the user's pass after it."""
+
+        def __init__(self, run: Pass, then: Any) -> None:
+            self._run, self.then = run, then
+
+        def __call__(self, graph: fx.Graph) -> None:
+            self._run(graph)
+            if self.then is not None:
+                self.then(graph)
+
+        def uuid(self) -> Any:
+            # None says: keep nothing. Of a mere function nobody can tell whether it is the same.
+            tell = getattr(self.then, "uuid", lambda: None)
+            inner = "" if self.then is None else tell()
+            return None if inner is None else f"cgcompile {self._run.__name__} 1, {inner!r}"
+
+    return Own
+
+
+def unfused_residuals(then: Pass | None) -> Any:
+    """A pass for Inductor's ``post_grad_custom_post_pass``. See Note [Residual additions].
+
+    Args:
+        then: the user's own pass, to be run after it.
+
+    Returns:
+        The pass; the user's own if that is a mere function, of which nobody can tell whether it is
+        still the same.
+    """
+    if then is not None and not hasattr(then, "uuid"):
+        return then
+    return _pass_type()(take_apart, then)
+
+
+def scaled_apart(then: Pass | None) -> Any:
+    """A pass for Inductor's ``post_grad_custom_pre_pass``. See Note [Scaled additions].
+
+    Args:
+        then: the user's own pass, to be run after it.
+
+    Returns:
+        The pass. Results depend on it, so it runs before a mere function too.
+    """
+    return _pass_type()(spell_out, then)
+
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def inductor_option_names() -> frozenset[str]:
+    import torch._inductor.config as config
+
+    return frozenset(config._config)
+
+
+def inductor_mode_options(torch_mode: str) -> dict[str, Any]:
+    """Inductor's settings for a ``torch.compile`` mode, without its own CUDA graphs."""
+    from torch._inductor import list_mode_options
+
+    options = dict(list_mode_options(torch_mode))
+    options.pop("triton.cudagraphs", None)
+    return options
+
+
+def compile_whole(
+    gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile an unsplit graph as ``torch.compile(backend="inductor")`` would."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(inputs), config_patches=dict(patches))
+
+
+def compile_standalone(
+    gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any], aot: bool = False
+) -> Any:
+    """Compile one piece with Inductor, for all sizes of the symbols in ``fake_inputs``.
+
+    ``gm`` is not changed. Outputs of the result are a list. With ``aot`` it can be saved.
+    """
+    if any(isinstance(each, torch.Tensor) and each.device.type == "cuda" for each in fake_inputs):
+        start_compile_workers()  # before the imports of the next line, which take seconds
+    from torch._inductor import standalone_compile
+    from torch._inductor.exc import InductorError
+
+    def compiled(settings: dict[str, Any]) -> Any:
+        return standalone_compile(
+            _with_a_tensor_output(gm),
+            list(fake_inputs),
+            dynamic_shapes="from_graph",
+            options={"config_patches": settings},
+            aot=aot,
+        )
+
+    settings = known_patches(patches)
+    try:
+        return compiled(settings)
+    except InductorError as error:
+        if "combo_kernels" in patches or not settings.get("combo_kernels"):
+            raise
+        log.info("without combined kernels, because of %s", str(error).splitlines()[0])
+    return compiled({**settings, "combo_kernels": False})
+
+
+def start_compile_workers() -> None:
+    """Start the processes in which Inductor compiles Triton kernels; does not wait for them.
+
+    They import torch for seconds. Until they answer, Inductor compiles one kernel after the other
+    in this process, so the sooner the better. Where they run already, where there is no Triton, or
+    where torch's ``TORCH_WARM_POOL`` says so, nothing is started.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
+def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
+    """Inductor's settings for a piece; the user's were checked, ours may be unknown to a torch."""
+    import torch._inductor.config as config
+
+    wanted = {**_PIECE_PATCHES, **patches}
+    wanted[_FIRST_PASS] = scaled_apart(wanted.get(_FIRST_PASS, getattr(config, _FIRST_PASS)))
+    if torch.cuda.is_available():
+        own = wanted.get(_LAST_PASS, getattr(config, _LAST_PASS))
+        wanted[_LAST_PASS] = unfused_residuals(own)
+        if "combo_kernels" not in patches:
+            wanted = {**_COMBINED_KERNELS, **wanted}
+    return {name: value for name, value in wanted.items() if name in inductor_option_names()}
+
+
+def _with_a_tensor_output(gm: fx.GraphModule) -> fx.GraphModule:
+    """``gm``, or a copy of one without outputs that returns an input: callers drop it.
+
+    ``standalone_compile`` looks for the fake mode, and with it the sizes, in the outputs.
+    """
+    tensor_input = next(
+        (
+            node
+            for node in gm.graph.find_nodes(op="placeholder")
+            if isinstance(node.meta.get("example_value"), torch.Tensor)
+        ),
+        None,
+    )
+    if gm.graph.output_node().args[0] or tensor_input is None:
+        return gm
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(gm.graph, copies)
+    graph.output((copies[tensor_input],))
+    return fx.GraphModule(gm, graph)
+
+
+# No CUDA graphs and no partition of Inductor's own inside a piece; the wrapped region makes a
+# compiled piece one call for a dispatch mode, which the host recorder needs.
+_PIECE_PATCHES: Mapping[str, Any] = {
+    "triton.cudagraphs": False,
+    "graph_partition": False,
+    "wrap_inductor_compiled_regions": True,
+}
+
+# Kernels that do not depend on each other become one, as the rotations of queries and of keys.
+# Only pointwise ones: of reductions, those over a dynamic dimension do not compile (2.11, 2.13).
+_COMBINED_KERNELS: Mapping[str, Any] = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
+_FIRST_PASS, _LAST_PASS = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
+
+
+def compile_aten(
+    gm: fx.GraphModule,
+    fake_inputs: Sequence[Any],
+    compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Lower a piece to its functional ATen graph and give that to ``compiler`` (functorch)."""
+    from functorch.compile import aot_module_simplified, make_boxed_func
+
+    def boxed(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return make_boxed_func(compiler(graph, inputs))
+
+    return aot_module_simplified(
+        gm, list(fake_inputs), fw_compiler=boxed, keep_inference_input_mutations=True
+    )
