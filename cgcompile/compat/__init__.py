@@ -183,11 +183,11 @@ from cgcompile.compat.tracing import (
     Trace,
     current_shape_env,
     drop_fakes,
-    drop_size_caches,
+    drop_trace_caches,
     hooks_of,
     is_constant_result,
-    size_caches_dropped,
     spoken_function,
+    trace_caches_dropped,
     trace_call,
     traced_function,
 )
