@@ -31,6 +31,7 @@ from cgcompile.compat.capture import (
     cuda_is_capturing,
     cuda_stream_is_capturing,
     drop_blas_workspaces,
+    empty_host_cache,
     expire_storage,
     free_blocks,
     identities,
