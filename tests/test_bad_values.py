@@ -71,7 +71,7 @@ BAD: dict[str, Callable[[], Any]] = {
 
 # Called by cgcompile alone, with its own values; a step must not pay for checking them.
 INTERNAL = {
-    "Backend": {"adopt", "compile_graph", "remember"},
+    "Backend": {"adopt", "compile_graph", "recompile_limit_reached", "remember", "run_plain"},
     "BreakableCUDAGraphWrapper": {"drop", "entries_of", "entry_of", "keep", "record"},
     "CUDAGraphEntry": {"check", "result", "serves"},
     "CUDAGraphWrapper": {"drop", "entries_of", "entry_of", "keep", "record"},

@@ -394,7 +394,7 @@ class Recording:
                 first, last = stretch(members[start])
                 blocks[start] = (self.frame.take(last - first, result.device, result=True), first)
             block, first = blocks[start]
-            begin = result.storage_offset() * result.element_size() - first
+            begin = int(result.storage_offset()) * result.element_size() - first
             return OwnedCopy(result, self.frame, within=(block, begin))
 
         return owned
