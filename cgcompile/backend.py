@@ -225,7 +225,7 @@ class Backend:
         for shape_env in tuple(self._shape_envs):
             compat.drop_fakes(shape_env)
         self._shape_envs.clear()
-        compat.drop_size_caches()
+        compat.drop_trace_caches()
 
     def __call__(
         self,

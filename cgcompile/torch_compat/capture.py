@@ -227,6 +227,15 @@ def drop_blas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+def empty_host_cache() -> None:
+    """Free what torch's allocator of pinned memory keeps: free blocks, and pools without graphs.
+
+    ``torch.cuda.graph`` does so at each capture. 2.11 has no public name for it.
+    """
+    public = getattr(torch.accelerator, "empty_host_cache", None)
+    (public or torch._C._host_emptyCache)()
+
+
 def raw_stream_of(device_index: int) -> Callable[[], int]:
     """What tells the handle of the current stream of a device; equal numbers, same stream."""
     return functools.partial(torch._C._cuda_getCurrentRawStream, device_index)

@@ -17,6 +17,7 @@ Tried on torch 2.11, 2.13 and 2.15.
 import builtins
 import dis
 import importlib
+import inspect
 import linecache
 import os
 import re
@@ -428,26 +429,28 @@ def drop_fakes(shape_env: Any) -> None:
     shape_env.tracked_fakes = None
 
 
-def drop_size_caches() -> None:
-    """Empty torch's caches of what it worked out of sizes, whose keys hold each ``ShapeEnv``.
+def drop_trace_caches() -> None:
+    """Empty caches whose keys hold what a trace has used, such as each ``ShapeEnv``.
 
-    An entry is of use to the trace that made it alone.
+    Those of ``ShapeEnv`` are of use to the trace that made their entries alone. Dynamo reads
+    attributes with ``inspect.getattr_static``, which keeps classes in Python 3.12.0 to 3.12.3.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    for cached in vars(ShapeEnv).values():
+    classes = getattr(inspect, "_shadowed_dict_from_mro_tuple", None)
+    for cached in (*vars(ShapeEnv).values(), classes):
         clear = getattr(cached, "cache_clear", None)
         if clear is not None:
             clear()
 
 
 @contextmanager
-def size_caches_dropped() -> Iterator[None]:
-    """Call :func:`drop_size_caches` at the end."""
+def trace_caches_dropped() -> Iterator[None]:
+    """Call :func:`drop_trace_caches` at the end."""
     try:
         yield
     finally:
-        drop_size_caches()
+        drop_trace_caches()
 
 
 def _name(sourced: Any) -> str:
@@ -457,14 +460,26 @@ def _name(sourced: Any) -> str:
 
 @cache
 def _weak_guards() -> Any:
-    """Return Dynamo's class of guards without its finalizers.
+    """Return Dynamo's class of guards without its finalizers, and without a second tree.
 
     A finalizer of each object that is compared by identity would keep the guards as long as that
-    object, such as a class or a module-level function, lives.
+    object, such as a class or a module-level function, lives. The second tree has the guards that
+    differ between the entries of Dynamo's own cache; torch 2.11 never frees it.
     """
-    from torch._dynamo.guards import CheckFunctionManager
+    from torch._dynamo.guards import CheckFunctionManager, GuardManagerWrapper
+
+    class OneTree(GuardManagerWrapper):
+        def prepare_diff_guard_manager(self) -> None:
+            pass
 
     class WeakGuards(CheckFunctionManager):
+        def build_guards(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            builder, guard_manager = super().build_guards(*args, **kwargs)
+            tree = OneTree.__new__(OneTree)
+            vars(tree).update(vars(guard_manager))
+            builder.guard_manager = tree
+            return builder, tree
+
         def id_ref(self, obj: object, obj_str: str) -> int:
             with suppress(TypeError):  # no weak reference to it is possible
                 self._weakrefs.setdefault(id(obj), weakref.ref(obj))

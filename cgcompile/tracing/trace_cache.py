@@ -347,7 +347,7 @@ class Traces:
             self._set_made(())
             self._refused.clear()
             self._count, self._unfrozen = 0, False
-            compat.drop_size_caches()
+            compat.drop_trace_caches()
 
     # -------------------------------------------------------------- a new trace
 
@@ -456,7 +456,7 @@ class Traces:
             without_garbage_collection(),  # 0.4 to 0.9 s of a trace of 3.6 s
             compat.size_oblivious(oblivious),
             compat.marked(marks, unbacked),
-            compat.size_caches_dropped(),
+            compat.trace_caches_dropped(),
         ):
             yield
 
