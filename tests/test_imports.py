@@ -79,7 +79,7 @@ def imports_of(path: Path) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: use absolute imports"
-            # `from cgcompile import compat` imports the module cgcompile.torch_compat
+            # `from cgcompile import torch_compat` imports the module cgcompile.torch_compat
             whole = node.module == "cgcompile"
             found += [f"cgcompile.{a.name}" for a in node.names] if whole else [str(node.module)]
     return found

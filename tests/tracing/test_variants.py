@@ -396,7 +396,7 @@ class Things:
 
 def test_objects_as_arguments(monkeypatch: Any, caplog: Any) -> None:
     """Each has a trace of its own while it lives; many of them are said, once."""
-    monkeypatch.setattr(trace_cache, "_MANY", 3)
+    monkeypatch.setattr("cgcompile.tracing.trace_cache._MANY", 3)
 
     def f(x, thing):
         return x * thing.factor
