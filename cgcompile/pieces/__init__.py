@@ -1,1 +1,1 @@
-"""Split graph in, callable out: compile the pieces (``compilers``), stitch them (``stitch``)."""
+"""Compile time of pieces: compilers, artifacts per size range, the cache, the stitched function."""

@@ -1,0 +1,1 @@
+"""One compiled graph at run time: dispatch, capture, guards, replay. Start at ``compiled_graph``."""
