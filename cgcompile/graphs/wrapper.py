@@ -9,9 +9,9 @@ returns is built from these wrappers and does the copying; use one directly for 
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ from cgcompile.graphs.fields import FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, Transparent, WeightsGuard, modules_of
 from cgcompile.graphs.outputs import LentTree, Passed, can_be_lent, flatten, is_record, rebuilt
 from cgcompile.graphs.pool import LENT, GraphPool
-from cgcompile.graphs.sequence import GraphSegment, GraphSequence
+from cgcompile.graphs.sequence import GraphSegment, GraphSequence, StepObserver
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock
@@ -103,24 +103,13 @@ class Whole:
         return self._model
 
 
-@dataclass
-class Tally:
-    """How often something happened.
-
-    Attributes:
-        replays: of a graph, the capturing call not counted.
-    """
-
-    replays: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class CUDAGraphEntry:
     """What one descriptor captured.
 
     Attributes:
         batch_descriptor: the key.
-        sequence: what was recorded; ``sequence.replay()`` runs it.
+        sequence: what was recorded; ``sequence.replay()`` runs it, ``sequence.stats`` counts that.
         output: where a replay leaves its results: tensors in pool memory, valid until another graph
             of the pool runs; and memory from outside of the pool, held here. Not to be changed.
         guard: what the arguments must be; None where others see to that.
@@ -128,7 +117,6 @@ class CUDAGraphEntry:
         needs_grad: whether gradients would be due if grad mode were on.
         passed: what of the result the step was given; None where nobody asks for :meth:`result`.
         fields: what the fields of objects among the arguments must be; None without such objects.
-        tally: counts its replays.
     """
 
     batch_descriptor: BatchDescriptor
@@ -139,7 +127,6 @@ class CUDAGraphEntry:
     needs_grad: bool
     passed: Passed | None = None
     fields: FieldsGuard | None = None
-    tally: Tally = field(default_factory=Tally)
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> None:
         """Compare arguments and weights with those of the capture.
@@ -214,7 +201,7 @@ class Captured:
         """
         if not self.executed:
             self.pool.follow_stream()
-            self.entry.sequence.replay()
+            self.entry.graph.replay()
         return self.result
 
 
@@ -385,7 +372,7 @@ class CUDAGraphWrapper(Transparent):
         self._refused: dict[tuple[CUDAGraphMode, BatchDescriptor], list[str]] = {}
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
         self._lock = new_lock()
-        self._poison, self._shares_pool = self.config.poison, pool is not None
+        self._shares_pool = pool is not None
         self._pool, self._guarded = pool, guarded
         self._debug = self.config.debug and guarded
         check_debug(self._debug)
@@ -615,8 +602,8 @@ class CUDAGraphWrapper(Transparent):
             if error is not None:
                 rebinding.put_back()
                 raise error
-        sequence = GraphSequence((GraphSegment(self.name, graph),), name=self.name, batch=shown)
-        return self._captured(descriptor, sequence, result, args, kwargs)
+        sequence = GraphSequence((GraphSegment(self.name, graph),), pool=pool)
+        return self._captured(descriptor, shown, sequence, result, args, kwargs)
 
     @property
     def _may_run_compiled_code(self) -> bool:
@@ -643,6 +630,7 @@ class CUDAGraphWrapper(Transparent):
     def _captured(
         self,
         descriptor: BatchDescriptor,
+        shown: str,
         sequence: GraphSequence,
         result: Any,
         args: tuple[Any, ...],
@@ -652,6 +640,8 @@ class CUDAGraphWrapper(Transparent):
         assert self._pool is not None
         if gradients_due(False, (result,), {}):
             return None
+        sequence.name, sequence.batch, sequence.rows = self.name, shown, descriptor.num_tokens
+        sequence.prepare = self._poisoning()
         kept = KeptOutput.of(result, self._pool, self.options.weak_ref_output)
         tensor_type = self._pool.device.tensor_type
         weights = WeightsGuard(self.unwrap(), tensor_type) if self._guarded else None
@@ -673,18 +663,46 @@ class CUDAGraphWrapper(Transparent):
         with self._lock:
             self._entries.setdefault(key, []).insert(0, entry)
 
+    def _poisoning(self) -> Callable[[Sequence[Any]], None] | None:
+        """What poisons before each replay; it holds the pool, not the wrapper: no cycle."""
+        pool = self._pool
+        if not self.config.poison or pool is None:
+            return None
+        if self._shares_pool:
+            return lambda _: pool.poison_free()
+        return lambda inputs: pool.poison(compat.tree_tensors(inputs))
+
+    def replay(
+        self,
+        entry: CUDAGraphEntry,
+        inputs: Sequence[Any] = (),
+        observer: StepObserver | None = None,
+    ) -> Any:
+        """Replay an entry whose inputs the caller has compared, and count that as a call.
+
+        Args:
+            entry: of this wrapper.
+            inputs: of the call; ``poison`` leaves them alone.
+            observer: runs each step; for debugging.
+
+        Returns:
+            :attr:`CUDAGraphEntry.output`, which callers must not change.
+
+        Raises:
+            HostValueChangedError: another autocast mode than at the capture.
+        """
+        if entry.guard is not None:
+            entry.guard.check_autocast(self.name, entry.batch_descriptor)
+        entry.sequence.replay(inputs, None, observer)
+        self.counters.calls += 1
+        self.counters.replays += 1
+        return entry.output
+
     def _replay(self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._pool is not None
-        self._pool.follow_stream()
-        if self._poison and self._shares_pool:
-            self._pool.poison_free()
-        elif self._poison:
-            self._pool.poison(compat.tree_tensors((args, kwargs)))
         if self._debug:
             self._expire(entry.batch_descriptor, args, kwargs)
-        entry.sequence.replay()
+        entry.sequence.replay((args, kwargs))
         self.counters.replays += 1
-        entry.tally.replays += 1
         result = entry.result(args, kwargs)
         return self._tracked(entry, result, args, kwargs) if self._debug else result
 

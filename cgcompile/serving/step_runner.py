@@ -195,7 +195,6 @@ class StepRunner:
         self._inference_mode = inference_mode
         self._raises_if_changed = config.on_input_change == "raise"
         self._config = config
-        self._poison = config.poison
         self._spoils = config.debug or config.poison
         self._stale = StaleResults()
         check_debug(config.debug)
@@ -257,7 +256,7 @@ class StepRunner:
         if self._spoils and mode is not NONE:
             self._spoil(mode)
         if entry is not None and "inputs_ready" not in metadata.additional:
-            result = self._rows.replayed(self._replay(entry), padded, real)
+            result = self._rows.replayed(self.full.replay(entry), padded, real)
             return self._tracked(result, descriptor) if self._config.debug else result
         run = self._model if mode is NONE else self.full if mode is FULL else self._pieces
         across = metadata.num_tokens_across_dp
@@ -315,19 +314,6 @@ class StepRunner:
             return True
         return not self._inference_mode and torch.is_grad_enabled()
 
-    def _replay(self, entry: CUDAGraphEntry) -> Any:
-        assert self.pool is not None
-        assert entry.guard is not None
-        entry.guard.check_autocast("step", entry.batch_descriptor)
-        self.pool.follow_stream()
-        if self._poison:
-            self.pool.poison_free()
-        entry.sequence.replay()
-        self.full.counters.calls += 1
-        self.full.counters.replays += 1
-        entry.tally.replays += 1
-        return entry.output
-
     def replay(self, descriptor: BatchDescriptor) -> Any:
         """Replay a FULL graph on what the buffers hold: all padded rows.
 
@@ -342,7 +328,7 @@ class StepRunner:
             self._inputs.written_by_others()
             if self._spoils:
                 self._spoil(FULL)
-            result = self.hooks.around(lambda: self._replay(entry))
+            result = self.hooks.around(lambda: self.full.replay(entry))
         sizes = (descriptor.num_tokens, descriptor.num_reqs or descriptor.num_tokens)
         result = self._rows.replayed(result, sizes, sizes)
         return self._tracked(result, descriptor) if self._config.debug else result
