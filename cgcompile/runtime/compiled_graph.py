@@ -32,6 +32,7 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
+from cgcompile.graphs.wrapper import GRADIENTS, INSIDE_CAPTURE
 from cgcompile.passes.split import SplitGraph
 from cgcompile.pieces.cache import Compilation
 from cgcompile.pieces.compilers import Runnable
@@ -216,11 +217,11 @@ class CompiledGraph:
     ) -> tuple[Why | None, Any]:
         """(None, result) of a step that ran; else (why no graph can run it, None)."""
         if self._needs_grad(inputs):
-            return _GRADIENTS, None
+            return GRADIENTS, None
         if self._never is not None:
             return self._never, None
         if self._is_capturing():
-            return Why(Reason.INSIDE_CAPTURE, "called inside of a capture"), None
+            return INSIDE_CAPTURE, None
         turn = self.turn
         turn.refuse_inside()
         mode = self._auto.mode if context is None else self._admission.mode_for(context)
@@ -400,7 +401,7 @@ class CompiledGraph:
 
     def _plain(self, why: Why, context: ForwardContext | None, inputs: tuple[Any, ...]) -> Any:
         if why.reason is Reason.EAGER_REGION and self._needs_grad(inputs):
-            why = _GRADIENTS
+            why = GRADIENTS
         if why.reason is Reason.GRADIENTS and self.split.recomputes:
             raise GradientError.recomputes()
         overlap = self._overlaps.why(inputs)
@@ -470,6 +471,3 @@ class CompiledGraph:
                 self._bindings.clear()
                 self._auto.reset()
                 self.pool.release()
-
-
-_GRADIENTS = Why(Reason.GRADIENTS, "an input or a constant requires grad, or has a tangent")
