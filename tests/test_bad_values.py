@@ -71,9 +71,9 @@ BAD: dict[str, Callable[[], Any]] = {
 # Called by cgcompile alone, with its own values; a step must not pay for checking them.
 INTERNAL = {
     "Backend": {"adopt", "compile_graph", "recompile_limit_reached", "remember", "run_plain"},
-    "BreakableCUDAGraphWrapper": {"drop", "entries_of", "entry_of", "keep", "record"},
+    "BreakableCUDAGraphWrapper": {"drop", "entries_of", "entry_of", "keep", "record", "replay"},
     "CUDAGraphEntry": {"check", "result", "serves"},
-    "CUDAGraphWrapper": {"drop", "entries_of", "entry_of", "keep", "record"},
+    "CUDAGraphWrapper": {"drop", "entries_of", "entry_of", "keep", "record", "replay"},
     "CudaGraphManager": {"capture_graph", "record", "run_dummy"},
     "ForwardContext": {"synthetic"},
     "GraphPool": {
@@ -87,7 +87,7 @@ INTERNAL = {
         "poison",
         "retire",
     },
-    "GraphSequence": {"fill", "replay", "watch"},
+    "GraphSequence": {"fill", "replay"},
     "MemoryPlan": {"against"},
     "Profile": {"around"},
     "Axis": {"value_for"},

@@ -170,8 +170,9 @@ def _compiled(graph: CompiledGraph, part: str) -> Iterator[_Counted]:
     for recording in graph.recordings:
         batch = recording.batch
         size = batch.descriptor.num_tokens
-        ran = (recording.replays + 1) * size  # a capture is of the padded size, whoever asks
-        real = None if batch.own_context else ran - recording.padding
+        stats = recording.sequence.stats
+        ran = (stats.replays + 1) * size  # a capture is of the padded size, whoever asks
+        real = None if batch.own_context else ran - stats.padding
         yield (
             CoverageRow(
                 part,
@@ -179,7 +180,7 @@ def _compiled(graph: CompiledGraph, part: str) -> Iterator[_Counted]:
                 batch.mode.name,
                 _key(recording),
                 not recording.void,
-                recording.replays + 1,
+                stats.replays + 1,
                 _share(real, ran),
             ),
             real,
@@ -198,7 +199,7 @@ def _wrapper(wrapper: CUDAGraphWrapper) -> Iterator[_Counted]:
     for descriptor in wrapper.concrete_cudagraph_entries:
         for mode in (FULL, PIECEWISE):
             for entry in wrapper.entries_of(mode, descriptor):
-                hits, size = entry.tally.replays + 1, descriptor.num_tokens
+                hits, size = entry.sequence.stats.replays + 1, descriptor.num_tokens
                 name, key = wrapper.name, str(descriptor)
                 row = CoverageRow(name, _tokens(size), mode.name, key, True, hits, None)
                 yield row, None, hits * size

@@ -83,7 +83,7 @@ def run_step(
     step = _Mixed(program, recording, inputs, ways, after, around)
     if not replayed:
         return step.plain(real)
-    return recording.watch(inputs, real, step.segment)
+    return recording.replay(inputs, real, step.segment)
 
 
 def left_by(piece: Piece) -> list[str]:

@@ -280,17 +280,16 @@ def _steps(recorders: Iterable[CompiledGraph | CUDAGraphWrapper]) -> Iterable[St
         if isinstance(recorder, CompiledGraph):
             owner, number = f"graph {number}", number + 1
             for each in recorder.recordings:
-                yield _step(owner, recorder, each.sequence, each.replays)
+                yield _step(owner, recorder, each.sequence)
         else:
             for entry in recorder.entries:
-                yield _step(recorder.name, recorder, entry.sequence, entry.tally.replays)
+                yield _step(recorder.name, recorder, entry.sequence)
 
 
 def _step(
     owner: str,
     recorder: CompiledGraph | CUDAGraphWrapper,
     sequence: GraphSequence,
-    replays: int,
 ) -> StepReport:
     record = recorder.timeline.record_of(sequence)
     return StepReport(
@@ -302,7 +301,7 @@ def _step(
         nodes=_nodes(sequence),
         seconds=None if record is None else record.seconds,
         nbytes=None if record is None else record.nbytes,
-        replays=replays,
+        replays=sequence.stats.replays,
     )
 
 

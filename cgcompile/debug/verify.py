@@ -218,13 +218,15 @@ def wrapper_difference(
         watcher = _Watcher(wrapper)
         plain = copies(named_values(watcher.run(args, kwargs)))
     names = [name for name, _ in watcher.seen]
-    if wrapper.pool is not None:
-        wrapper.pool.follow_stream()
     replayed: list[dict[str, Any]] = []
-    for segment, step in zip(entry.sequence.segments, entry.sequence.steps, strict=True):
+
+    def observe(index: int, step: Callable[[], Any]) -> None:
         step()
+        segment = entry.sequence.segments[index]
         if isinstance(segment, EagerSegment):
             replayed.append(copies(named_values((segment.args, dict(segment.kwargs)))))
+
+    wrapper.replay(entry, (args, kwargs), observe)
     if names != [each.name for each in breaks]:
         raise DispatchError.other_breaks(
             what=wrapper.name, now=names, before=[each.name for each in breaks]

@@ -28,7 +28,7 @@ import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.context import eager_region_is_open, set_forward_context
+from cgcompile.context import set_forward_context
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.encoder.budgets import Budgets, generated_budgets, resolve_budgets, resolve_frames
 from cgcompile.encoder.protocol import (
@@ -50,7 +50,12 @@ from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.guards import WeightsGuard, modules_of
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.wrapper import CUDAGraphWrapper, Whole, holds_parameters_with_grad
+from cgcompile.graphs.wrapper import (
+    CUDAGraphWrapper,
+    Whole,
+    holds_parameters_with_grad,
+    why_not_here,
+)
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving.memory_plan import most_that_fit, ranked
 from cgcompile.settings import require_arguments, require_kind, whole
@@ -713,13 +718,9 @@ class EncoderGraphs:
 
     def blocked(self) -> Reason | None:
         """Why nothing may be replayed now, whatever is captured."""
-        if inside_capture():
-            return Reason.INSIDE_CAPTURE
-        if eager_region_is_open():
-            return Reason.EAGER_REGION
-        if torch.is_grad_enabled() and any(map(holds_parameters_with_grad, self._modules)):
-            return Reason.GRADIENTS
-        return None
+        due = torch.is_grad_enabled() and any(map(holds_parameters_with_grad, self._modules))
+        why = why_not_here(gradients=due)
+        return None if why is None else why.reason
 
     def check_weights(self) -> None:
         """Raise if a weight is not what and where it was.

@@ -201,7 +201,7 @@ class SegmentRecorder(Breaker):
             self.abandon()
             raise
         self._leave()
-        return GraphSequence(self._segments)
+        return GraphSequence(self._segments, pool=self.pool)
 
     def abandon(self) -> None:
         """End the recording after an exception; nothing of it is kept. Never raises."""
@@ -667,7 +667,6 @@ class BreakableCUDAGraphCapture:
             raise CaptureError.empty()
         if inside_capture():
             raise CaptureError.nested(what="replay()")
-        self._pool.follow_stream()
         self._sequence.replay()
 
 
@@ -786,8 +785,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         sequence = recorder.finish()
         if refused is not None:
             rebinding.move_out(self._pool.holds)
-        sequence.name, sequence.batch = self.name, shown
-        captured = self._captured(descriptor, sequence, result, args, kwargs, executed=True)
+        captured = self._captured(descriptor, shown, sequence, result, args, kwargs, executed=True)
         if captured is None:
             raise GradientError.of_a_capture(what=self.name)
         return replace(captured, refused=refused)

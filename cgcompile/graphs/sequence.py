@@ -2,7 +2,9 @@
 
 FULL capture, capture of FX pieces and breakable capture all end here; they differ in who makes the
 breaks. A replay is one loop over steps without arguments: a graph's ``replay``, or a function with
-everything bound that it was called with. Where each value of a step comes from:
+everything bound that it was called with. :meth:`GraphSequence.replay` is the only way to replay:
+stream order, poison, the copies of inputs, observers and the count are written there, once;
+:data:`REPLAY_OF_ONE` is the same of a single graph as text. Where each value of a step comes from:
 
 =============================== ============================ ============================ =========
 value                           read by a graph segment      read by an eager segment     released
@@ -40,8 +42,9 @@ import torch
 
 from cgcompile.graphs.arena import ScalarCopy
 from cgcompile.graphs.device import DeviceGraph
+from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.profiling import OBSERVERS, run_observed
-from cgcompile.torch_compat import is_profiling
+from cgcompile.torch_compat import PROFILING, is_profiling
 
 Crossing = Callable[[list[Any]], None]
 """Called with the results of an eager segment; puts in place what the graphs after it read."""
@@ -110,25 +113,62 @@ class EagerSegment:
 
 Segment = GraphSegment | EagerSegment
 
+StepObserver = Callable[[int, Callable[[], Any]], Any]
+"""Called with the index and the step of each segment; runs the step, or does its work."""
+
+
+@dataclass(slots=True)
+class StepStats:
+    """What the replays of one recorded step come to; its capturing call is not counted.
+
+    Attributes:
+        replays: how many there were.
+        padding: rows of all of them that were padding, as far as callers passed the real ones.
+    """
+
+    replays: int = 0
+    padding: int = 0
+
+
+# ``GraphSequence.replay`` of a sequence for which ``is_one_graph`` holds; see ``names_of_one``.
+REPLAY_OF_ONE = f"""\
+if stream_key() != pool.stream_key:
+    pool.follow_stream()
+if {PROFILING[0]} or observers():
+    run_observed(sequence, sequence.steps)
+else:
+    replay()
+stats.replays += 1
+real = context.num_unpadded_tokens
+if real is not None and real < rows:
+    stats.padding += rows - real
+"""
+
 
 class GraphSequence:
     """The segments of one recorded step, to be replayed in order.
 
-    Not thread-safe: whoever owns the pool lets one step run at a time.
+    Not thread-safe: the owner of the pool lets one step run at a time.
 
     Args:
         segments: in order.
         inputs: (slot, position) of the inputs of a call that eager segments read.
         slots: how many slots there are.
         kept: slots that are read after the replay.
-        name: of what was recorded, for profilers; may be set until they have asked.
+        name: of what was recorded, for profilers; may be set until a profiler reads it.
         batch: what it was recorded for, as text, likewise.
+        pool: the memory of the graphs; None: the caller orders streams.
+        rows: of the captured batch, padding included.
 
     Attributes:
         segments: in order.
         positions: of the inputs of a call that it reads.
         steps: what runs for each of them.
         slots: the values of the present step; empty between steps.
+        rows: as given; may be set.
+        prepare: called with the inputs before each replay, on the stream of the replay: fills
+            copies of inputs, poisons memory. None for nothing; set by what records.
+        stats: counts the replays.
     """
 
     def __init__(
@@ -139,9 +179,16 @@ class GraphSequence:
         kept: Collection[Slot] = (),
         name: str = "step",
         batch: str = "",
+        *,
+        pool: GraphPool | None = None,
+        rows: int = 0,
     ) -> None:
         self.segments = tuple(segments)
-        self.name, self.batch = name, batch
+        self.name, self.batch, self.rows = name, batch, rows
+        self.prepare: Callable[[Sequence[Any]], None] | None = None
+        self.stats = StepStats()
+        self._pool = pool
+        self._stream_key = None if pool is None else pool.device.stream_key
         self.steps: tuple[Callable[[], Any], ...]
         self.slots: list[Any] = [None] * slots
         self._empty = [None] * slots
@@ -206,12 +253,18 @@ class GraphSequence:
 
     # -------------------------------------------------------------- replay
 
-    def replay(self, inputs: Sequence[Any] = (), real: int | None = None) -> list[Any]:
-        """Run all segments on the current stream. Nothing synchronises.
+    def replay(
+        self,
+        inputs: Sequence[Any] = (),
+        real: int | None = None,
+        observer: StepObserver | None = None,
+    ) -> list[Any]:
+        """Run all segments on the current stream, and count that. Nothing synchronises.
 
         Args:
-            inputs: what this call was given, where eager segments read it.
-            real: how many rows of the batch are real, where fewer are than were captured.
+            inputs: what this call was given, where eager segments or :attr:`prepare` read it.
+            real: how many rows of the batch are real, if that is known.
+            observer: runs each step in place of the loop; for debugging.
 
         Returns:
             The slots, to be read before :meth:`clear`.
@@ -219,14 +272,23 @@ class GraphSequence:
         Raises:
             BaseException: what an eager segment raised; the slots are empty then.
         """
-        slots = self.slots
+        key, pool = self._stream_key, self._pool
+        if key is not None and pool is not None and key() != pool.stream_key:
+            pool.follow_stream()
+        if self.prepare is not None:
+            self.prepare(inputs)
+        slots, steps, stats = self.slots, self.steps, self.stats
         for slot, position in self._inputs:
             slots[slot] = inputs[position]
-        steps = self.steps
-        if real is not None:
+        padding = 0
+        if real is not None and real < self.rows:
+            padding = self.rows - real
             self._real[0], steps = real, self._padded_steps
         try:
-            if is_profiling() or OBSERVERS.get():  # asked once a step, not once a segment
+            if observer is not None:
+                for place, step in enumerate(steps):
+                    observer(place, step)
+            elif is_profiling() or OBSERVERS.get():  # read once a step, not once a segment
                 run_observed(self, steps)
             else:
                 for step in steps:
@@ -234,25 +296,29 @@ class GraphSequence:
         except BaseException:
             self.clear()
             raise
+        stats.replays += 1
+        stats.padding += padding
         return slots
 
-    def watch(
-        self,
-        inputs: Sequence[Any],
-        real: int | None,
-        run: Callable[[int, Callable[[], Any]], Any],
-    ) -> list[Any]:
-        """As :meth:`replay`, with ``run(place, step)`` in place of each ``step()``.
+    @property
+    def is_one_graph(self) -> bool:
+        """Whether a replay is that of one graph, with nothing to fill: :data:`REPLAY_OF_ONE`."""
+        plain = self.prepare is None and not self._inputs and self._pool is not None
+        return plain and len(self.steps) == self.num_graphs == 1
 
-        For debugging: it may look at what a segment leaves, or do its work in another way.
-        """
-        slots = self.slots
-        for slot, position in self._inputs:
-            slots[slot] = inputs[position]
-        self._real[0] = real or 0
-        for place, step in enumerate(self.steps if real is None else self._padded_steps):
-            run(place, step)
-        return slots
+    def names_of_one(self) -> dict[str, Any]:
+        """What :data:`REPLAY_OF_ONE` refers to, but for the ``context`` of the call."""
+        return {
+            "sequence": self,
+            "replay": self.steps[0],
+            "pool": self._pool,
+            "stream_key": self._stream_key,
+            "profiler": PROFILING[1],
+            "observers": OBSERVERS.get,
+            "run_observed": run_observed,
+            "stats": self.stats,
+            "rows": self.rows,
+        }
 
     def fill(self, place: int) -> None:
         """Fill the copies of 0-dim CPU tensors of a graph segment that is not replayed itself."""

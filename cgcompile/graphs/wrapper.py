@@ -9,9 +9,9 @@ returns is built from these wrappers and does the copying; use one directly for 
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ from cgcompile.graphs.fields import FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, Transparent, WeightsGuard, modules_of
 from cgcompile.graphs.outputs import LentTree, Passed, can_be_lent, flatten, is_record, rebuilt
 from cgcompile.graphs.pool import LENT, GraphPool
-from cgcompile.graphs.sequence import GraphSegment, GraphSequence
+from cgcompile.graphs.sequence import GraphSegment, GraphSequence, StepObserver
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock
@@ -103,24 +103,13 @@ class Whole:
         return self._model
 
 
-@dataclass
-class Tally:
-    """How often something happened.
-
-    Attributes:
-        replays: of a graph, the capturing call not counted.
-    """
-
-    replays: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class CUDAGraphEntry:
     """What one descriptor captured.
 
     Attributes:
         batch_descriptor: the key.
-        sequence: what was recorded; ``sequence.replay()`` runs it.
+        sequence: what was recorded; ``sequence.replay()`` runs it, ``sequence.stats`` counts that.
         output: where a replay leaves its results: tensors in pool memory, valid until another graph
             of the pool runs; and memory from outside of the pool, held here. Not to be changed.
         guard: what the arguments must be; None where others see to that.
@@ -128,7 +117,6 @@ class CUDAGraphEntry:
         needs_grad: whether gradients would be due if grad mode were on.
         passed: what of the result the step was given; None where nobody asks for :meth:`result`.
         fields: what the fields of objects among the arguments must be; None without such objects.
-        tally: counts its replays.
     """
 
     batch_descriptor: BatchDescriptor
@@ -139,7 +127,6 @@ class CUDAGraphEntry:
     needs_grad: bool
     passed: Passed | None = None
     fields: FieldsGuard | None = None
-    tally: Tally = field(default_factory=Tally)
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> None:
         """Compare arguments and weights with those of the capture.
@@ -214,7 +201,7 @@ class Captured:
         """
         if not self.executed:
             self.pool.follow_stream()
-            self.entry.sequence.replay()
+            self.entry.graph.replay()
         return self.result
 
 
@@ -305,11 +292,72 @@ def holds_parameters_with_grad(runnable: Any) -> bool:
     return any([w.requires_grad for table in tables for w in table.values() if w is not None])
 
 
+# ---------------------------------------------------------------- preconditions of a graph
+
+# What must hold before a step may replay or capture, whatever its inputs. Wrappers, compiled
+# graphs, managers and encoders take the reasons, their order and their texts from here.
+
+GRADIENTS = Why(Reason.GRADIENTS, "an input, a weight or a result requires grad, or has a tangent")
+_NO_CONTEXT = Why(Reason.NO_CONTEXT, "no forward context")
+_MODE_NONE = Why(Reason.MODE_NONE, "the forward context has runtime mode NONE")
+INSIDE_CAPTURE = Why(Reason.INSIDE_CAPTURE, "called inside of a capture")
+_BULK_CAPTURE = Why(Reason.WARMING, "a bulk capture runs all batches plain first")
+_CAPTURE_BUSY = Why(Reason.CAPTURE_BUSY, "another thread is capturing")
+
+
+def why_not_here(gradients: bool = False) -> Why | None:
+    """Return why no graph may run at this point of the program, in whatever context to be set."""
+    if eager_region_is_open():
+        return IN_REGION
+    if gradients:
+        return GRADIENTS
+    return INSIDE_CAPTURE if inside_capture() else None
+
+
+def why_not_in(
+    context: ForwardContext | None, modes: Collection[CUDAGraphMode], what: str
+) -> Why | None:
+    """Return why no graph of ``modes`` may run in a caller's forward context; None if one may.
+
+    Raises:
+        DispatchError: the context has one of the modes, and no batch descriptor.
+    """
+    if context is None:
+        return IN_REGION if eager_region_is_open() else _NO_CONTEXT
+    mode = context.cudagraph_runtime_mode
+    if mode is CUDAGraphMode.NONE:
+        return _MODE_NONE
+    if mode not in modes:
+        names = " and ".join(sorted({served.name for served in modes} - {"NONE"}))
+        return Why(
+            Reason.OTHER_MODE, f"the forward context has mode {mode.name}; graphs are for {names}"
+        )
+    if inside_capture():
+        return INSIDE_CAPTURE
+    if context.batch_descriptor is None:
+        raise DispatchError.no_descriptor(what=what, mode=mode.name)
+    return None
+
+
+def why_never_captured(closed: bool, descriptor: BatchDescriptor) -> Why | None:
+    """Return why a step without a graph gets none; None if it may get one, now or later."""
+    if not closed and capture_allowed():
+        return None
+    detail = f"no graph for {descriptor}, and capture is closed"
+    return Why(Reason.CAPTURE_FORBIDDEN, detail)
+
+
+def why_not_captured_yet(warming: Why | None = None) -> Why | None:
+    """Return why a step is captured by a later call; ``warming``: it has not warmed up itself."""
+    if capture_postponed():
+        return _BULK_CAPTURE
+    return warming or (_CAPTURE_BUSY if captured_elsewhere() else None)
+
+
 log = logging.getLogger(__name__)
 
 _MOST_REFUSALS = 2  # captures of a batch; the first may meet what the first step makes
 _TOO_MANY_FIELDS = "an argument has too many fields to compare before each replay"
-_GRADIENTS = "an input, a parameter or an output requires grad, or has a tangent"
 
 
 def _why_not(error: CaptureError) -> Why:
@@ -385,7 +433,7 @@ class CUDAGraphWrapper(Transparent):
         self._refused: dict[tuple[CUDAGraphMode, BatchDescriptor], list[str]] = {}
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
         self._lock = new_lock()
-        self._poison, self._shares_pool = self.config.poison, pool is not None
+        self._shares_pool = pool is not None
         self._pool, self._guarded = pool, guarded
         self._debug = self.config.debug and guarded
         check_debug(self._debug)
@@ -420,26 +468,20 @@ class CUDAGraphWrapper(Transparent):
     def _dispatch(
         self, context: ForwardContext | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if context is None and eager_region_is_open():
-            return self._in_region(args, kwargs)
-        if context is None:
-            return self._plain(Reason.NO_CONTEXT, "no forward context", args, kwargs)
-        mode = context.cudagraph_runtime_mode
-        if context.inputs_ready is not None:
-            wait_for_inputs(context.inputs_ready, None if self._pool is None else self._pool.where)
-        if mode not in self._modes:
-            reason = Reason.MODE_NONE if mode is CUDAGraphMode.NONE else Reason.OTHER_MODE
-            return self._plain(reason, f"the context says {mode.name}", args, kwargs)
-        if inside_capture():
-            return self._plain(Reason.INSIDE_CAPTURE, "inside of a capture", args, kwargs)
-        descriptor = context.batch_descriptor
-        if descriptor is None:
-            raise DispatchError.no_descriptor(what=self.name, mode=mode.name)
+        present = current_forward_context() if context is None else context
+        if present is not None and present.inputs_ready is not None:
+            wait_for_inputs(present.inputs_ready, None if self._pool is None else self._pool.where)
+        mode = CUDAGraphMode.NONE if context is None else context.cudagraph_runtime_mode
+        descriptor = None if context is None else context.batch_descriptor
+        if descriptor is None or mode not in self._modes or inside_capture():
+            why = why_not_in(context, self._modes, self.name)
+            assert why is not None
+            return self._plain(why, args, kwargs)
         why, result = self._with_graphs(mode, descriptor, args, kwargs)
         if why is not None and why.reason is Reason.CAPTURE_BUSY:
             attempt = partial(self._with_graphs, mode, descriptor, args, kwargs)
             why, result = retry_while_busy(attempt, (why, result))
-        return result if why is None else self._plain(*why, args, kwargs)
+        return result if why is None else self._plain(why, args, kwargs)
 
     def _with_graphs(
         self,
@@ -454,18 +496,12 @@ class CUDAGraphWrapper(Transparent):
             if not entries:
                 return self._first(mode, descriptor, args, kwargs)
             if gradients_due(entries[0].needs_grad, args, kwargs):
-                return Why(Reason.GRADIENTS, _GRADIENTS), None
+                return GRADIENTS, None
             try:
                 entries[0].check(args, kwargs, self.name)
             except GuardError as error:
                 return self._changed(error, mode, entries, args, kwargs)
             return None, self._replay(entries[0], args, kwargs)
-
-    def _in_region(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context = current_forward_context()
-        if context is not None and context.inputs_ready is not None:
-            wait_for_inputs(context.inputs_ready, None if self._pool is None else self._pool.where)
-        return self._plain(IN_REGION.reason, IN_REGION.detail, args, kwargs)
 
     def _changed(
         self,
@@ -491,21 +527,10 @@ class CUDAGraphWrapper(Transparent):
             return Why(Reason.TOO_MANY_SHAPES, detail), None
         return self._first(mode, entries[0].batch_descriptor, args, kwargs)
 
-    def _why_not_now(self, descriptor: BatchDescriptor) -> Why | None:
-        """Return why no capture may begin here and now, whatever the call."""
-        if self.closed or not capture_allowed():
-            detail = f"no graph for {descriptor}, and capture is closed"
-            return Why(Reason.CAPTURE_FORBIDDEN, detail)
-        if capture_postponed():
-            return Why(Reason.WARMING, "a bulk capture comes")
-        if captured_elsewhere():
-            return Why(Reason.CAPTURE_BUSY, "another thread is capturing")
-        return None
-
     def _first(
         self, mode: CUDAGraphMode, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: Any
     ) -> tuple[Why | None, Any]:
-        why = self._why_not_now(descriptor)
+        why = why_never_captured(self.closed, descriptor) or why_not_captured_yet()
         if why is not None:
             return why, None
         devices = devices_of(self.runnable, args, kwargs)
@@ -531,7 +556,7 @@ class CUDAGraphWrapper(Transparent):
             return Why(Reason.CAPTURE_FAILED, refusals[-1]), None
         needs_grad = holds_parameters_with_grad(self.runnable) or descriptor in self._grads
         if gradients_due(needs_grad, args, kwargs):
-            return Why(Reason.GRADIENTS, _GRADIENTS), None
+            return GRADIENTS, None
         return self._capture(mode, descriptor, args, kwargs)
 
     def _capture(
@@ -547,7 +572,7 @@ class CUDAGraphWrapper(Transparent):
             except CaptureError as error:
                 why, captured = _why_not(error), None
             else:
-                why = Why(Reason.GRADIENTS, _GRADIENTS)
+                why = GRADIENTS
             if captured is not None and captured.refused is not None:
                 why = Why(Reason.CAPTURE_FAILED, str(captured.refused).splitlines()[0])
             elif captured is not None:
@@ -615,8 +640,8 @@ class CUDAGraphWrapper(Transparent):
             if error is not None:
                 rebinding.put_back()
                 raise error
-        sequence = GraphSequence((GraphSegment(self.name, graph),), name=self.name, batch=shown)
-        return self._captured(descriptor, sequence, result, args, kwargs)
+        sequence = GraphSequence((GraphSegment(self.name, graph),), pool=pool)
+        return self._captured(descriptor, shown, sequence, result, args, kwargs)
 
     @property
     def _may_run_compiled_code(self) -> bool:
@@ -643,6 +668,7 @@ class CUDAGraphWrapper(Transparent):
     def _captured(
         self,
         descriptor: BatchDescriptor,
+        shown: str,
         sequence: GraphSequence,
         result: Any,
         args: tuple[Any, ...],
@@ -652,6 +678,8 @@ class CUDAGraphWrapper(Transparent):
         assert self._pool is not None
         if gradients_due(False, (result,), {}):
             return None
+        sequence.name, sequence.batch, sequence.rows = self.name, shown, descriptor.num_tokens
+        sequence.prepare = self._poisoning()
         kept = KeptOutput.of(result, self._pool, self.options.weak_ref_output)
         tensor_type = self._pool.device.tensor_type
         weights = WeightsGuard(self.unwrap(), tensor_type) if self._guarded else None
@@ -673,18 +701,46 @@ class CUDAGraphWrapper(Transparent):
         with self._lock:
             self._entries.setdefault(key, []).insert(0, entry)
 
+    def _poisoning(self) -> Callable[[Sequence[Any]], None] | None:
+        """What poisons before each replay; it holds the pool, not the wrapper: no cycle."""
+        pool = self._pool
+        if not self.config.poison or pool is None:
+            return None
+        if self._shares_pool:
+            return lambda _: pool.poison_free()
+        return lambda inputs: pool.poison(compat.tree_tensors(inputs))
+
+    def replay(
+        self,
+        entry: CUDAGraphEntry,
+        inputs: Sequence[Any] = (),
+        observer: StepObserver | None = None,
+    ) -> Any:
+        """Replay an entry whose inputs the caller has compared, and count that as a call.
+
+        Args:
+            entry: of this wrapper.
+            inputs: of the call; ``poison`` leaves them alone.
+            observer: runs each step; for debugging.
+
+        Returns:
+            :attr:`CUDAGraphEntry.output`, which callers must not change.
+
+        Raises:
+            HostValueChangedError: another autocast mode than at the capture.
+        """
+        if entry.guard is not None:
+            entry.guard.check_autocast(self.name, entry.batch_descriptor)
+        entry.sequence.replay(inputs, None, observer)
+        self.counters.calls += 1
+        self.counters.replays += 1
+        return entry.output
+
     def _replay(self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._pool is not None
-        self._pool.follow_stream()
-        if self._poison and self._shares_pool:
-            self._pool.poison_free()
-        elif self._poison:
-            self._pool.poison(compat.tree_tensors((args, kwargs)))
         if self._debug:
             self._expire(entry.batch_descriptor, args, kwargs)
-        entry.sequence.replay()
+        entry.sequence.replay((args, kwargs))
         self.counters.replays += 1
-        entry.tally.replays += 1
         result = entry.result(args, kwargs)
         return self._tracked(entry, result, args, kwargs) if self._debug else result
 
@@ -715,17 +771,17 @@ class CUDAGraphWrapper(Transparent):
         pairs = zip(leaves, made, strict=True)
         return rebuilt(result, [leaf if new is None else new for leaf, new in pairs])
 
-    def _plain(
-        self, reason: Reason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if self.config.strict and reason not in EXPECTED:
-            raise DispatchError.strict(what=self.name, reason=reason.value, detail=detail)
-        return self._ran_plain(Why(reason, detail), self.runnable(*args, **kwargs))
+    def _plain(self, why: Why, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_strict(why)
+        return self._ran_plain(why, self.runnable(*args, **kwargs))
+
+    def _check_strict(self, why: Why) -> None:
+        if self.config.strict and why.reason not in EXPECTED:
+            raise DispatchError.strict(what=self.name, reason=why.reason.value, detail=why.detail)
 
     def _ran_plain(self, why: Why, result: Any) -> Any:
         """Count a step that ran without a graph; with ``strict`` that is an error."""
-        if self.config.strict and why.reason not in EXPECTED:
-            raise DispatchError.strict(what=self.name, reason=why.reason.value, detail=why.detail)
+        self._check_strict(why)
         with self._lock:
             self.counters.plain[why.reason] += 1
             self.counters.details[why.reason] = why.detail

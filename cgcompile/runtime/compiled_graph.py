@@ -2,8 +2,16 @@
 
 A backend call is not a model: two instances of a class can share one, and one model can make
 several (graph breaks, a static and then a dynamic size). A compiled graph owns the split, the
-compiled pieces, the pool of its CUDA graphs and the counters. A call finds the recorded step of its
-batch, for its own weights, and replays it; or it runs plain and says why.
+compiled pieces, the pool of its CUDA graphs and the counters. A call goes through five steps, which
+are the methods of :class:`CompiledGraph` in this order:
+
+1. ``__call__``: which step is this? Its forward context and its inputs tell. The step of the last
+   call takes the fast path: generated code that checks and replays it.
+2. ``_with_graphs``: may it have a graph? Else there is a reason (gradients, mode, another capture).
+3. ``_find``: is there one, for these weights? Under the lock: one thread runs a step at a time.
+4. ``_replay``: are the inputs those of the capture? Else it is an error, or a reason.
+5. ``_replay`` it, ``_capture`` it (through ``_first``), or run it plain (``_without_graphs``), and
+   count that. Each call ends in exactly one of the three, or raises.
 """
 
 import logging
@@ -32,6 +40,7 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
+from cgcompile.graphs.wrapper import GRADIENTS, INSIDE_CAPTURE
 from cgcompile.passes.split import SplitGraph
 from cgcompile.pieces.cache import Compilation
 from cgcompile.pieces.compilers import Runnable
@@ -184,43 +193,25 @@ class CompiledGraph:
             if not in_region:
                 why, result = self._with_graphs(context, inputs + self._frozen.held)
             if why is not None:
-                given = inputs + self._frozen.now
-                result = self._plain(why, context, given)
-                if context is not None and self.pool is not None:
-                    self._bindings.ran_plain(given, result)
-                result = self._frozen.put_back(result)
+                result = self._without_graphs(why, context, inputs + self._frozen.now)
         except BaseException:
             self._ledger.failed()
             raise
         return result
 
-    def freeze(self, tensors: tuple[torch.Tensor, ...], held: tuple[torch.Tensor, ...]) -> None:
-        """From now on, calls leave out the last inputs: they are always these tensors.
-
-        Args:
-            tensors: as the model has them; gradients need them.
-            held: the same memory, for all else.
-        """
-        self._frozen.bind(tensors, held)
-        if self.split.differentiable:
-            self._constants += tensors
-
-    @property
-    def counters(self) -> Counters:
-        """What the calls did so far; ``print(graph.counters)`` shows it."""
-        again = self.turn.replays
-        return self._ledger.counters + Counters(calls=again, replays=again)
-
     def _with_graphs(
         self, context: ForwardContext | None, inputs: tuple[Any, ...]
     ) -> tuple[Why | None, Any]:
-        """(None, result) of a step that ran; else (why no graph can run it, None)."""
+        """Return (None, result) of a step that ran; else (why no graph can run it, None).
+
+        May it have a graph? Then :meth:`_in_turn`, again while another thread captures.
+        """
         if self._needs_grad(inputs):
-            return _GRADIENTS, None
+            return GRADIENTS, None
         if self._never is not None:
             return self._never, None
         if self._is_capturing():
-            return Why(Reason.INSIDE_CAPTURE, "called inside of a capture"), None
+            return INSIDE_CAPTURE, None
         turn = self.turn
         turn.refuse_inside()
         mode = self._auto.mode if context is None else self._admission.mode_for(context)
@@ -234,40 +225,83 @@ class CompiledGraph:
     def _in_turn(
         self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
     ) -> tuple[Why | None, Any]:
-        """As :meth:`_replay_or_capture`, while no other thread runs a step."""
+        """As :meth:`_find`, while no other thread runs a step."""
         turn = self.turn
         with turn.lock:
             turn.owner = get_ident()
             try:
-                return self._replay_or_capture(mode, context, inputs)
+                return self._find(mode, context, inputs)
             finally:
                 turn.owner = 0
 
-    def _replay_or_capture(
+    def _find(
         self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
     ) -> tuple[Why | None, Any]:
+        """Is there a graph? Look for the recording of the step, for the weights of this call."""
         if context is None:
             key, written = self._auto.key(inputs), self._auto.written
         else:
             key, written = self._admission.key(mode, context, inputs), ()
         name, binding = self._bindings.find(inputs, written)
-        found = None if binding is None else binding.recordings.get(key)
-        if binding is not None and isinstance(found, Recording) and not found.void:
-            if not found.chained or not found.follows(inputs):
-                return self._replay(binding, found, context, inputs)
-            why = self._dropped(binding, key, found, inputs)
+        recording = None if binding is None else binding.recordings.get(key)
+        if binding is not None and isinstance(recording, Recording) and not recording.void:
+            if not recording.chained or not recording.follows(inputs):
+                return self._replay(binding, recording, context, inputs)
+            why = self._dropped(binding, key, recording, inputs)
             if why is not None:
                 return why, None
-            found = None
-        if isinstance(found, Why):
-            return found, None
-        if binding is None:
-            binding = self._bindings.add(name, inputs)
-        elif found is not None:
+        elif isinstance(recording, Why):
+            return recording, None
+        elif binding is not None and recording is not None:
             del binding.recordings[key]  # its graphs have been cleared
             self.turn.forget()
-        given = None if context is None else context.batch_descriptor
-        descriptor = self._auto.descriptor(inputs) if given is None else given
+        if binding is None:
+            binding = self._bindings.add(name, inputs)
+        return self._first(binding, key, mode, context, inputs)
+
+    def _replay(
+        self,
+        binding: Binding,
+        recording: Recording,
+        context: ForwardContext | None,
+        inputs: tuple[Any, ...],
+    ) -> tuple[Why | None, Any]:
+        """Are the inputs those of the capture? Then replay the step, and count it."""
+        real = None
+        if context is not None:
+            real = context.num_unpadded_tokens
+            try:
+                recording.check(inputs)
+            except GuardError as error:
+                if self._config.on_input_change != "eager":
+                    raise
+                return Why(Reason.INPUT_CHANGED, str(error).splitlines()[0]), None
+        overlap = recording.overlap(inputs)
+        if overlap is not None:
+            return overlap, None
+        if self._observer is not None:
+            result = self._observer(self._program, recording, inputs, real)
+            self._ledger.replayed()
+            return None, result
+        result = recording.replay(inputs, real)
+        again = self._config.on_input_change == "raise" and not recording.chained
+        again = again and not self._config.debug
+        if again and context is not None and recording.batch.mode is context.cudagraph_runtime_mode:
+            self.turn.again = self._again(binding, recording, inputs)
+        self._ledger.replayed()
+        return None, result
+
+    def _first(
+        self,
+        binding: Binding,
+        key: Hashable,
+        mode: CUDAGraphMode,
+        context: ForwardContext | None,
+        inputs: tuple[Any, ...],
+    ) -> tuple[Why | None, Any]:
+        """There is none. Capture the step, or return why this call does not."""
+        descriptor = None if context is None else context.batch_descriptor
+        descriptor = self._auto.descriptor(inputs) if descriptor is None else descriptor
         copies = context is None or self._config.on_input_change == "copy"
         batch = Batch(mode, descriptor, own_context=context is None, copies=copies)
         why = self._admission.why_not_now(binding, key, batch, inputs)
@@ -276,70 +310,9 @@ class CompiledGraph:
         if context is not None:
             self._admission.check_rows(descriptor, inputs)
         if not binding.captured:
+            written = self._auto.written if context is None else ()
             self._bindings.hold(binding, inputs, written)
         return self._capture(binding, key, batch, inputs)
-
-    def _dropped(
-        self, binding: Binding, key: Hashable, found: Recording, inputs: tuple[Any, ...]
-    ) -> Why | None:
-        """Drop a step that reads a result of other weights, where that result lies elsewhere now.
-
-        As after those weights were replaced, and their step was captured again.
-
-        Returns:
-            Why the step is kept, and runs plain; None if it was dropped.
-        """
-        path = found.path(found.chained[0][0])
-        if not found.reads_results(inputs):
-            detail = f"{path} was a result of other weights at capture, and is not now"
-            return Why(Reason.INPUT_CHANGED, detail)
-        if binding.dropped[key] >= _MOST_DROPPED:
-            detail = f"{path} was captured at {_MOST_DROPPED} addresses, and lies elsewhere"
-            return Why(Reason.INPUT_CHANGED, detail)
-        self._bindings.drop(binding, key)
-        self.turn.forget()
-        return None
-
-    def _replay(
-        self,
-        binding: Binding,
-        found: Recording,
-        context: ForwardContext | None,
-        inputs: tuple[Any, ...],
-    ) -> tuple[Why | None, Any]:
-        real = None
-        if context is not None:
-            real = context.num_unpadded_tokens
-            try:
-                found.check(inputs)
-            except GuardError as error:
-                if self._config.on_input_change != "eager":
-                    raise
-                return Why(Reason.INPUT_CHANGED, str(error).splitlines()[0]), None
-        overlap = found.overlap(inputs)
-        if overlap is not None:
-            return overlap, None
-        if self._observer is not None:
-            result = self._observer(self._program, found, inputs, real)
-            self._ledger.replayed()
-            return None, result
-        result = found.replay(inputs, real)
-        again = self._config.on_input_change == "raise" and not found.chained
-        again = again and not self._config.debug
-        if again and context is not None and found.batch.mode is context.cudagraph_runtime_mode:
-            self.turn.again = self._again(binding, found, inputs)
-        self._ledger.replayed()
-        return None, result
-
-    def _again(self, binding: Binding, found: Recording, inputs: tuple[Any, ...]) -> Again:
-        """What recognises a step that has just been replayed."""
-        again = self.turn.agains.get(found)
-        if again is None or again.names["epoch"] is not self.turn.epoch:
-            others = self._bindings.others(binding, inputs)
-            pool, failed = self._program.pool, self._ledger.failed
-            again = Again(self.turn, found, others, self._frozen.held, pool, failed)
-            self.turn.agains[found] = again
-        return again
 
     def _capture(
         self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
@@ -389,18 +362,12 @@ class CompiledGraph:
             key = self._auto.key(inputs)
         return self._capture(binding, key, replace(batch, mode=PIECEWISE), inputs)
 
-    def _needs_grad(self, inputs: tuple[Any, ...]) -> bool:
-        if not torch.is_grad_enabled():
-            return compat.has_tangent(inputs)
-        needed = any(inputs[position].requires_grad for position in self._may_require_grad)
-        needed = needed or any(constant.requires_grad for constant in self._constants)
-        return needed or compat.has_tangent(inputs)
-
-    # -------------------------------------------------------------- without graphs
-
-    def _plain(self, why: Why, context: ForwardContext | None, inputs: tuple[Any, ...]) -> Any:
+    def _without_graphs(
+        self, why: Why, context: ForwardContext | None, inputs: tuple[Any, ...]
+    ) -> Any:
+        """Run the step plain, and count why."""
         if why.reason is Reason.EAGER_REGION and self._needs_grad(inputs):
-            why = _GRADIENTS
+            why = GRADIENTS
         if why.reason is Reason.GRADIENTS and self.split.recomputes:
             raise GradientError.recomputes()
         overlap = self._overlaps.why(inputs)
@@ -419,9 +386,68 @@ class CompiledGraph:
         else:
             result = run(*inputs)
         self._ledger.plain(why)
-        return result
+        if context is not None and self.pool is not None:
+            self._bindings.ran_plain(inputs, result)
+        return self._frozen.put_back(result)
+
+    # -------------------------------------------------------------- what a call uses
+
+    def _needs_grad(self, inputs: tuple[Any, ...]) -> bool:
+        if not torch.is_grad_enabled():
+            return compat.has_tangent(inputs)
+        needed = any(inputs[position].requires_grad for position in self._may_require_grad)
+        needed = needed or any(constant.requires_grad for constant in self._constants)
+        return needed or compat.has_tangent(inputs)
+
+    def _dropped(
+        self, binding: Binding, key: Hashable, recording: Recording, inputs: tuple[Any, ...]
+    ) -> Why | None:
+        """Drop a step that reads a result of other weights, where that result lies elsewhere now.
+
+        As after those weights were replaced, and their step was captured again.
+
+        Returns:
+            Why the step is kept, and runs plain; None if it was dropped.
+        """
+        path = recording.path(recording.chained[0][0])
+        if not recording.reads_results(inputs):
+            detail = f"{path} was a result of other weights at capture, and is not now"
+            return Why(Reason.INPUT_CHANGED, detail)
+        if binding.dropped[key] >= _MOST_DROPPED:
+            detail = f"{path} was captured at {_MOST_DROPPED} addresses, and lies elsewhere"
+            return Why(Reason.INPUT_CHANGED, detail)
+        self._bindings.drop(binding, key)
+        self.turn.forget()
+        return None
+
+    def _again(self, binding: Binding, recording: Recording, inputs: tuple[Any, ...]) -> Again:
+        """What recognises a step that has just been replayed."""
+        again = self.turn.agains.get(recording)
+        if again is None or again.names["epoch"] is not self.turn.epoch:
+            others = self._bindings.others(binding, inputs)
+            pool, failed = self._program.pool, self._ledger.failed
+            again = Again(self.turn, recording, others, self._frozen.held, pool, failed)
+            self.turn.agains[recording] = again
+        return again
 
     # -------------------------------------------------------------- what a user may ask
+
+    def freeze(self, tensors: tuple[torch.Tensor, ...], held: tuple[torch.Tensor, ...]) -> None:
+        """From now on, calls leave out the last inputs: they are always these tensors.
+
+        Args:
+            tensors: as the model has them; gradients need them.
+            held: the same memory, for all else.
+        """
+        self._frozen.bind(tensors, held)
+        if self.split.differentiable:
+            self._constants += tensors
+
+    @property
+    def counters(self) -> Counters:
+        """What the calls did so far; ``print(graph.counters)`` shows it."""
+        again = self.turn.replays
+        return self._ledger.counters + Counters(calls=again, replays=again)
 
     @property
     def bindings(self) -> tuple[Binding, ...]:
@@ -470,6 +496,3 @@ class CompiledGraph:
                 self._bindings.clear()
                 self._auto.reset()
                 self.pool.release()
-
-
-_GRADIENTS = Why(Reason.GRADIENTS, "an input or a constant requires grad, or has a tangent")

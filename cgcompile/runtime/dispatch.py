@@ -26,7 +26,7 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import BatchDescriptor, ForwardContext
 from cgcompile.descriptor import allows_full
 from cgcompile.errors import DispatchError
-from cgcompile.graphs.capture import capture_allowed, capture_postponed, captured_elsewhere
+from cgcompile.graphs.wrapper import why_never_captured, why_not_captured_yet, why_not_in
 from cgcompile.modes import AttentionCGSupport
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
 from cgcompile.passes.pieces import Value
@@ -251,13 +251,10 @@ class Admission:
     def mode_for(self, context: ForwardContext) -> CUDAGraphMode | Why:
         """The mode of a step under a forward context, or why it has none."""
         mode = context.cudagraph_runtime_mode
-        if mode is NONE:
-            return Why(Reason.MODE_NONE, "the forward context says NONE")
-        if context.batch_descriptor is None:
-            raise DispatchError.no_descriptor(what="the compiled model", mode=mode.name)
-        if mode not in self._served:
-            detail = f"the context says {mode.name}, cudagraph_mode is {self._wanted.name}"
-            return Why(Reason.OTHER_MODE, detail)
+        if mode is NONE or mode not in self._served or context.batch_descriptor is None:
+            why = why_not_in(context, self._served, "the compiled model")
+            assert why is not None
+            return why
         if mode is FULL and not allows_full(self._support, context.batch_descriptor):
             detail = (
                 f"a boundary supports {self._support.name} only, not {context.batch_descriptor}"
@@ -310,31 +307,33 @@ class Admission:
         self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
     ) -> Why | None:
         """Why a step that is not recorded is not captured by this call."""
-        if self.closed or not capture_allowed():
-            detail = f"no graph for {batch.descriptor}, and capture is closed"
-            return Why(Reason.CAPTURE_FORBIDDEN, detail)
-        if batch.own_context:
-            why = self._auto.why_not(binding, inputs)
-            if why is not None:
-                return why
-        elif self._config.on_input_change == "recapture":
-            most = self._config.max_captured_shapes
-            if binding.captured >= most:
-                detail = f"{most} steps are captured (max_captured_shapes); on_input_change"
-                return Why(Reason.TOO_MANY_SHAPES, detail)
-        most = self._config.max_bindings
-        if not binding.captured and self._bindings.captured >= most:
-            detail = f"{most} sets of weights or written inputs have graphs (max_bindings)"
-            return Why(Reason.TOO_MANY_BINDINGS, detail)
+        why = why_never_captured(self.closed, batch.descriptor)
+        why = why or self._why_over_limits(binding, batch, inputs)
+        if why is not None:
+            return why
         warmed = binding.count_warming(key)
-        if capture_postponed():
-            return Why(Reason.WARMING, "a bulk capture runs all batches plain first")
+        warming = None
         if warmed < max(self._config.num_warmups, binding.unsettled):
             detail = f"call {warmed + 1} of {self._config.num_warmups} before a capture"
-            warming = Why(Reason.WARMING, detail)
-            return self._why_still_warming(binding, warming, batch)
-        if captured_elsewhere():
-            return Why(Reason.CAPTURE_BUSY, "another thread is capturing")
+            warming = self._why_still_warming(binding, Why(Reason.WARMING, detail), batch)
+        return why_not_captured_yet(warming)
+
+    def _why_over_limits(
+        self, binding: Binding, batch: Batch, inputs: tuple[Any, ...]
+    ) -> Why | None:
+        """Return why one more step is too many; without a context, of an unlisted size too."""
+        why = self._auto.why_not(binding, inputs) if batch.own_context else None
+        if why is not None:
+            return why
+        limit = self._config.max_captured_shapes
+        recaptures = not batch.own_context and self._config.on_input_change == "recapture"
+        if recaptures and binding.captured >= limit:
+            detail = f"{limit} steps are captured (max_captured_shapes); on_input_change"
+            return Why(Reason.TOO_MANY_SHAPES, detail)
+        limit = self._config.max_bindings
+        if not binding.captured and self._bindings.captured >= limit:
+            detail = f"{limit} sets of weights or written inputs have graphs (max_bindings)"
+            return Why(Reason.TOO_MANY_BINDINGS, detail)
         return None
 
     def _why_still_warming(self, binding: Binding, warming: Why, batch: Batch) -> Why:

@@ -24,7 +24,7 @@ from cgcompile.errors import CaptureError
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.profiling import OBSERVERS, run_observed
+from cgcompile.graphs.sequence import REPLAY_OF_ONE
 from cgcompile.locks import new_lock, owns_lock
 from cgcompile.runtime.recording import Recording
 
@@ -113,19 +113,6 @@ if turn.owner == thread or grad_is_on() or capturing() or {forward}:
 """
 )
 
-_ALONE = f"""\
-if stream_key() != pool.stream_key:
-    pool.follow_stream()
-if {compat.PROFILING[0]} or observers():
-    run_observed(sequence, sequence.steps)
-else:
-    replay()
-recording.replays += 1
-real = context.num_unpadded_tokens
-if real is not None and real < descriptor.num_tokens:
-    recording.padding += descriptor.num_tokens - real
-"""
-
 # What a compiled graph asks of its inputs; what differs at first sight is looked at closely.
 _CHECKED = """\
 for place, address in addresses:
@@ -153,7 +140,11 @@ def step_source(
     """
     text = textwrap.indent
     asked = _ASKED.format(other=other, forward=compat.FORWARD_GRADIENTS[0])
-    run = _ALONE if inputs is None else f"made = replay({inputs}, context.num_unpadded_tokens)\n"
+    run = (
+        REPLAY_OF_ONE
+        if inputs is None
+        else f"made = replay({inputs}, context.num_unpadded_tokens)\n"
+    )
     return (
         f"def step({signature}):\n{text(asked + first, ' ' * 4)}"
         "    with lock:\n"
@@ -261,14 +252,4 @@ class Again:
     def alone(self) -> dict[str, Any] | None:
         """Further names of a step that is one graph and nothing else; None for another one."""
         sequence = self.recording.alone
-        if sequence is None:
-            return None
-        return {
-            "sequence": sequence,
-            "replay": sequence.steps[0],
-            "stream_key": self.names["pool"].device.stream_key,
-            "profiler": compat.PROFILING[1],
-            "observers": OBSERVERS.get,
-            "run_observed": run_observed,
-            "recording": self.recording,
-        }
+        return None if sequence is None else sequence.names_of_one()

@@ -224,6 +224,8 @@ class _Recorder:
             len(self._slots),
             returns.slots,
             batch=str(self._recording.batch.shown),
+            pool=self._program.pool,
+            rows=self._recording.batch.descriptor.num_tokens,
         )
         made_here = self._uses.made
         known = {name: source for name, source in self._sources.items() if name in made_here}

@@ -17,7 +17,7 @@ from cgcompile.context import BatchDescriptor, ForwardContext, override_forward_
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.graphs.arena import Block, OwnedCopy, ScalarCopy, address, stretch
 from cgcompile.graphs.guards import same_value
-from cgcompile.graphs.sequence import GraphSequence, Slot
+from cgcompile.graphs.sequence import GraphSequence, Slot, StepObserver
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.pieces.stitch import restoring_grad_mode
 from cgcompile.reasons import Reason, Why
@@ -79,8 +79,6 @@ class Recording:
         chained: those of them that are results of other weight sets.
         numbers: (position, number) of those whose value graphs hold.
         kept: the entries that it replays, each with its wrapper.
-        replays: how often it was replayed.
-        padding: rows of all replays that were padding, as far as callers said.
     """
 
     def __init__(
@@ -99,9 +97,8 @@ class Recording:
         self.frame = program.pool.arena.frame(None if batch.own_context else owner)
         self.sequence: GraphSequence
         self.sources: Mapping[str, Any] = {}
-        self.replays = self.padding = 0
         self._program = program
-        self._pool, self._stream_key = program.pool, program.pool.device.stream_key
+        self._pool = program.pool
         own = ForwardContext.synthetic(batch.mode, batch.descriptor)
         self._context = override_forward_context(own) if batch.own_context else None
         self._copied: list[tuple[int, OwnedCopy]] = []
@@ -122,7 +119,6 @@ class Recording:
             self.chained = [(p, at) for p, at in self.addresses if holds(address(inputs[p]))]
             self.numbers = [(p, inputs[p]) for p in roles.numbers]
         self._debug = program.config.debug
-        self._fills = program.config.poison or self._debug or bool(self._copied)
         self.given = self._filled(inputs)
         self.starts = _starts(self.given, weights)
         self._returns: Returns
@@ -237,16 +233,14 @@ class Recording:
         first = len(self._program.split.inputs) - count
         found = {position for position, _ in (*self.addresses, *self.numbers)}
         found |= self.sequence.positions | self._returns.positions
-        return self._fills or any(position >= first for position in found)
+        return self.sequence.prepare is not None or any(position >= first for position in found)
 
     @property
     def alone(self) -> GraphSequence | None:
         """Its sequence, where a replay is that of one graph, and :attr:`lent` all that varies."""
-        more = self._fills or self._context is not None or self._program.split.sets_grad_mode
-        sequence = self.sequence
-        if more or sequence.positions or sequence.num_eager_breaks or sequence.num_graphs != 1:
+        if self._context is not None or self._program.split.sets_grad_mode:
             return None
-        return sequence if self._returns.is_steady else None
+        return self.sequence if self.sequence.is_one_graph and self._returns.is_steady else None
 
     @property
     def returned(self) -> Returns:
@@ -255,50 +249,24 @@ class Recording:
 
     # -------------------------------------------------------------- running
 
-    def replay(self, inputs: Sequence[Any], real: int | None = None) -> Any:
-        """Run the step again. Nothing synchronises.
-
-        Args:
-            inputs: what this call was given.
-            real: how many rows of the batch are real, where fewer are than were captured.
+    def replay(
+        self,
+        inputs: Sequence[Any],
+        real: int | None = None,
+        observer: StepObserver | None = None,
+    ) -> Any:
+        """Replay the step on the inputs of a call; see :meth:`GraphSequence.replay`.
 
         Returns:
             What the graph returns: the caller's own, or without copies views of pool memory.
         """
-        if self._stream_key() != self._pool.stream_key:
-            self._pool.follow_stream()
-        if self._fills:
-            self._fill(inputs)
-        padding = 0 if real is None else self.batch.descriptor.num_tokens - real
-        if padding <= 0:
-            real = None  # nothing is padded
-        slots = self._run(inputs, real)
-        self.replays += 1
-        if padding > 0:
-            self.padding += padding
+        slots = self._run(inputs, real, observer)
         if not slots:
             return self._returns.make(slots, inputs)
         try:
             return self._returns.make(slots, inputs)
         finally:
             self.sequence.clear()
-
-    def watch(
-        self,
-        inputs: Sequence[Any],
-        real: int | None,
-        run: Callable[[int, Callable[[], Any]], Any],
-    ) -> Any:
-        """As :meth:`replay`, with ``run(place, step)`` in place of the step of each segment."""
-        self._pool.follow_stream()
-        self._fill(inputs)
-        watch = self.in_context(self.sequence.watch)
-        try:
-            result = self._returns.make(watch(inputs, real, run), inputs)
-        finally:
-            self.sequence.clear()
-        self.replays += 1
-        return result
 
     def value(self, name: str, inputs: Sequence[Any]) -> Any:
         """What a named value is in the midst of a replay; None if that is not known.
@@ -317,14 +285,22 @@ class Recording:
         source = self.sources.get(name)
         return self.sequence.slots[source.at] if isinstance(source, Slot) else source
 
-    def _fill(self, inputs: Sequence[Any]) -> None:
-        """What lies in memory of ours before a replay: inputs, and what shows as wrong."""
-        if self._program.config.poison:
-            self._pool.poison(inputs, self.owner)
-        for position, buffer in self._copied:
-            buffer.fill(inputs[position])
-        if self._debug:
-            self.expire(inputs)
+    def _preparing(self) -> Callable[[Sequence[Any]], None] | None:
+        """What fills memory before each replay: copies of inputs, and what shows stale reads."""
+        copied, pool, owner = self._copied, self._pool, self.owner
+        poison, debug = self._program.config.poison, self._debug
+        if not (copied or poison or debug):
+            return None
+
+        def prepare(inputs: Sequence[Any]) -> None:
+            if poison:
+                pool.poison(inputs, owner)
+            for position, buffer in copied:
+                buffer.fill(inputs[position])
+            if debug:
+                pool.stale.expire(owner, inputs)
+
+        return prepare
 
     def expire(self, inputs: Sequence[Any]) -> None:
         """Make results raise that this step is about to overwrite."""
@@ -352,6 +328,7 @@ class Recording:
             sources: where a replay leaves the values that pieces make, by name.
         """
         self.sequence = sequence
+        sequence.prepare = self._preparing()
         self.sources = sources
         run = self.in_context(sequence.replay)
         self._run = restoring_grad_mode(run) if self._program.split.sets_grad_mode else run

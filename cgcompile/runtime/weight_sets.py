@@ -164,7 +164,7 @@ class Binding:
     def count_warming(self, key: Hashable) -> int:
         """One more warming call of ``key``; returns how many there were before."""
         before = self.seen.get(key, 0)
-        served = self.captured + sum([each.replays for each in self.recorded])
+        served = self.captured + sum([each.sequence.stats.replays for each in self.recorded])
         in_a_row = self.new_in_a_row if served == self._served else 0
         self.new_in_a_row, self._served = (0 if before else in_a_row + 1), served
         if self.new_in_a_row <= 1:
@@ -246,7 +246,7 @@ class Bindings:
         if binding.moved(inputs) or (strict and binding.outlived):
             if not binding.captured:  # the step itself may move them, and has no graph for that
                 return key, binding
-            unused = not any([each.replays for each in binding.recorded])
+            unused = not any([each.sequence.stats.replays for each in binding.recorded])
             self._unused = key if unused else None
             self._unused_in_a_row = self._unused_in_a_row + 1 if unused else 0
             self._forget(key)

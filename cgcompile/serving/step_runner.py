@@ -25,17 +25,23 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.backend import Backend
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.context import eager_region_is_open, set_forward_context
+from cgcompile.context import set_forward_context
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import AddressChangedError, CaptureError, ManagerError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.capture import inside_capture, postponed_capture
+from cgcompile.graphs.capture import postponed_capture
 from cgcompile.graphs.capture_all import BulkCapture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import StaleResults, check_debug
-from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper, Whole, gradients_due
+from cgcompile.graphs.wrapper import (
+    CUDAGraphEntry,
+    CUDAGraphWrapper,
+    Whole,
+    gradients_due,
+    why_not_here,
+)
 from cgcompile.reasons import EXPECTED, Counters, Reason, Why
 from cgcompile.serving.batch import AllHooks, Batch, GraphHooks, Metadata
 from cgcompile.serving.buffers import OutputBuffers, Outputs, StaticInputs
@@ -195,7 +201,6 @@ class StepRunner:
         self._inference_mode = inference_mode
         self._raises_if_changed = config.on_input_change == "raise"
         self._config = config
-        self._poison = config.poison
         self._spoils = config.debug or config.poison
         self._stale = StaleResults()
         check_debug(config.debug)
@@ -257,7 +262,7 @@ class StepRunner:
         if self._spoils and mode is not NONE:
             self._spoil(mode)
         if entry is not None and "inputs_ready" not in metadata.additional:
-            result = self._rows.replayed(self._replay(entry), padded, real)
+            result = self._rows.replayed(self.full.replay(entry), padded, real)
             return self._tracked(result, descriptor) if self._config.debug else result
         run = self._model if mode is NONE else self.full if mode is FULL else self._pieces
         across = metadata.num_tokens_across_dp
@@ -306,27 +311,13 @@ class StepRunner:
         Its arguments are views of our own buffers, and nothing in it reads a context: both need no
         look. In grad mode the wrapper judges whether gradients are asked for.
         """
-        if not self._raises_if_changed or self._judged_by_the_wrapper():
+        if not self._raises_if_changed or self._why_not_here() is not None:
             return None
         return self.full.entry_of(FULL, descriptor)
 
-    def _judged_by_the_wrapper(self) -> bool:
-        if inside_capture() or eager_region_is_open():
-            return True
-        return not self._inference_mode and torch.is_grad_enabled()
-
-    def _replay(self, entry: CUDAGraphEntry) -> Any:
-        assert self.pool is not None
-        assert entry.guard is not None
-        entry.guard.check_autocast("step", entry.batch_descriptor)
-        self.pool.follow_stream()
-        if self._poison:
-            self.pool.poison_free()
-        entry.sequence.replay()
-        self.full.counters.calls += 1
-        self.full.counters.replays += 1
-        entry.tally.replays += 1
-        return entry.output
+    def _why_not_here(self) -> Why | None:
+        """As of a wrapper; whether gradients are due in grad mode depends on the call."""
+        return why_not_here(gradients=not self._inference_mode and torch.is_grad_enabled())
 
     def replay(self, descriptor: BatchDescriptor) -> Any:
         """Replay a FULL graph on what the buffers hold: all padded rows.
@@ -336,13 +327,13 @@ class StepRunner:
         """
         with self.mode():
             entry = self.full.entry_of(FULL, descriptor)
-            if entry is None or self._judged_by_the_wrapper():
+            if entry is None or self._why_not_here() is not None:
                 raise ManagerError.no_replay(batch=str(descriptor))
             self._inputs.follow_stream()
             self._inputs.written_by_others()
             if self._spoils:
                 self._spoil(FULL)
-            result = self.hooks.around(lambda: self._replay(entry))
+            result = self.hooks.around(lambda: self.full.replay(entry))
         sizes = (descriptor.num_tokens, descriptor.num_reqs or descriptor.num_tokens)
         result = self._rows.replayed(result, sizes, sizes)
         return self._tracked(result, descriptor) if self._config.debug else result

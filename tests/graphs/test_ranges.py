@@ -327,6 +327,7 @@ def test_slots_and_rows_are_the_same_while_somebody_looks(log: Log) -> None:
         inputs=[(Slot(0), 0)],
         slots=2,
         kept=[made],
+        rows=4,
     )
     for real, expected in ((None, [7.0, 7.0, 7.0, 7.0]), (2, [7.0, 7.0, 0.0, 0.0])):
         plain = list(sequence.replay([7.0], real))

@@ -213,7 +213,8 @@ def test_rows_that_are_not_real_are_zeroed_before_graphs_read_them(real) -> None
         [
             EagerSegment("fill", lambda: [t.fill_(7) for t in tails], tails=tuple(tails)),
             graph("read", [], lambda: seen.extend(t.clone() for t in tails)),
-        ]
+        ],
+        rows=4,
     )
     for _ in range(2):
         sequence.replay((), real)
@@ -225,14 +226,14 @@ def test_rows_that_are_not_real_are_zeroed_before_graphs_read_them(real) -> None
 
 def test_the_number_of_real_rows_is_that_of_each_replay() -> None:
     tail = torch.zeros(4)
-    sequence = GraphSequence([EagerSegment("fill", lambda: [tail.fill_(1)], tails=(tail,))])
+    sequence = GraphSequence([EagerSegment("fill", lambda: [tail.fill_(1)], tails=(tail,))], rows=4)
     for real in (3, None, 1, 4, None, 0):
         sequence.replay((), real)
         assert tail.sum() == (4 if real is None else real)
 
 
 @pytest.mark.parametrize("real", [None, 1])
-def test_watch_tells_of_each_segment_and_runs_the_same(real) -> None:
+def test_an_observer_sees_each_segment_and_runs_the_same(real) -> None:
     tail, seen, log = torch.zeros(2), [], []
     sequence = GraphSequence(
         [
@@ -245,13 +246,14 @@ def test_watch_tells_of_each_segment_and_runs_the_same(real) -> None:
         [(Slot(0), 0)],
         2,
         [Slot(1)],
+        rows=2,
     )
 
     def run(place: int, step: Callable[[], None]) -> None:
         step()
         seen.append((place, tail.tolist()))
 
-    slots = sequence.watch([5.0], real, run)
+    slots = sequence.replay([5.0], real, run)
     assert log == ["a", "c"]
     assert slots == [5.0, 5.0]
     filled = [5.0, 5.0 if real is None else 0.0]

@@ -115,9 +115,9 @@ def test_the_same_step_again() -> None:
     assert engine.short(lambda: engine.step(context=engine.context_of(FULL)))  # an equal descriptor
     assert engine.short(lambda: engine.step(engine.x[:]))  # another object at the same place
     (recording,) = engine.graph.recordings
-    replays = recording.replays
+    replays = recording.sequence.stats.replays
     assert engine.short(engine.step)
-    assert recording.replays == replays + 1
+    assert recording.sequence.stats.replays == replays + 1
     assert engine.backend.counters.calls == engine.backend.counters.replays + 2  # warming, capture
 
 
@@ -281,7 +281,7 @@ def test_rows_that_are_padding() -> None:
     )
     assert engine.short(lambda: engine.step(context=real))
     (recording,) = engine.graph.recordings
-    assert recording.padding == 5
+    assert recording.sequence.stats.padding == 5
 
 
 def test_weights_changed_in_place() -> None:

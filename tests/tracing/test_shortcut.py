@@ -81,10 +81,10 @@ def step(args, kwargs):
                 run_observed(sequence, sequence.steps)
             else:
                 replay()
-            recording.replays += 1
+            stats.replays += 1
             real = context.num_unpadded_tokens
-            if real is not None and real < descriptor.num_tokens:
-                recording.padding += descriptor.num_tokens - real
+            if real is not None and real < rows:
+                stats.padding += rows - real
         except BaseException:
             failed()
             raise
