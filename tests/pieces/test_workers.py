@@ -70,7 +70,7 @@ def test_a_machine_that_starts_no_processes(
 
 PROGRAM = """
 import os
-from cgcompile import compat
+from cgcompile import torch_compat as compat
 from torch._inductor.async_compile import AsyncCompile
 
 def pools():
