@@ -12,13 +12,15 @@ import torch
 from torch import fx
 
 from cgcompile import torch_compat as compat
-from cgcompile.passes.fakes import run_on_fakes
+from cgcompile.passes.base import run_on_fakes
 from cgcompile.passes.nodes import (
     COMPUTING,
+    bound_symbols,
     changes_layout,
     is_known_view,
     is_torchs,
     layout_of,
+    nodes_by_storage,
     short_name,
     storages,
     symbols_of,
@@ -26,7 +28,6 @@ from cgcompile.passes.nodes import (
     value,
     written,
 )
-from cgcompile.passes.normalize import bound_symbols
 from cgcompile.passes.regions import nodes_in_regions
 
 _CHANGES_HISTORY = {"requires_grad_", "detach_", "retain_grad", "register_hook"}
@@ -43,10 +44,7 @@ class Memory:
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
-        self._families: dict[int, list[fx.Node]] = {}
-        for node in self._order:
-            for key in storages(value(node)) if node.op != "output" else ():
-                self._families.setdefault(key, []).append(node)
+        self._families = nodes_by_storage(self._order)
         self._in_region = nodes_in_regions(gm)
         self._switches_grad = any(node.target in _SWITCHES_GRAD for node in self._order)
         self._bound = bound_symbols(gm).keys()

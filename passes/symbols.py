@@ -24,8 +24,7 @@ from torch import fx
 
 from cgcompile import torch_compat as compat
 from cgcompile.errors import ConfigError, SymbolError
-from cgcompile.passes.nodes import symbols_of, value
-from cgcompile.passes.normalize import bound_symbols
+from cgcompile.passes.nodes import bound_symbols, symbols_of, value
 
 _CONTAINERS = re.compile(r"\._(?:modules|parameters|buffers)\[")
 _KEY = re.compile(r"\['([^']*)'\]")

@@ -18,9 +18,8 @@ from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CGCompileError, ConfigError, PieceCompileError, SymbolError
 from cgcompile.passes.nodes import COMPUTING, toggles_state, value
-from cgcompile.passes.pieces import Piece
-from cgcompile.passes.split import SplitGraph
-from cgcompile.pieces.cache import Compilation, Compiling, PieceCache, PieceCompiler, compiling
+from cgcompile.passes.split import Piece, SplitGraph
+from cgcompile.pieces.cache import Compilation, Compiling, PieceCache, PieceCompiler
 from cgcompile.pieces.size_ranges import Runnable, Variant, Variants
 
 log = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ def compile_pieces(
     variants = Variants(split, config)
     made: dict[int, Runnable] = {}
     progress = tqdm(todo, desc="cgcompile: pieces", unit="piece", disable=None, leave=False)
-    with torch.no_grad(), progress, compiling(cache, compiler, config) as work:
+    with torch.no_grad(), progress, Compiling(cache, compiler, config) as work:
         for piece in progress:
             parts = []
             for variant in variants.of(piece):

@@ -27,8 +27,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import PieceCompileError
 from cgcompile.passes.nodes import symbols_of, value
-from cgcompile.passes.pieces import Piece
-from cgcompile.passes.split import SplitGraph
+from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.cache import Runnable
 
 log = logging.getLogger(__name__)

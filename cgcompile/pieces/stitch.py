@@ -26,8 +26,7 @@ from torch import fx
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CompilationMode
 from cgcompile.passes import split_graph
-from cgcompile.passes.pieces import Piece, Ref
-from cgcompile.passes.split import SplitGraph
+from cgcompile.passes.split import Piece, Ref, SplitGraph
 from cgcompile.pieces.compilers import Runnable
 
 
