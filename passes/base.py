@@ -510,8 +510,8 @@ def _same_output(one: Any, other: Any, symbols: Symbols, strided: bool) -> bool:
             return True
         # The stride of a dimension of size 1 is never used.
         used = [dim for dim, size in enumerate(one.shape) if type(size) is not int or size != 1]
-        strides = [[tensor.stride()[dim] for dim in used] for tensor in (one, other)]
-        return _all_equal(*strides, symbols)
+        strides, others = one.stride(), other.stride()
+        return _all_equal([strides[d] for d in used], [others[d] for d in used], symbols)
     if is_integer(one) and is_integer(other):
         return _equal_numbers(one, other, symbols)
     return isinstance(one, torch.Tensor) is isinstance(other, torch.Tensor)

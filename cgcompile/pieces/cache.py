@@ -239,16 +239,16 @@ class Store:
 
     def entry(self, kind: str, key: str) -> Entry | None:
         """Return the entry with a key; None if there is none, or it is damaged or untrusted."""
-        path = self._path(kind, key)
+        path, entry = self._path(kind, key), None
         with self._failures_logged("cannot be read ({})"), suppress(FileNotFoundError):
             try:
-                entry = _parsed(self._read(path.name))
-                if (entry.kind, entry.key) != (kind, key):
+                parsed = _parsed(self._read(path.name))
+                if (parsed.kind, parsed.key) != (kind, key):
                     raise ValueError("it is another entry")
-                return entry
+                entry = parsed
             except ValueError as error:
                 self.discard(kind, key, str(error))
-        return None
+        return entry
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
@@ -297,12 +297,13 @@ class Store:
         if len(data) > LARGEST:
             self._warn_once(f"keeps no entry of more than {LARGEST} bytes: {len(data)}")
             return False
+        written = False
         with self._failures_logged("cannot be written ({}): nothing is kept"):
             self._make()
             with self._opened() as folder:
                 _write(path.name, data, folder)
-            return True
-        return False
+            written = True
+        return written
 
     def _make(self) -> None:
         """Create the folder, and parents that are missing, for this user alone."""
@@ -318,7 +319,7 @@ class Store:
 
         A file is written there: permissions do not show a full or read-only disk.
         """
-        work = Store(self.folder / (_WORK + name))
+        work, usable = Store(self.folder / (_WORK + name)), False
         with self._failures_logged("cannot be written ({}): nothing is kept"):
             self._make()
             with self._opened():
@@ -327,8 +328,8 @@ class Store:
                 trial = _TEMPORARY + secrets.token_hex(8)
                 _write(trial, bytes(_TRIAL), folder)
                 os.unlink(trial, dir_fd=folder)
-            return work.folder
-        return None
+            usable = True
+        return work.folder if usable else None
 
     def discard(self, kind: str, key: str, reason: str) -> None:
         """Remove an entry that cannot be used."""
