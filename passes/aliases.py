@@ -87,8 +87,8 @@ def _piece(node: fx.Node) -> int:
     """Return the number of a node's piece; -1 for inputs, a large one for the output."""
     if node.op == "output":
         return 1 << 30
-    place = placement(node)
-    return place.piece if place is not None else -1
+    assigned = placement(node)
+    return assigned.piece if assigned is not None else -1
 
 
 def _endangered_pieces(gm: fx.GraphModule, members: list[fx.Node]) -> set[int]:
@@ -121,17 +121,17 @@ def _endangered_pieces(gm: fx.GraphModule, members: list[fx.Node]) -> set[int]:
 
 
 def _is_captured(node: fx.Node) -> bool:
-    place = placement(node)
-    return place is not None and place.capture
+    assigned = placement(node)
+    return assigned is not None and assigned.capture
 
 
 def _leave_uncompiled(gm: fx.GraphModule, pieces: set[int]) -> None:
     """Run a hazard that stays op by op: uncompiled kernels keep views as views."""
     for node in gm.graph.nodes if pieces else ():
-        place = placement(node)
-        if place is not None and place.piece in pieces:
+        assigned = placement(node)
+        if assigned is not None and assigned.piece in pieces:
             node.meta[PLACEMENT] = replace(
-                place, compiled=False, uncompiled="memory that it writes has another name"
+                assigned, compiled=False, uncompiled="memory that it writes has another name"
             )
 
 
@@ -158,10 +158,10 @@ def _close_gaps(gm: fx.GraphModule) -> None:
     """Number the pieces from 0, without those whose nodes were all sunk."""
     numbers: dict[int, int] = {}
     for node in gm.graph.nodes:
-        place = placement(node)
-        if place is not None:
-            number = numbers.setdefault(place.piece, len(numbers))
-            node.meta[PLACEMENT] = replace(place, piece=number)
+        assigned = placement(node)
+        if assigned is not None:
+            number = numbers.setdefault(assigned.piece, len(numbers))
+            node.meta[PLACEMENT] = replace(assigned, piece=number)
 
 
 def _last_placement(gm: fx.GraphModule) -> Placement | None:

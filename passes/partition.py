@@ -82,11 +82,11 @@ class _Cutter:
         """Collect the nodes of each piece, and the state before and after it."""
         state = _State((), self._grad_outside)
         for node in self._gm.graph.nodes:
-            place = placement(node)
-            if place is None:
+            assigned = placement(node)
+            if assigned is None:
                 continue
-            self._members.setdefault(place.piece, []).append(node)
-            self._before.setdefault(place.piece, state)
+            self._members.setdefault(assigned.piece, []).append(node)
+            self._before.setdefault(assigned.piece, state)
             if node.target in compat.LEAVES:
                 state = _State((*state.entered, node), state.grad)
             elif node.target in compat.LEAVES.values():
@@ -96,7 +96,7 @@ class _Cutter:
                 state = _State(state.entered, bool(node.args[0]))
             elif not runs_once_on_host(node):
                 self._differentiable |= state.allows_gradients()
-            self._after[place.piece] = state
+            self._after[assigned.piece] = state
 
     def _name_everything(self) -> dict[fx.Node, str]:
         # The generated step calls pieces by these names; no value may hide one.
