@@ -38,22 +38,22 @@ class ResolveAliases:
         return "resolve_aliases/3"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        _use_what_was_written(gm)
+        _use_written_arguments(gm)
         in_region = nodes_in_regions(gm)
         for members in _shared_storages(gm):
-            # After a change of shape in place, a view created later is another one.
-            fixed = not any(changes_layout(user) for node in members for user in node.users)
-            if fixed and _endangered_pieces(gm, members):
-                for node in reversed(members[1:]):
-                    if is_view(gm, node) and node not in in_region:
-                        _sink(gm, node)
+            # A view created after an in-place change of layout would differ.
+            if any(changes_layout(user) for node in members for user in node.users):
+                continue
+            for node in reversed(members[1:]) if _endangered_pieces(gm, members) else ():
+                if is_view(gm, node) and node not in in_region:
+                    _sink(gm, node)
         for members in _shared_storages(gm):
             _leave_uncompiled(gm, _endangered_pieces(gm, members))
         _close_gaps(gm)
         return gm
 
 
-def _use_what_was_written(gm: fx.GraphModule) -> None:
+def _use_written_arguments(gm: fx.GraphModule) -> None:
     """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``.
 
     Fake values show the end of the trace: where ``x.set_(y)`` ran, ``x`` shares the memory of ``y``
@@ -62,8 +62,7 @@ def _use_what_was_written(gm: fx.GraphModule) -> None:
     moved: set[int] = set()
     for node in gm.graph.nodes:
         if changes_layout(node):
-            moved |= storages(value(node))
-            moved.update(*[storages(value(source)) for source in node.all_input_nodes])
+            moved |= storages([value(node), *map(value, node.all_input_nodes)])
     for node in gm.graph.nodes:
         for target in () if changes_layout(node) else written(gm, node):
             if _same_tensor(node, target) and moved.isdisjoint(storages(value(node))):
@@ -114,8 +113,8 @@ def _endangered_pieces(gm: fx.GraphModule, members: list[fx.Node]) -> set[int]:
             endangered.add(piece)
     for piece in writers:  # (b)
         inputs = [node for node, others in readers.items() if piece in others]
-        captured = any(_piece(node) == piece and _is_captured(node) for node in gm.graph.nodes)
-        if len(inputs) > 1 and captured:
+        nodes = gm.graph.nodes if len(inputs) > 1 else ()
+        if any(_piece(node) == piece and _is_captured(node) for node in nodes):
             endangered.add(piece)
     return endangered
 
