@@ -271,7 +271,7 @@ def test_guards_go_with_what_was_compiled_under_them() -> None:
     assert kept[0] is kept[1]
 
 
-def test_what_nobody_uses_any_more_is_freed() -> None:
+def test_an_artifact_without_users_is_freed() -> None:
     cache, asking, kept = PieceCache(CompilationConfig()), Asking(), []
     made_for(6, cache, asking, kept)
     kept.clear()
