@@ -144,9 +144,10 @@ def _sink(gm: fx.GraphModule, view: fx.Node) -> None:
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
     for users in users_by_piece.values():
         first = min(users, key=order.__getitem__)
+        assigned = placement(first) or _last_placement(gm)
         with gm.graph.inserting_before(first):
             copy = gm.graph.node_copy(view)
-        copy.meta[PLACEMENT] = placement(first) or _last_placement(gm)
+        copy.meta[PLACEMENT] = assigned
         for user in users:
             user.replace_input_with(view, copy)
     if not view.users:
