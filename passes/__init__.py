@@ -1,29 +1,13 @@
-"""FX graph in, split graph out. Nothing here knows of capture, compilation or serving.
+"""FX graph in, split graph out; independent of capture, compilation and serving.
 
-The pipeline of a split is :data:`PIPELINE`, in order; the user's own passes run before it (over the
-whole graph) and after the cut (over each distinct captured piece). Read on in the same order:
-``normalize``, ``eliminate`` (with ``memory``), ``assign`` (with ``capturable`` and ``regions``),
-``aliases``, ``partition``, ``split``, ``printer``.
+Read ``pipeline``, then its steps in order: ``normalize``, ``eliminate`` (with ``memory``),
+``assign`` (with ``capturable`` and ``regions``), ``aliases``, ``partition``, ``split``.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
-from typing import Any
-
-from torch import fx
-
-from cgcompile import torch_compat as compat
-from cgcompile.boundaries import Boundaries
-from cgcompile.errors import ConfigError
-from cgcompile.passes.aliases import ResolveAliases
-from cgcompile.passes.assign import AssignPieces
 from cgcompile.passes.base import FunctionPass, GraphPass, PassManager, PassRecord
 from cgcompile.passes.eliminate import EliminateClones, EliminateNoOps
-from cgcompile.passes.normalize import BindSymbols, PullItems
-from cgcompile.passes.partition import cut
-from cgcompile.passes.pieces import Piece, Value
-from cgcompile.passes.split import SplitGraph
-from cgcompile.settings import checked, parse_passes, parsed
+from cgcompile.passes.pipeline import OPTIONAL, PIPELINE, check_disabled, split_graph
+from cgcompile.passes.split import Piece, SplitGraph, Value
 
 __all__ = [
     "OPTIONAL",
@@ -40,98 +24,3 @@ __all__ = [
     "check_disabled",
     "split_graph",
 ]
-
-# Each is made with the registry of splitting ops, whether it looks at it or not.
-PIPELINE: Mapping[str, Callable[[Boundaries], GraphPass]] = {
-    BindSymbols.name: lambda boundaries: BindSymbols(),
-    PullItems.name: lambda boundaries: PullItems(),
-    EliminateNoOps.name: EliminateNoOps,
-    EliminateClones.name: EliminateClones,
-    AssignPieces.name: AssignPieces,
-    ResolveAliases.name: lambda boundaries: ResolveAliases(),
-}
-OPTIONAL = (EliminateNoOps.name, EliminateClones.name)  # a split is right without these
-
-
-@checked
-def split_graph(
-    gm: fx.GraphModule,
-    boundaries: Boundaries,
-    *,
-    graph_passes: Iterable[Any] = (),
-    piece_passes: Iterable[Any] = (),
-    disabled_passes: Collection[str] = (),
-    dump_dir: str | None = None,
-) -> SplitGraph:
-    """Split Dynamo's pre-grad graph at its boundaries.
-
-    Args:
-        gm: the graph; it is changed (sizes are bound to inputs) but computes what it did.
-        boundaries: the registry that says what is a splitting op.
-        graph_passes: passes over the whole graph, before ours.
-        piece_passes: passes over each distinct captured piece, after the cut.
-        disabled_passes: names of passes to leave out, theirs or :data:`OPTIONAL` ones of ours.
-        dump_dir: a folder for the graph before and after every pass.
-
-    Returns:
-        The split, with a record of what each pass did.
-
-    Raises:
-        PassError: a pass raised, left an invalid graph, or changed what an output is.
-        SymbolError: a size that no input gives would cross into a captured piece.
-        ConfigError: a disabled pass does not exist, or is needed.
-    """
-    graph_passes, piece_passes = tuple(graph_passes), tuple(piece_passes)
-    check_disabled(disabled_passes, (*graph_passes, *piece_passes))
-    if graph_passes:
-        gm = compat.copied(gm)  # Dynamo still owns its graph, and must not find it broken
-    ours = [make(boundaries) for make in PIPELINE.values()]
-    on_graph = PassManager([*graph_passes, *ours], dump_dir, disabled_passes)
-    split = cut(on_graph(gm))
-    _check_sizes_are_bound(split)
-    on_pieces = PassManager(piece_passes, dump_dir, disabled_passes)
-    if on_pieces.passes:
-        split = _run_on_pieces(split, on_pieces)
-    return replace(split, passes=(*on_graph.records, *on_pieces.records))
-
-
-@checked
-def check_disabled(disabled: Collection[str], theirs: Iterable[Any]) -> None:
-    """Refuse to leave out a pass that does not run anyway, or that a split needs.
-
-    Args:
-        disabled: names of passes.
-        theirs: the passes of the user.
-
-    Raises:
-        ConfigError: names the pass, with close matches.
-    """
-    theirs = parsed("theirs", "passes", tuple(theirs), parse_passes)
-    choices = [*(str(each.name) for each in theirs), *OPTIONAL]
-    for name in disabled:
-        if name in PIPELINE and name not in OPTIONAL:
-            raise ConfigError.needed_pass(name=name, known=choices)
-        if name not in choices:
-            raise ConfigError.unknown_pass(name=name, known=choices)
-
-
-def _check_sizes_are_bound(split: SplitGraph) -> None:
-    for piece in split.pieces:
-        if piece.capture:
-            for name in (*piece.inputs, *piece.outputs):
-                split.symbols.check_bound(split.values[name].meta, name, piece.name)
-
-
-def _run_on_pieces(split: SplitGraph, manager: PassManager) -> SplitGraph:
-    changed: dict[int, fx.GraphModule] = {}
-    taken = {name for piece in split.pieces for name in piece.inputs}
-    for piece in split.distinct:
-        if piece.capture:
-            alike = [each for each in split.pieces if each.same_as == piece.index]
-            strided = {n for each in alike for n, name in enumerate(each.outputs) if name in taken}
-            changed[piece.index] = manager(piece.module, piece.name, strided=strided)
-            changed[piece.index].recompile()  # a pass edits the graph, not the code made from it
-    pieces = tuple(
-        replace(piece, module=changed.get(piece.same_as, piece.module)) for piece in split.pieces
-    )
-    return replace(split, pieces=pieces)

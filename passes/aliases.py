@@ -1,4 +1,4 @@
-"""Keep two tensors of one memory from crossing a boundary where that would go wrong.
+"""Keep two tensors that alias from crossing a boundary where that would give wrong results.
 
 Note [Alias hazards]. Inside a piece, views are views. Between pieces they are separate values, and
 two things break. (a) A compiled piece may return a view of its own intermediate as a copy; if a
@@ -6,19 +6,21 @@ later piece writes that memory, the other value does not see it. (b) A compiler 
 of one memory and a write to it rebuilds one from the other by the layout that the *traced* tensors
 had, which the tensors at run time need not have.
 
-The cure is the same: only the base crosses, and every piece that needs the view makes it again. It
-costs a microsecond where the view is made on the host, so it is done for hazards only.
+The cure is the same: only the base crosses, and every piece that needs the view creates it. That
+costs a microsecond on the host where the piece is eager, so it is done for hazards only.
 """
 
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from cgcompile.passes.assign import PLACEMENT, Placement, placement
 from cgcompile.passes.nodes import (
-    COMPUTING,
     changes_layout,
     is_view,
+    layout_of,
+    nodes_by_storage,
     storages,
     tensors,
     value,
@@ -36,20 +38,22 @@ class ResolveAliases:
         return "resolve_aliases/3"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        _use_what_was_written(gm)
+        _use_written_arguments(gm)
         in_region = nodes_in_regions(gm)
-        for members in _by_storage(gm).values():
-            if _endangered_pieces(gm, members) and not _changes_layout(members):
-                for node in reversed(members[1:]):
-                    if is_view(gm, node) and node not in in_region:
-                        _sink(gm, node)
-        for members in _by_storage(gm).values():
+        for members in _shared_storages(gm):
+            # A view created after an in-place change of layout would differ.
+            if any(changes_layout(user) for node in members for user in node.users):
+                continue
+            for node in reversed(members[1:]) if _endangered_pieces(gm, members) else ():
+                if is_view(gm, node) and node not in in_region:
+                    _sink(gm, node)
+        for members in _shared_storages(gm):
             _leave_uncompiled(gm, _endangered_pieces(gm, members))
         _close_gaps(gm)
         return gm
 
 
-def _use_what_was_written(gm: fx.GraphModule) -> None:
+def _use_written_arguments(gm: fx.GraphModule) -> None:
     """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``.
 
     Fake values show the end of the trace: where ``x.set_(y)`` ran, ``x`` shares the memory of ``y``
@@ -58,8 +62,7 @@ def _use_what_was_written(gm: fx.GraphModule) -> None:
     moved: set[int] = set()
     for node in gm.graph.nodes:
         if changes_layout(node):
-            moved |= storages(value(node))
-            moved.update(*[storages(value(source)) for source in node.all_input_nodes])
+            moved |= storages([value(node), *map(value, node.all_input_nodes)])
     for node in gm.graph.nodes:
         for target in () if changes_layout(node) else written(gm, node):
             if _same_tensor(node, target) and moved.isdisjoint(storages(value(node))):
@@ -69,33 +72,26 @@ def _use_what_was_written(gm: fx.GraphModule) -> None:
 
 def _same_tensor(one: fx.Node, other: fx.Node) -> bool:
     a, b = value(one), value(other)
-    if not (len(tensors(a)) == len(tensors(b)) == 1 and a is tensors(a)[0] and b is tensors(b)[0]):
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
-    layout_a = (a.dtype, a.size(), a.stride(), a.storage_offset())
-    layout_b = (b.dtype, b.size(), b.stride(), b.storage_offset())
-    return storages(a) == storages(b) != set() and layout_a == layout_b
+    return storages(a) == storages(b) != set() and layout_of(a) == layout_of(b)
 
 
-def _by_storage(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
-    """For each storage the nodes whose value lies in it, in order; the first one is its root."""
-    found: dict[int, list[fx.Node]] = {}
-    for node in gm.graph.nodes:
-        if node.op != "output":
-            for key in storages(value(node)):
-                found.setdefault(key, []).append(node)
-    return {key: members for key, members in found.items() if len(members) > 1}
+def _shared_storages(gm: fx.GraphModule) -> list[list[fx.Node]]:
+    """Return, for each storage with several values, their nodes in order; the first is the base."""
+    return [members for members in nodes_by_storage(gm.graph.nodes).values() if len(members) > 1]
 
 
 def _piece(node: fx.Node) -> int:
-    """The number of a node's piece; -1 for inputs, a large one for the output."""
+    """Return the number of a node's piece; -1 for inputs, a large one for the output."""
     if node.op == "output":
         return 1 << 30
-    place = placement(node)
-    return place.piece if place is not None else -1
+    assigned = placement(node)
+    return assigned.piece if assigned is not None else -1
 
 
 def _endangered_pieces(gm: fx.GraphModule, members: list[fx.Node]) -> set[int]:
-    """The captured pieces that the note above speaks of, for the values in one storage."""
+    """Return the captured pieces with a hazard of the note above, of the values in one storage."""
     keys = set(members)
     writers = {
         _piece(user)
@@ -116,38 +112,30 @@ def _endangered_pieces(gm: fx.GraphModule, members: list[fx.Node]) -> set[int]:
         if len(leaving) > 1 and max(writers) > piece and _piece(members[0]) == piece:
             endangered.add(piece)
     for piece in writers:  # (b)
-        given = [node for node, others in readers.items() if piece in others]
-        if len(given) > 1 and _captured_piece(gm, piece):
+        inputs = [node for node, others in readers.items() if piece in others]
+        nodes = gm.graph.nodes if len(inputs) > 1 else ()
+        if any(_piece(node) == piece and _is_captured(node) for node in nodes):
             endangered.add(piece)
     return endangered
 
 
-def _changes_layout(members: list[fx.Node]) -> bool:
-    """Whether a tensor in this storage gets another shape in place: a view made later is not it."""
-    return any(changes_layout(user) for node in members for user in node.users)
-
-
 def _is_captured(node: fx.Node) -> bool:
-    place = placement(node)
-    return place is not None and place.capture
-
-
-def _captured_piece(gm: fx.GraphModule, piece: int) -> bool:
-    return any(_piece(node) == piece and _is_captured(node) for node in gm.graph.nodes)
+    assigned = placement(node)
+    return assigned is not None and assigned.capture
 
 
 def _leave_uncompiled(gm: fx.GraphModule, pieces: set[int]) -> None:
     """Run a hazard that stays op by op: uncompiled kernels keep views as views."""
     for node in gm.graph.nodes if pieces else ():
-        place = placement(node)
-        if place is not None and place.piece in pieces:
+        assigned = placement(node)
+        if assigned is not None and assigned.piece in pieces:
             node.meta[PLACEMENT] = replace(
-                place, compiled=False, uncompiled="memory that it writes has another name"
+                assigned, compiled=False, uncompiled="memory that it writes has another name"
             )
 
 
 def _sink(gm: fx.GraphModule, view: fx.Node) -> None:
-    """Make ``view`` again in each other piece that uses it."""
+    """Create ``view`` in each other piece that uses it."""
     own = _piece(view)
     users_by_piece: dict[int, list[fx.Node]] = {}
     for user in view.users:
@@ -156,10 +144,10 @@ def _sink(gm: fx.GraphModule, view: fx.Node) -> None:
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
     for users in users_by_piece.values():
         first = min(users, key=order.__getitem__)
-        where = placement(first) or _last_placement(gm)
+        assigned = placement(first) or _last_placement(gm)
         with gm.graph.inserting_before(first):
             copy = gm.graph.node_copy(view)
-        copy.meta[PLACEMENT] = where
+        copy.meta[PLACEMENT] = assigned
         for user in users:
             user.replace_input_with(view, copy)
     if not view.users:
@@ -167,16 +155,15 @@ def _sink(gm: fx.GraphModule, view: fx.Node) -> None:
 
 
 def _close_gaps(gm: fx.GraphModule) -> None:
-    """Number the pieces from 0: a piece whose nodes were all sunk is gone."""
+    """Number the pieces from 0, without those whose nodes were all sunk."""
     numbers: dict[int, int] = {}
     for node in gm.graph.nodes:
-        place = placement(node)
-        if place is not None:
-            number = numbers.setdefault(place.piece, len(numbers))
-            node.meta[PLACEMENT] = replace(place, piece=number)
+        assigned = placement(node)
+        if assigned is not None:
+            number = numbers.setdefault(assigned.piece, len(numbers))
+            node.meta[PLACEMENT] = replace(assigned, piece=number)
 
 
 def _last_placement(gm: fx.GraphModule) -> Placement | None:
-    """Where a view goes that only the caller gets: the last piece."""
-    computing = [n for n in gm.graph.nodes if n.op in COMPUTING and placement(n) is not None]
-    return placement(computing[-1]) if computing else None
+    """Return the placement of a view that only the caller gets: in the last piece."""
+    return next((p for n in reversed(gm.graph.nodes) if (p := placement(n)) is not None), None)

@@ -1,9 +1,9 @@
-"""Which node goes into which piece, captured or eager, and why.
+"""Assign each node to a piece, captured or eager: :class:`AssignPieces`.
 
-The order of the graph is kept. A node that cannot be captured makes an eager piece, neighbours
-share one, and what lies between is a captured piece, with two refinements: allocations between two
-boundaries move into the captured piece before them, and a stretch that launches no kernel joins
-its eager neighbour, because an empty graph costs a replay for nothing.
+The order of the graph is kept. Consecutive nodes that cannot be captured form an eager piece, the
+nodes between two of these a captured piece, with two refinements: allocations between two
+boundaries move into the captured piece before them, and a run of nodes that launches no kernel
+joins its eager neighbour, because replaying an empty graph costs time.
 """
 
 from dataclasses import dataclass, field
@@ -15,13 +15,14 @@ from cgcompile.boundaries import AttentionCGSupport, Boundaries
 from cgcompile.passes.capturable import Capturability
 from cgcompile.passes.nodes import (
     COMPUTING,
+    bound_symbols,
     is_allocation,
     is_container_item,
+    is_floating,
     launches_kernel,
     runs_once_on_host,
     toggles_state,
 )
-from cgcompile.passes.normalize import bound_symbols, is_floating
 from cgcompile.passes.regions import state_regions
 from cgcompile.reasons import Reason, Why
 
@@ -30,44 +31,31 @@ PLACEMENT = "cgcompile_placement"  # the key in node.meta
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a node goes.
+    """The piece of a node; the attributes are as those of ``Piece``."""
 
-    Attributes:
-        piece: the number of its piece, ascending along the graph.
-        capture: whether that piece is captured.
-        why: why this node cannot be; None for a node that only keeps it company.
-        compiled: whether the compiler of pieces gets that piece.
-        uncompiled: why the piece is left to run op by op although it is captured.
-        support: how far the node can go into a FULL graph.
-    """
-
-    piece: int
+    piece: int  # ascending along the graph
     capture: bool
-    why: Why | None
+    why: Why | None  # why this very node cannot be captured
     compiled: bool
     uncompiled: str | None = None
     support: AttentionCGSupport = AttentionCGSupport.ALWAYS
 
 
 def placement(node: fx.Node) -> Placement | None:
-    """The placement of a node; None for inputs, attributes and floating numbers."""
+    """Return the placement of a node; None for inputs, attributes and floating numbers."""
     return node.meta.get(PLACEMENT)
 
 
 @dataclass
 class _Run:
-    """Consecutive nodes that go together."""
+    """Consecutive nodes of one piece."""
 
     capture: bool
     nodes: list[fx.Node] = field(default_factory=list)
 
 
 class AssignPieces:
-    """Write a :class:`Placement` into the meta of every node that computes.
-
-    Args:
-        boundaries: the registry that says what is a splitting op.
-    """
+    """Write a :class:`Placement` into the meta of every node that computes."""
 
     name = "assign_pieces"
 
@@ -78,7 +66,7 @@ class AssignPieces:
         return f"assign_pieces/2/{self._boundaries.uuid()}"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        whys = self._decide(gm)
+        whys = self._why_not_captured(gm)
         in_region = _spread_over_regions(gm, whys)
         runs = _settle(gm, _group(whys), in_region, whys)
         for number, run in enumerate(runs):
@@ -100,7 +88,7 @@ class AssignPieces:
         return op.support if op is not None else AttentionCGSupport.NEVER
 
     def _compiles_alone(self, run: _Run, whys: dict[fx.Node, Why | None]) -> bool:
-        """Whether an eager run is nothing but ops that their registration wants compiled."""
+        """Return whether all ops of an eager run are registered with ``compiled``."""
         matched = []
         for node in run.nodes:
             why = whys[node]
@@ -112,8 +100,8 @@ class AssignPieces:
                 return False
         return bool(matched) and all(op is not None and op.compiled for op in matched)
 
-    def _decide(self, gm: fx.GraphModule) -> dict[fx.Node, Why | None]:
-        """For every node that needs a piece, in order: why it cannot be captured."""
+    def _why_not_captured(self, gm: fx.GraphModule) -> dict[fx.Node, Why | None]:
+        """Return, for every node that needs a piece, in order, why it cannot be captured."""
         predicate = Capturability(gm, self._boundaries)
         bound = bound_symbols(gm).keys()
         whys: dict[fx.Node, Why | None] = {}
@@ -148,11 +136,11 @@ def _spread_over_regions(gm: fx.GraphModule, whys: dict[fx.Node, Why | None]) ->
 
 
 def _group(whys: dict[fx.Node, Why | None]) -> list[_Run]:
-    """Cut the nodes where capture and eager alternate; nodes without a side take a neighbour's."""
+    """Cut the nodes where captured and eager ones alternate; neutral nodes join a neighbour."""
     runs: list[_Run] = []
     waiting: list[fx.Node] = []
     for node, why in whys.items():
-        if why is None and _takes_no_side(node):
+        if why is None and _is_neutral(node):
             waiting.append(node)
             if node.target in compat.LEAVES.values() and runs:  # close in the piece that ends here
                 runs[-1].nodes += waiting
@@ -168,7 +156,7 @@ def _group(whys: dict[fx.Node, Why | None]) -> list[_Run]:
     return runs
 
 
-def _takes_no_side(node: fx.Node) -> bool:
+def _is_neutral(node: fx.Node) -> bool:
     return toggles_state(node) or (runs_once_on_host(node) and not node.all_input_nodes)
 
 

@@ -1,28 +1,18 @@
-"""What must be true of the form of a graph before and after every pass.
-
-:func:`problem_in` checks: the graph is well formed (FX's own lint), the inputs are the ones that
-Dynamo will pass, and the number of outputs is unchanged. Every computing node has a fake value
-then, which ``fakes.py`` sees to, and each output is what it was, which ``outputs.py`` checks.
-
-What a pass did, as plain values: :class:`PassRecord`, and a table of them.
-
-What each output of a graph must still be after a pass: :func:`changed_output`.
-
-Dynamo's code around the graph, and the pieces behind a piece, were traced with what the outputs
-were. Without this check a caller silently gets another shape or dtype.
-
-Shape, dtype, device and layout stay, always. Strides stay where another piece takes the output: it
-was compiled for them, and Inductor's code asserts them. An output that only the caller sees may be
-laid out in another way: nothing that was traced depends on it, and whoever asks a tensor for more,
-as ``view`` does, is told by torch.
-
-A pass, and the manager that runs a list of them.
+"""A pass, the manager that runs a list of passes, and what it checks after each of them.
 
 A pass is a small object with a ``name``, a ``uuid()`` that changes when its effect does, and a
-``__call__(gm) -> gm``. It may assume a valid graph and must leave one (:mod:`.verify`); between
-the two, anything goes. The manager verifies after every pass (also that each output is what it was,
-:mod:`.outputs`), records what it did and, on request,
-writes the graph before and after each to a folder.
+``__call__(gm) -> gm``. It may assume a valid graph and must leave one. The manager checks after
+every pass that the graph is well formed (FX's own lint), that the inputs are those that Dynamo will
+pass, and that each output is what it was: Dynamo's code around the graph, and the pieces behind a
+piece, were traced with it.
+
+A pass need not fill in fake values, nor consider the nodes behind those that it changes:
+:func:`fill_values` runs new nodes, and nodes whose arguments have another shape, dtype or the like,
+on the fake values of their arguments. Without that a pass that changes a dtype would go unnoticed.
+
+Shape, dtype, device and layout of an output stay, always. Strides stay where another piece takes
+the output: it was compiled for them, and Inductor's code asserts them. An output that only the
+caller gets may have other strides: no traced code depends on them.
 """
 
 import functools
@@ -32,7 +22,8 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -43,206 +34,28 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import target_name
 from cgcompile.errors import CGCompileError, ConfigError, PassError
-from cgcompile.passes.fakes import calls_of, fill_values, known_value
-from cgcompile.passes.nodes import COMPUTING, is_symbolic_number, value
+from cgcompile.passes.nodes import (
+    COMPUTING,
+    attribute,
+    changes_layout,
+    is_integer,
+    is_symbolic_number,
+    is_torchs,
+    layout_of,
+    symbols_of,
+    tensors,
+    value,
+)
+from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.passes.symbols import Symbols, dtype_text
 from cgcompile.settings import checked, require, require_callable
-
-
-def signature(gm: fx.GraphModule) -> tuple[tuple[str, ...], int]:
-    """What a pass must keep: the names of the inputs in order, and the number of outputs."""
-    inputs = tuple(str(node.target) for node in gm.graph.find_nodes(op="placeholder"))
-    return inputs, len(compat.tree_leaves(gm.graph.output_node().args[0]))
-
-
-def problem_in(gm: fx.GraphModule, expected: tuple[tuple[str, ...], int]) -> str | None:
-    """The first thing wrong with the graph, in words; None if it is valid."""
-    try:
-        gm.graph.lint()
-        found = signature(gm)
-    except Exception as error:  # lint raises RuntimeError, KeyError, AttributeError, ...
-        return f"{type(error).__name__}: {error}"
-    if found[0] != expected[0]:
-        return f"its inputs are {list(found[0])}, expected {list(expected[0])}"
-    if found[1] != expected[1]:
-        return f"it has {found[1]} outputs, expected {expected[1]}"
-    return None
-
-
-@dataclass(frozen=True)
-class PassRecord:
-    """One run of one pass.
-
-    Attributes:
-        name: of the pass.
-        label: what it ran over: ``graph``, or the name of a piece.
-        seconds: how long it took, without the checks and dumps around it.
-        ops_before: nodes that compute, before.
-        ops_after: nodes that compute, after.
-        difference: how many more of each op there are after it: ``{"clone": -3}``. An op that was
-            replaced by another of the same kind does not show.
-    """
-
-    name: str
-    label: str
-    seconds: float = field(compare=False)
-    ops_before: int
-    ops_after: int
-    difference: Mapping[str, int] = field(hash=False)
-
-    def text(self, *, seconds: bool = True) -> str:
-        """One line; ``seconds=False`` leaves out the time, which no two runs share."""
-        return table([self], seconds=seconds)
-
-    def __str__(self) -> str:
-        return self.text()
-
-
-def op_counts(gm: fx.GraphModule) -> Counter[str]:
-    """How many nodes of each op compute, by the names that dumps show."""
-    targets = (node.target for node in gm.graph.nodes if node.op in COMPUTING)
-    # Functions of torch that are written in C++ live in a class that nobody knows.
-    return Counter(target_name(each).replace("_VariableFunctionsClass.", "") for each in targets)
-
-
-def difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Op -> how many more there are, in the order of names; ops that stayed are left out."""
-    names = sorted({*before, *after})
-    changes = {name: after.get(name, 0) - before.get(name, 0) for name in names}
-    return {name: change for name, change in changes.items() if change}
-
-
-def table(records: Iterable[PassRecord], *, seconds: bool = True) -> str:
-    """A line for each record: what ran over what, its time, the number of ops, the difference."""
-    rows = []
-    for each in records:
-        changes = ", ".join(f"{name} {change:+}" for name, change in each.difference.items())
-        time = [f"{each.seconds * 1e3:.2f} ms"] if seconds else []
-        ops = f"{each.ops_before} -> {each.ops_after} ops"
-        rows.append([each.label, each.name, *time, ops, changes or "-"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-_UNKNOWN = object()  # of a node that has no fake value
-
-
-class Change(NamedTuple):
-    """An output that is not what it was: its number, and both as text."""
-
-    place: int
-    found: str
-    expected: str
-
-
-def outputs_of(gm: fx.GraphModule) -> tuple[Any, ...]:
-    """The fake value of each output, in order."""
-    leaves = compat.tree_leaves(gm.graph.output_node().args[0])
-    return tuple(_output(gm, each) for each in leaves)
-
-
-def _output(gm: fx.GraphModule, leaf: Any) -> Any:
-    if not isinstance(leaf, fx.Node):
-        return leaf
-    known = leaf.op == "get_attr" or "example_value" in leaf.meta
-    return known_value(gm, leaf) if known else _UNKNOWN
-
-
-def changed_output(
-    gm: fx.GraphModule, expected: Iterable[Any], strided: Collection[int] = ()
-) -> Change | None:
-    """The first output that is not what it was; None if there is none.
-
-    Sizes are compared as expressions: two that no allowed size tells apart are equal. A size that
-    only the data tell is equal to any other, and so is what is neither tensor nor number.
-
-    Args:
-        gm: a graph after a pass, with fake values.
-        expected: what :func:`outputs_of` told before it; as many as now.
-        strided: numbers of the outputs whose strides must stay as well.
-    """
-    symbols: Symbols | None = None
-    for place, (found, before) in enumerate(zip(outputs_of(gm), expected, strict=True)):
-        if found is before or found is _UNKNOWN or before is _UNKNOWN:
-            continue
-        symbols = symbols or Symbols(gm)
-        if not _same(found, before, symbols, place in strided):
-            texts = [_text(each, symbols, place in strided) for each in (found, before)]
-            return Change(place, *texts)
-    return None
-
-
-def _same(one: Any, other: Any, symbols: Symbols, strided: bool) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if (one.dtype, one.layout, one.dim()) != (other.dtype, other.layout, other.dim()):
-            return False
-        if one.device != other.device or not _all_same(one.shape, other.shape, symbols):
-            return False
-        if not strided or one.layout is not torch.strided:
-            return True
-        # The stride of a dimension of size 1 is never used.
-        matter = [dim for dim, size in enumerate(one.shape) if type(size) is not int or size != 1]
-        one_strides, other_strides = one.stride(), other.stride()
-        return _all_same(
-            [one_strides[d] for d in matter], [other_strides[d] for d in matter], symbols
-        )
-    if _is_whole(one) and _is_whole(other):
-        return _all_same([one], [other], symbols)
-    return isinstance(one, torch.Tensor) is isinstance(other, torch.Tensor)
-
-
-def _is_whole(found: Any) -> bool:
-    return isinstance(found, (int, torch.SymInt)) and not isinstance(found, bool)
-
-
-def _all_same(some: Iterable[Any], others: Iterable[Any], symbols: Symbols) -> bool:
-    return all(_same_number(a, b, symbols) for a, b in zip(some, others, strict=True))
-
-
-def _same_number(one: Any, other: Any, symbols: Symbols) -> bool:
-    if one is other:
-        return True
-    if not all(type(n) is int or hasattr(n.node, "expr") for n in (one, other)):
-        return True  # a length of nested tensors: nobody can tell
-    a, b = symbols.number(one), symbols.number(other)
-    free: set[sympy.Symbol] = a.free_symbols | b.free_symbols
-    if a == b or any(symbol not in symbols for symbol in free):
-        return True
-    if sympy.expand(a - b) == 0:
-        return True
-    if not free:
-        return False
-    tried = (symbols.numbers_with(symbol, size) for symbol in free for size in _TRIED)
-    values = ((a.subs(each), b.subs(each)) for each in tried if each is not None)
-    return all(x == y for x, y in values)
-
-
-# Sizes at which two expressions are compared that sympy does not know to be equal.
-_TRIED = (2, 3, 4, 5, 7, 8, 12, 16, 24, 30, 31, 32, 48, 64, 100, 128, 240, 256, 1000, 1024, 4096)
-
-
-def _text(found: Any, symbols: Symbols, strided: bool) -> str:
-    """``f32[s0, 16] on cpu``."""
-    if is_symbolic_number(found):
-        return symbols.pretty(found.node.expr)
-    if not isinstance(found, torch.Tensor):
-        return f"{found!r}"
-    if found.layout is not torch.strided:
-        return f"{dtype_text(found.dtype)}{list(found.shape)} {found.layout} on {found.device}"
-    text = f"{symbols.shape_text(found)} on {found.device}"
-    if not strided:
-        return text
-    strides = ", ".join(symbols.pretty(symbols.number(stride)) for stride in found.stride())
-    return f"{text}, strides ({strides})"
-
 
 log = logging.getLogger(__name__)
 
 
 @runtime_checkable
 class GraphPass(Protocol):
-    """What every pass, ours or a user's, looks like."""
+    """The interface of every pass, ours or a user's."""
 
     name: str
 
@@ -272,9 +85,9 @@ class FunctionPass:
 
     def __post_init__(self) -> None:
         for name in ("name", "version"):
-            given = getattr(self, name)
-            expected = "a non-empty text"
-            require(isinstance(given, str) and bool(given), name, "FunctionPass", given, expected)
+            text = getattr(self, name)
+            valid = isinstance(text, str) and bool(text)
+            require(valid, name, "FunctionPass", text, "a non-empty text")
         require_callable("function", "FunctionPass", self.function)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -288,12 +101,54 @@ class FunctionPass:
         return f"{self.name}/{named.__module__}.{named.__qualname__}/{self.version}"
 
 
+@dataclass(frozen=True)
+class PassRecord:
+    """One run of one pass.
+
+    Attributes:
+        name: of the pass.
+        label: what it ran over: ``graph``, or the name of a piece.
+        seconds: how long it took, without the checks and dumps around it.
+        ops_before: nodes that compute, before.
+        ops_after: nodes that compute, after.
+        difference: how many more of each op there are after it: ``{"clone": -3}``. An op that was
+            replaced by another of the same kind does not show.
+    """
+
+    name: str
+    label: str
+    seconds: float = field(compare=False)
+    ops_before: int
+    ops_after: int
+    difference: Mapping[str, int] = field(hash=False)
+
+    def text(self, *, seconds: bool = True) -> str:
+        """Return one line; ``seconds=False`` leaves out the time, which differs between runs."""
+        return table([self], seconds=seconds)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def table(records: Iterable[PassRecord], *, seconds: bool = True) -> str:
+    """Return a line for each record: graph, pass, time, number of ops, difference."""
+    rows = []
+    for record in records:
+        changes = ", ".join(f"{name} {change:+}" for name, change in record.difference.items())
+        duration = [f"{record.seconds * 1e3:.2f} ms"] if seconds else []
+        ops = f"{record.ops_before} -> {record.ops_after} ops"
+        rows.append([record.label, record.name, *duration, ops, changes or "-"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
 class PassManager:
-    """Runs passes in order and checks the graph after each.
+    """Run passes in order and check the graph after each.
 
     Args:
         passes: objects that follow :class:`GraphPass`.
-        dump_dir: a folder (made if absent) for ``00.before.txt``, ``00.<name>.txt``, ...
+        dump_dir: a folder (created if absent) for ``00.before.txt``, ``00.<name>.txt``, ...
         disabled: names of passes to leave out.
 
     Attributes:
@@ -310,22 +165,22 @@ class PassManager:
         dump_dir: str | None = None,
         disabled: Collection[str] = (),
     ) -> None:
-        given = tuple(passes)
-        for candidate in given:
+        candidates = tuple(passes)
+        for candidate in candidates:
             if not isinstance(candidate, GraphPass):
                 raise PassError.not_a_pass(found=candidate)
-        self.passes: tuple[GraphPass, ...] = tuple(p for p in given if p.name not in disabled)
+        self.passes: tuple[GraphPass, ...] = tuple(p for p in candidates if p.name not in disabled)
         require("\0" not in (dump_dir or ""), "dump_dir", "PassManager", dump_dir, "a path")
         self._dump_dir = dump_dir
         self._records: list[PassRecord] = []
 
     @property
     def records(self) -> tuple[PassRecord, ...]:
-        """What the passes did, one record for each run of each, in order."""
+        """One record for each run of each pass, in order."""
         return tuple(self._records)
 
     def uuid(self) -> str:
-        """A hash over the uuids of the passes that run, in order."""
+        """Return a hash over the uuids of the passes that run, in order."""
         rows = "\n".join(each.uuid() for each in self.passes)
         return hashlib.sha256(rows.encode()).hexdigest()
 
@@ -336,41 +191,37 @@ class PassManager:
 
         Args:
             gm: the graph, with fake values.
-            label: what dumps and records call it.
+            label: its name in dumps and records.
             strided: numbers of the outputs whose strides must stay.
 
         Raises:
             PassError: a pass raised, left an invalid graph, or changed what an output is.
                 cgcompile's own errors pass through.
         """
-        expected, outputs, before = signature(gm), outputs_of(gm), op_counts(gm)
+        expected, outputs, before = _signature(gm), _outputs_of(gm), _op_counts(gm)
         self._dump(gm, label, 0, "before")
-        for number, each in enumerate(self.passes):
-            calls = calls_of(gm)
+        for number, graph_pass in enumerate(self.passes):
+            name, calls = graph_pass.name, calls_of(gm)
             started = time.perf_counter()
             try:
-                gm = each(gm)
+                gm = graph_pass(gm)
             except Exception as error:
                 if isinstance(error, (CGCompileError, *compat.restarts())):
                     raise
-                raise PassError.raised(name=each.name, error=error) from error
+                raise PassError.raised(name=name, error=error) from error
             seconds = time.perf_counter() - started
-            problem = problem_in(gm, expected) or fill_values(gm, calls)
+            problem = _problem_in(gm, expected) or fill_values(gm, calls)
             if problem is not None:
-                raise PassError.invalid(name=each.name, problem=problem)
-            changed = changed_output(gm, outputs, strided)
-            if changed is not None:
-                place, found, wanted = changed
-                raise PassError.changed_output(
-                    name=each.name, graph=label, place=place, found=found, expected=wanted
-                )
-            after = op_counts(gm)
-            changes = difference(before, after)
-            record = PassRecord(each.name, label, seconds, before.total(), after.total(), changes)
+                raise PassError.invalid(name=name, problem=problem)
+            _check_outputs(gm, outputs, strided, name, label)
+            after = _op_counts(gm)
+            ops = sorted({*before, *after})
+            changes = {op: after[op] - before[op] for op in ops if after[op] != before[op]}
+            record = PassRecord(name, label, seconds, before.total(), after.total(), changes)
             log.debug("pass: %s", record)
             self._records.append(record)
             before = after
-            self._dump(gm, label, number, each.name)
+            self._dump(gm, label, number, name)
         return gm
 
     def _dump(self, gm: fx.GraphModule, label: str, number: int, name: str) -> None:
@@ -380,7 +231,7 @@ class PassManager:
         try:
             os.makedirs(self._dump_dir, exist_ok=True)
             with open(os.path.join(self._dump_dir, file_name), "w", encoding="utf-8") as file:
-                file.write(graph_text(gm) + "\n")
+                file.write(_graph_text(gm) + "\n")
         except OSError as error:
             expected = f"a folder that can be written ({error})"
             raise ConfigError.bad_value(
@@ -388,13 +239,317 @@ class PassManager:
             ) from None
 
 
-def graph_text(gm: fx.GraphModule) -> str:
-    """One line per node: ``name = target(arguments)  # shape``; stable and free of paths."""
+def _graph_text(gm: fx.GraphModule) -> str:
+    """Return a line for each node: ``name = target(arguments)  # shape``; free of paths."""
     lines = []
     for node in gm.graph.nodes:
         arguments = [str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()]
-        found = value(node)
-        shape = f"  # {tuple(found.shape)}" if hasattr(found, "shape") else ""
-        target = target_name(node.target)
-        lines.append(f"{node.name} = {node.op} {target}({', '.join(arguments)}){shape}")
+        shape = f"  # {tuple(value(node).shape)}" if hasattr(value(node), "shape") else ""
+        call = f"{target_name(node.target)}({', '.join(arguments)})"
+        lines.append(f"{node.name} = {node.op} {call}{shape}")
     return "\n".join(lines)
+
+
+def _op_counts(gm: fx.GraphModule) -> Counter[str]:
+    """Count the nodes of each op that compute, by the names that dumps show."""
+    names = (target_name(node.target) for node in gm.graph.nodes if node.op in COMPUTING)
+    # The class that holds torch's functions written in C++ is private.
+    return Counter(name.replace("_VariableFunctionsClass.", "") for name in names)
+
+
+def _signature(gm: fx.GraphModule) -> tuple[list[str], int]:
+    """Return the names of the inputs in order, and the number of outputs: a pass keeps them."""
+    inputs = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
+    return inputs, len(compat.tree_leaves(gm.graph.output_node().args[0]))
+
+
+def _problem_in(gm: fx.GraphModule, expected: tuple[list[str], int]) -> str | None:
+    """Return the first thing wrong with the form of a graph, as text; None if it is valid."""
+    try:
+        gm.graph.lint()
+        inputs, outputs = _signature(gm)
+    except Exception as error:  # lint raises RuntimeError, KeyError, AttributeError, ...
+        return f"{type(error).__name__}: {error}"
+    if inputs != expected[0]:
+        return f"its inputs are {inputs}, expected {expected[0]}"
+    if outputs != expected[1]:
+        return f"it has {outputs} outputs, expected {expected[1]}"
+    return None
+
+
+# ---------------------------------------------------------------- fake values
+
+
+class _Call(NamedTuple):
+    """What a node computed, and of what, before a pass."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+    value: Any
+
+    def unchanged(self, node: fx.Node) -> bool:
+        """Return whether the node has the same target and arguments; FX replaces ``args`` whole."""
+        same = node.target == self.target and node.args is self.args
+        return same and (node.kwargs is self.kwargs or node.kwargs == self.kwargs)
+
+
+def calls_of(gm: fx.GraphModule) -> dict[fx.Node, _Call]:
+    """Return all nodes of a graph as they are, for :func:`fill_values` after a pass."""
+    return {n: _Call(n.target, n.args, n.kwargs, value(n)) for n in gm.graph.nodes}
+
+
+def fill_values(gm: fx.GraphModule, before: Mapping[fx.Node, _Call]) -> str | None:
+    """Give computing nodes the fake values that they have after a pass; return what failed.
+
+    Nodes that had no value before get none: Dynamo's own statements (entering autocast) have none.
+    Nodes in a state region (``vmap``) keep theirs. In a graph of new nodes alone, values that the
+    pass brought are kept.
+    """
+    filler = _Filler(gm, before)
+    problems = (filler.visit(node) for node in gm.graph.nodes if node.op in COMPUTING)
+    return next((problem for problem in problems if problem is not None), None)
+
+
+class _Filler:
+    """Visits the nodes of a graph in order; see :func:`fill_values`."""
+
+    def __init__(self, gm: fx.GraphModule, before: Mapping[fx.Node, _Call]) -> None:
+        self._gm, self._before = gm, before
+        self._changed: set[fx.Node] = set()  # old nodes that compute something else now
+        self._rebuilt = not any(node in before for node in gm.graph.nodes)
+
+    @functools.cached_property
+    def _in_regions(self) -> set[fx.Node]:
+        return nodes_in_regions(self._gm)
+
+    def visit(self, node: fx.Node) -> str | None:
+        if node not in self._before and "example_value" not in node.meta:
+            try:
+                node.meta["example_value"] = self._run(node, grad=False)
+            except Exception as error:
+                problem = "has no fake value, and running it on fakes failed"
+                return f"node {node.name!r} {problem}: {error}"
+            return None
+        return self._update(node) if self._is_stale(node) and self._can_run(node) else None
+
+    def _is_stale(self, node: fx.Node) -> bool:
+        """Return whether the value of a node may be that of another call."""
+        if not self._changed.isdisjoint(node.all_input_nodes):
+            return True
+        call = self._before.get(node)
+        if call is None:
+            return not self._rebuilt  # with a value of the pass's own
+        if call.unchanged(node):
+            return False
+        return node.target != call.target or not alike(
+            [self._old_value(leaf) for leaf in _leaves(call.args, call.kwargs)],
+            [self._new_value(leaf) for leaf in _leaves(node.args, node.kwargs)],
+        )
+
+    def _old_value(self, leaf: Any) -> Any:
+        call = self._before.get(leaf) if isinstance(leaf, fx.Node) else None
+        return self._new_value(leaf) if call is None or leaf.op == "get_attr" else call.value
+
+    def _new_value(self, leaf: Any) -> Any:
+        return _known_value(self._gm, leaf) if isinstance(leaf, fx.Node) else leaf
+
+    def _can_run(self, node: fx.Node) -> bool:
+        if not (tensors(value(node)) or is_symbolic_number(value(node))):
+            return False
+        if changes_layout(node):
+            return False  # it would change the fake value of its argument a second time
+        return node not in self._in_regions
+
+    def _update(self, node: fx.Node) -> str | None:
+        """Run a node that has a value, and replace the value if the result differs."""
+        old = value(node)
+        try:
+            new = self._run(node, any(tensor.requires_grad for tensor in tensors(old)))
+        except Exception as error:
+            free = symbols_of([old, *map(value, node.all_input_nodes)])
+            trusted = node not in self._before or not is_torchs(node)
+            if trusted or any(map(compat.is_unbacked, free)):
+                return None  # it may need what only tracing has
+            return f"node {node.name!r} fails on its new arguments: {error}"
+        if not alike([new], [old]):
+            node.meta["example_value"] = new
+            self._changed.add(node)
+        return None
+
+    def _run(self, node: fx.Node, grad: bool) -> Any:
+        fake_mode = compat.fake_context(map(value, self._gm.graph.nodes))
+        with torch.set_grad_enabled(grad), fake_mode:
+            return run_on_fakes(self._gm, node)
+
+
+def _known_value(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """Return the fake value of a node, or the attribute that it reads."""
+    return attribute(gm, node) if node.op == "get_attr" else value(node)
+
+
+def _leaves(*arguments: Any) -> list[Any]:
+    """Return the nodes and constants in arguments, containers opened."""
+    leaves: list[Any] = []
+    fx.node.map_aggregate(arguments, leaves.append)
+    return leaves
+
+
+def run_on_fakes(
+    gm: fx.GraphModule, node: fx.Node, replaced: Mapping[fx.Node, Any] | None = None
+) -> Any:
+    """Run a node under its autocast on fake values: of its arguments, or ``replaced`` ones."""
+    known = replaced or {}
+
+    def fake(argument: fx.Node) -> Any:
+        return known[argument] if argument in known else _known_value(gm, argument)
+
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), fake)
+    with _autocast_at(gm, node):
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "call_module":
+            return gm.get_submodule(str(node.target))(*args, **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+@contextmanager
+def _autocast_at(gm: fx.GraphModule, node: fx.Node) -> Iterator[None]:
+    """Enter the autocast contexts that the graph has open at a node."""
+    entered: list[fx.Node] = []
+    leave = compat.LEAVES[compat.ENTER_AUTOCAST]
+    if gm.graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST):
+        for other in gm.graph.nodes:
+            if other is node:
+                break
+            if other.target is compat.ENTER_AUTOCAST:
+                entered.append(other)
+            elif other.target is leave:
+                entered.remove(other.args[0])
+    with ExitStack() as stack:
+        for enter in entered:
+            stack.callback(leave, compat.ENTER_AUTOCAST(*enter.args, **enter.kwargs))
+        yield
+
+
+def alike(some: list[Any], others: list[Any]) -> bool:
+    """Return whether values are the same as far as an op can tell that sees no data.
+
+    Sizes that depend on data count as equal: an op creates new symbols for them at each run.
+    """
+    one, other = compat.tree_leaves(some), compat.tree_leaves(others)
+    return len(one) == len(other) and all(map(_alike, one, other))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.layout is not other.layout or one.dim() != other.dim():
+            return False
+        if one.layout is not torch.strided:
+            return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        return all(map(_equal_or_unbacked, layout_of(one), layout_of(other)))
+    if is_symbolic_number(one) and is_symbolic_number(other):
+        return _equal_or_unbacked(one.node.expr, other.node.expr)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _equal_or_unbacked(one: Any, other: Any) -> bool:
+    if one == other:
+        return True
+    free = getattr(one, "free_symbols", set()) | getattr(other, "free_symbols", set())
+    return any(map(compat.is_unbacked, free))
+
+
+# ---------------------------------------------------------------- outputs
+
+_UNKNOWN = object()  # of a node that has no fake value
+
+
+def _outputs_of(gm: fx.GraphModule) -> tuple[Any, ...]:
+    """Return the fake value of each output, in order."""
+    leaves = compat.tree_leaves(gm.graph.output_node().args[0])
+    return tuple(_output(gm, leaf) for leaf in leaves)
+
+
+def _output(gm: fx.GraphModule, leaf: Any) -> Any:
+    if not isinstance(leaf, fx.Node):
+        return leaf
+    known = leaf.op == "get_attr" or "example_value" in leaf.meta
+    return _known_value(gm, leaf) if known else _UNKNOWN
+
+
+def _check_outputs(
+    gm: fx.GraphModule, expected: Iterable[Any], strided: Collection[int], name: str, label: str
+) -> None:
+    """Raise PassError for the first output that a pass changed.
+
+    Sizes are compared as expressions: two that are equal at all allowed sizes are equal. A size
+    that depends on data is equal to any other, and so is what is neither tensor nor number.
+    """
+    symbols: Symbols | None = None
+    for index, (after, before) in enumerate(zip(_outputs_of(gm), expected, strict=True)):
+        if after is before or after is _UNKNOWN or before is _UNKNOWN:
+            continue
+        symbols = symbols or Symbols(gm)
+        if not _same_output(after, before, symbols, index in strided):
+            texts = [_output_text(each, symbols, index in strided) for each in (after, before)]
+            raise PassError.changed_output(
+                name=name, graph=label, place=index, found=texts[0], expected=texts[1]
+            )
+
+
+def _same_output(one: Any, other: Any, symbols: Symbols, strided: bool) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if (one.dtype, one.layout, one.dim()) != (other.dtype, other.layout, other.dim()):
+            return False
+        if one.device != other.device or not _all_equal(one.shape, other.shape, symbols):
+            return False
+        if not strided or one.layout is not torch.strided:
+            return True
+        # The stride of a dimension of size 1 is never used.
+        used = [dim for dim, size in enumerate(one.shape) if type(size) is not int or size != 1]
+        strides, others = one.stride(), other.stride()
+        return _all_equal([strides[d] for d in used], [others[d] for d in used], symbols)
+    if is_integer(one) and is_integer(other):
+        return _equal_numbers(one, other, symbols)
+    return isinstance(one, torch.Tensor) is isinstance(other, torch.Tensor)
+
+
+def _all_equal(some: Iterable[Any], others: Iterable[Any], symbols: Symbols) -> bool:
+    return all(_equal_numbers(a, b, symbols) for a, b in zip(some, others, strict=True))
+
+
+def _equal_numbers(one: Any, other: Any, symbols: Symbols) -> bool:
+    if one is other:
+        return True
+    if not all(type(n) is int or hasattr(n.node, "expr") for n in (one, other)):
+        return True  # a length of nested tensors, which has no expression
+    a, b = symbols.number(one), symbols.number(other)
+    free: set[sympy.Symbol] = a.free_symbols | b.free_symbols
+    if a == b or any(symbol not in symbols for symbol in free) or sympy.expand(a - b) == 0:
+        return True
+    if not free:
+        return False
+    tried = (symbols.numbers_with(symbol, size) for symbol in free for size in _TRIED)
+    return all(a.subs(numbers) == b.subs(numbers) for numbers in tried if numbers is not None)
+
+
+# Sizes at which two expressions are compared that sympy does not know to be equal.
+_TRIED = (2, 3, 4, 5, 7, 8, 12, 16, 24, 30, 31, 32, 48, 64, 100, 128, 240, 256, 1000, 1024, 4096)
+
+
+def _output_text(output: Any, symbols: Symbols, strided: bool) -> str:
+    """Return text such as ``f32[s0, 16] on cpu``."""
+    if is_symbolic_number(output):
+        return symbols.pretty(output.node.expr)
+    if not isinstance(output, torch.Tensor):
+        return f"{output!r}"
+    if output.layout is not torch.strided:
+        return f"{dtype_text(output.dtype)}{list(output.shape)} {output.layout} on {output.device}"
+    text = f"{symbols.shape_text(output)} on {output.device}"
+    if not strided:
+        return text
+    strides = ", ".join(symbols.pretty(symbols.number(stride)) for stride in output.stride())
+    return f"{text}, strides ({strides})"

@@ -1,11 +1,12 @@
-"""Can this node live in a CUDA graph? One predicate, :meth:`Capturability.why_not`, which says why.
+"""Decide whether a CUDA graph can hold a node, or why not: :meth:`Capturability.why_not`.
 
-A captured graph repeats kernels; the host does not run again. So a node cannot be captured if the
-host must read what the device computes, if it works on the CPU or on another device, or if it
-copies through pageable memory. What this predicate misses shows at the first capture.
+A replay repeats kernels, without the host. So a node cannot be captured if the host must read what
+the device computes, if it runs on the CPU or on another device, or if it copies through pageable
+memory. What this predicate misses fails at the first capture.
 """
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from functools import cached_property
 from typing import Any
@@ -16,9 +17,10 @@ from torch import fx
 
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, in_eager_region, target_name
-from cgcompile.passes.fakes import alike, run_on_fakes
+from cgcompile.passes.base import alike, run_on_fakes
 from cgcompile.passes.nodes import (
     COMPUTING,
+    bound_symbols,
     changes_layout,
     is_cpu_scalar,
     is_symbolic_number,
@@ -31,7 +33,6 @@ from cgcompile.passes.nodes import (
     value,
     written,
 )
-from cgcompile.passes.normalize import bound_symbols
 from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.reasons import Reason, Why
 
@@ -44,12 +45,9 @@ _CAPTURABLE_COLLECTIVES = {"nccl", "rccl", "fake"}
 
 
 class Capturability:
-    """Answers for the nodes of one graph.
+    """The predicate for the nodes of one graph, whose computing nodes have fake values.
 
-    Args:
-        gm: the graph; every computing node has a fake value.
-        boundaries: the registry of splitting ops.
-        outer: symbols that the inputs of an enclosing graph give, for the body of an op.
+    ``outer`` are the symbols of the inputs of the enclosing graph, for the body of an op.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class Capturability:
         self.device = graph_device(gm)
 
     def why_not(self, node: fx.Node) -> Why | None:
-        """Why ``node`` runs outside of captured pieces, or None if it can be captured."""
+        """Return why ``node`` cannot be captured, or None if it can."""
         return (
             self._registered(node)
             or self._unbacked(node)
@@ -72,28 +70,22 @@ class Capturability:
         )
 
     def _registered(self, node: fx.Node) -> Why | None:
-        found = self._boundaries.match(node)
-        if found is not None:
-            return Why(Reason.SPLITTING_OP, f"{found.name} [{found.support.name}]")
+        boundary = self._boundaries.match(node)
+        if boundary is not None:
+            return Why(Reason.SPLITTING_OP, f"{boundary.name} [{boundary.support.name}]")
         if in_eager_region(node):
             return Why(Reason.EAGER_REGION, "cgcompile.eager_region()")
         return None
 
     def _unbacked(self, node: fx.Node) -> Why | None:
-        given: set[sympy.Symbol] = set()
-        for argument in node.all_input_nodes:
-            given |= self._unbound(value(argument))
-        made = self._unbound(value(node)) - given
-        if made:
+        """Refuse symbols that no input of the graph gives: they stand for data."""
+        of_inputs = symbols_of(list(map(value, node.all_input_nodes))) - self._bound
+        if symbols_of(value(node)) - self._bound - of_inputs:
             name = target_name(node.target)
             return Why(Reason.HOST_SYNC, f"the size or value of {name} depends on data")
-        if given:
+        if of_inputs:
             return Why(Reason.UNBACKED_SIZE, "works on a size or number that depends on data")
         return None
-
-    def _unbound(self, found: Any) -> set[sympy.Symbol]:
-        """Symbols that stand for data: those that no input of the graph gives."""
-        return symbols_of(found) - self._bound
 
     def _host(self, node: fx.Node) -> Why | None:
         name = short_name(node.target)
@@ -107,7 +99,7 @@ class Capturability:
 
     @staticmethod
     def _assigns_by_mask(node: fx.Node) -> bool:
-        """``x[mask] = values`` finds the places of the mask first, unless it fills one number."""
+        """``x[mask] = values`` counts the mask first, unless it fills in one number."""
         by_method = short_name(node.target) in ("index_put", "index_put_") and len(node.args) > 2
         if node.target is operator.setitem or by_method:
             index, new = node.args[1], node.args[2]
@@ -121,14 +113,14 @@ class Capturability:
         return is_mask and not one_number
 
     def _collective(self, node: fx.Node) -> Why | None:
-        if is_collective(node.target) and "wait" in short_name(node.target):
+        if _is_collective(node.target) and "wait" in short_name(node.target):
             source = node.args[0] if isinstance(node.args[0], fx.Node) else None
             return self._collective(source) if source is not None else None
-        given = (*node.args, *node.kwargs.values())
-        return why_no_collective(node.target, given, self.device.type)
+        arguments = (*node.args, *node.kwargs.values())
+        return why_no_collective(node.target, arguments, self.device.type)
 
     def _body(self, node: fx.Node) -> Why | None:
-        """A higher-order op cannot be captured if something in its body cannot."""
+        """Refuse a higher-order op if a node in its body cannot be captured."""
         for body in subgraphs(self._gm, node):
             inside = Capturability(body, self._boundaries, self._bound)
             for inner in body.graph.nodes:
@@ -141,16 +133,16 @@ class Capturability:
     def _device(self, node: fx.Node) -> Why | None:
         if is_symbolic_number(value(node)):
             return None
-        given = [t for a in node.all_input_nodes for t in tensors(value(a))]
-        name, made = short_name(node.target), tensors(value(node))
+        inputs = [t for a in node.all_input_nodes for t in tensors(value(a))]
+        name, outputs = short_name(node.target), tensors(value(node))
         fills = name in _FROM_PYTHON and launches_kernel(self._gm, node)
         if self.device.type == "cpu":  # the host recorder refuses what a device would have to copy
-            other = next((t for t in (*made, *given) if t.device.type == "meta"), None)
+            other = next((t for t in (*outputs, *inputs) if t.device.type == "meta"), None)
             if other is not None:
                 return Why(Reason.OTHER_DEVICE, f"{name} on {other.device}, graph on {self.device}")
-            copied = fills and not given and any(t.dim() and t.numel() for t in made)
+            copied = fills and not inputs and any(t.dim() and t.numel() for t in outputs)
             return Why(Reason.DEVICE_COPY, f"{name} copies Python data") if copied else None
-        why = why_not_on(self.device, name, given, made, from_python=fills)
+        why = why_not_on(self.device, name, inputs, outputs, from_python=fills)
         return why or self._cpu_scalars(node)
 
     def _cpu_scalars(self, node: fx.Node) -> Why | None:
@@ -160,9 +152,9 @@ class Capturability:
         captured piece reads a copy on the device, which must give the same result.
         """
         scalars = {
-            each: on_device(value(each), self.device, self._gm.graph)
-            for each in node.all_input_nodes
-            if is_cpu_scalar(value(each), self.device)
+            argument: on_device(value(argument), self.device, self._gm.graph)
+            for argument in node.all_input_nodes
+            if is_cpu_scalar(value(argument), self.device)
         }
         if not scalars or changes_layout(node) or node in self._in_regions:
             return None
@@ -172,72 +164,64 @@ class Capturability:
             return why
         try:
             with torch.no_grad(), compat.fake_context(scalars.values()):
-                made = run_on_fakes(self._gm, node, scalars)
+                result = run_on_fakes(self._gm, node, scalars)
         except Exception:
             return why
-        return None if value(node) is None or alike([made], [value(node)]) else why
+        return None if value(node) is None or alike([result], [value(node)]) else why
 
     @cached_property
     def _in_regions(self) -> set[fx.Node]:
         return nodes_in_regions(self._gm)
 
 
-def is_collective(op: Any) -> bool:
-    """Whether an op is one of torch.distributed."""
+def _is_collective(op: Any) -> bool:
+    """Return whether an op is one of torch.distributed."""
     overloads = compat.op_overloads(op)
     return bool(overloads) and overloads[0].namespace in _COLLECTIVE_NAMESPACES
 
 
-def why_no_collective(op: Any, given: Iterable[Any], device_type: str) -> Why | None:
-    """Why a graph cannot hold a collective, or None if it can, or if ``op`` is none.
+def why_no_collective(op: Any, arguments: Iterable[Any], device_type: str) -> Why | None:
+    """Return why a graph cannot hold a collective; None if it can, or if ``op`` is none.
 
-    Args:
-        op: what is called.
-        given: its arguments, of which one says which process group.
-        device_type: a group may have one backend for each.
+    One of the arguments is the process group, which may have a backend for each type of device.
     """
-    if not is_collective(op):
+    if not _is_collective(op):
         return None
-    groups = [compat.process_group_backend(each, device_type) for each in given]
-    backend = next((group for group in groups if group is not None), None)
+    backends = (compat.process_group_backend(argument, device_type) for argument in arguments)
+    backend = next((backend for backend in backends if backend is not None), None)
     if backend in _CAPTURABLE_COLLECTIVES:
         return None
     return Why(Reason.COLLECTIVE, f"{target_name(op)} over backend {backend or 'unknown'}")
 
 
 def takes_python_data(name: str) -> bool:
-    """Whether a function of this name makes a tensor of what Python has."""
+    """Return whether a function of this name creates a tensor from Python data."""
     return name in _FROM_PYTHON
 
 
 def why_not_on(
     device: torch.device,
     name: str,
-    given: Sequence[torch.Tensor],
-    made: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
     *,
     from_python: bool,
 ) -> Why | None:
-    """Why a graph on ``device``, which is not the CPU, cannot hold a call; None if it can.
+    """Return why a graph on ``device``, which is not the CPU, cannot hold a call, or None.
 
-    Args:
-        device: of the graph.
-        name: the short name of what is called.
-        given: the tensors among its arguments.
-        made: those among its results.
-        from_python: it makes tensors of what Python has.
+    The call is of a function with short name ``name``; ``from_python``: it copies Python data.
     """
-    foreign = next((t for t in (*made, *given) if t.device not in (device, _CPU)), None)
+    foreign = next((t for t in (*outputs, *inputs) if t.device not in (device, _CPU)), None)
     if foreign is not None:
         return Why(Reason.OTHER_DEVICE, f"{name} on {foreign.device}, graph on {device}")
-    crosses = {t.device for t in given} == {_CPU} and any(t.device != _CPU for t in made)
-    if any(t.device == _CPU for t in made):
-        if any(t.device != _CPU for t in given):
+    crosses = {t.device for t in inputs} == {_CPU} and any(t.device != _CPU for t in outputs)
+    if any(t.device == _CPU for t in outputs):
+        if any(t.device != _CPU for t in inputs):
             return Why(Reason.DEVICE_COPY, f"{name} copies from {device} to the CPU")
         return Why(Reason.CPU_TENSOR, f"{name} computes on the CPU")
     if from_python:
         return Why(Reason.DEVICE_COPY, f"{name} copies Python data to {device}")
-    cpu = [t for t in given if t.device == _CPU]
+    cpu = [t for t in inputs if t.device == _CPU]
     if cpu and (name in _COPIES or crosses):
         return Why(Reason.DEVICE_COPY, f"{name} copies from the CPU to {device}")
     # A captured piece reads a copy of a 0-dim CPU tensor; see :meth:`Capturability._cpu_scalars`.
@@ -250,16 +234,13 @@ _CPU = torch.device("cpu")
 
 
 def graph_device(gm: fx.GraphModule) -> torch.device:
-    """The device that most values of a graph are on; meta or CPU only if nothing else is there.
+    """Return the device that most values of a graph are on; meta or CPU only if there is no other.
 
-    Meta stands for a device, with CPU tensors beside, as long as no more values are on the CPU.
+    Meta counts as the device unless more values are on the CPU.
     """
-    counts: dict[torch.device, int] = {}
-    for node in gm.graph.nodes:
-        for tensor in tensors(value(node)):
-            counts[tensor.device] = counts.get(tensor.device, 0) + 1
+    counts = Counter(t.device for node in gm.graph.nodes for t in tensors(value(node)))
     others = {device: n for device, n in counts.items() if device.type not in ("cpu", "meta")}
-    if not others:
-        meta = torch.device("meta")
-        return meta if counts.get(meta, 0) > 0 and counts[meta] >= counts.get(_CPU, 0) else _CPU
-    return max(others, key=lambda device: others[device])
+    if others:
+        return max(others, key=others.__getitem__)
+    meta = torch.device("meta")
+    return meta if counts[meta] > 0 and counts[meta] >= counts[_CPU] else _CPU

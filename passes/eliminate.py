@@ -1,8 +1,7 @@
-"""Remove what computes nothing: :class:`EliminateNoOps`, then copies that nobody needs:
-:class:`EliminateClones`.
+"""Remove calls without effect (:class:`EliminateNoOps`) and copies (:class:`EliminateClones`).
 
-Both keep every bit of every result, what aliases what included, so they are on by default. Where a
-boundary is declared for such an op, or a region asks for it to run, it stays.
+Both keep every bit of every result, and which results alias, so they are on by default. A call that
+is a boundary, or in an eager region, stays.
 """
 
 from collections.abc import Iterator
@@ -25,12 +24,24 @@ from cgcompile.passes.nodes import (
 )
 
 
-class EliminateNoOps:
+class _Elimination:
+    """A pass that removes calls; calls of the splitting ops stay."""
+
+    name: str
+
+    def __init__(self, boundaries: Boundaries | None = None) -> None:
+        self._boundaries = boundaries
+
+    def uuid(self) -> str:
+        return f"{self.name}/1/{self._boundaries.uuid() if self._boundaries else ''}"
+
+
+class EliminateNoOps(_Elimination):
     """Remove calls that return their argument: dropout that is off, ``to`` of the same type, ...
 
-    A call goes if it is known to make views at most, writes nothing, and its result lies where its
-    argument lies, with the same dtype, sizes and strides; dropout goes by its arguments, because
-    its fake result is a copy although the real one is not. Of arithmetic, whole numbers alone go
+    A call is removed if it is known to create views at most, writes nothing, and its result has the
+    memory, dtype, sizes and strides of its argument. Dropout is decided by its arguments, because
+    its fake result is a copy although the real one is not. Arithmetic is removed for integers alone
     (``arange(n) + 0``): for floating point ``x + 0`` loses the sign of -0.0, and ``x * 1`` may
     change the bits of a NaN.
 
@@ -39,12 +50,6 @@ class EliminateNoOps:
     """
 
     name = "eliminate_noops"
-
-    def __init__(self, boundaries: Boundaries | None = None) -> None:
-        self._boundaries = boundaries
-
-    def uuid(self) -> str:
-        return f"eliminate_noops/1/{self._boundaries.uuid() if self._boundaries else ''}"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         memory = Memory(gm)
@@ -61,25 +66,19 @@ class EliminateNoOps:
         return gm
 
 
-class EliminateClones:
-    """Remove copies that nothing can tell from their source, so that in-place ops write that.
+class EliminateClones(_Elimination):
+    """Remove copies that can share the memory of their source without a change of any result.
 
-    A copy is ``clone``, ``to(copy=True)``, or ``copy_`` into memory just allocated. It goes if the
-    layouts are equal, and either nothing uses the source (or memory that it shares) any more, or
-    neither is written any more and the caller does not get both. Never if the source is memory
-    that the graph was given, that an op other than torch's made, or that gradients flow through.
+    A copy is ``clone``, ``to(copy=True)``, or ``copy_`` into memory just allocated. It is removed
+    if the layouts are equal, and either the source (or memory that it shares) is not used after it,
+    or neither is written after it and the caller does not get both. It stays if the source is an
+    input of the graph, the result of an op other than torch's, or part of a gradient's history.
 
     Args:
         boundaries: splitting ops, which stay.
     """
 
     name = "eliminate_clones"
-
-    def __init__(self, boundaries: Boundaries | None = None) -> None:
-        self._boundaries = boundaries
-
-    def uuid(self) -> str:
-        return f"eliminate_clones/1/{self._boundaries.uuid() if self._boundaries else ''}"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         memory = Memory(gm)
@@ -93,7 +92,7 @@ class EliminateClones:
 
 
 def _removable(gm: fx.GraphModule, boundaries: Boundaries | None) -> Iterator[fx.Node]:
-    """Calls of torch's own on a tensor that are no boundary, in order; one may be erased."""
+    """Yield calls of torch on a tensor that are no boundary, in order; the caller may erase one."""
     for node in list(gm.graph.nodes):
         if node.op not in COMPUTING or not is_torchs(node) or in_eager_region(node):
             continue
@@ -105,7 +104,7 @@ def _removable(gm: fx.GraphModule, boundaries: Boundaries | None) -> Iterator[fx
 
 # ---------------------------------------------------------------- no-ops
 
-# Views of the same layout that are not their argument: they are cut from its history.
+# Views of the same layout that are not their argument: they lack its history.
 _NOT_ITSELF = {"detach", "getattr", "alias"}
 
 
@@ -132,44 +131,43 @@ def _dropout_is_off(node: fx.Node) -> bool:
 def _remove_alias(memory: Memory, node: fx.Node) -> None:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     alike = same_layout(value(node), value(source)) and memory.interchangeable(node, source)
-    # Of dropout the caller gets the argument itself.
+    # Dropout that is off returns its argument itself.
     if alike and (_dropout_is_off(node) or not memory.changes_a_result(node, source)):
         memory.unite(node, source)
 
 
 def _unchanged_number(node: fx.Node) -> fx.Node | None:
-    """The tensor of whole numbers to which a call adds 0, or which it multiplies by 1."""
+    """Return the integer tensor to which a call adds 0, or which it multiplies by 1; or None."""
     name = short_name(node.target)
     if name not in ("add", "sub", "mul") or len(node.args) != 2 or node.kwargs:
         return None
     tensor, number = node.args
-    found = value(tensor) if isinstance(tensor, fx.Node) else None
-    if not isinstance(found, torch.Tensor) or found.dtype not in _WHOLE:
+    fake = value(tensor) if isinstance(tensor, fx.Node) else None
+    if not isinstance(fake, torch.Tensor) or fake.dtype not in _INTEGERS:
         return None
     neutral = 1 if name == "mul" else 0
     return tensor if type(number) is int and number == neutral else None  # type: ignore[return-value]
 
 
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 # ---------------------------------------------------------------- copies
 
 
 def _remove_copy(memory: Memory, copy: fx.Node, source: fx.Node, filled: fx.Node) -> bool:
-    """Let a copy lie in the memory of its source, if it is one and nothing can tell."""
-    if not same_layout(value(copy), value(source)):
-        return False
-    if storages(value(copy)) == storages(value(source)):
-        return False
-    alike = memory.interchangeable(copy, source)
-    if not alike or not memory.sharing_is_unseen(copy, source, filled):
-        return False
-    return memory.unite(copy, source)
+    """Replace a copy by its source, if it is a copy and no result changes."""
+    return (
+        same_layout(value(copy), value(source))
+        and storages(value(copy)) != storages(value(source))
+        and memory.interchangeable(copy, source)
+        and memory.sharing_is_unseen(copy, source, filled)
+        and memory.unite(copy, source)
+    )
 
 
 def _remove_filled(memory: Memory, fill: fx.Node, target: fx.Node, source: fx.Node) -> None:
-    """The same for memory that is allocated, and then filled by ``copy_`` before any other use."""
+    """As :func:`_remove_copy`, of memory that ``copy_`` fills before any other use."""
     if not is_allocation(target) or not is_torchs(target):
         return
     if memory.first_user(target) is fill and _remove_copy(memory, target, source, fill):

@@ -1,8 +1,8 @@
-"""Which nodes share memory, and putting a node into the memory of another: :class:`Memory`.
+"""Track which nodes share memory, and move a node into the memory of another: :class:`Memory`.
 
-Note [Fake aliases]. Whether two values alias is read off their fake storages. So when a copy goes,
-the fake values of its views are made again, over the memory that they lie in from now on: a view
-that kept its own would hide a hazard from every later pass.
+Note [Fake aliases]. Whether two values alias is read off their fake storages. So when a copy is
+removed, the fake values of its views are computed again over their new memory: a view that kept the
+old one would hide a hazard from every later pass.
 """
 
 from collections.abc import Collection, Iterable
@@ -12,13 +12,15 @@ import torch
 from torch import fx
 
 from cgcompile import torch_compat as compat
-from cgcompile.passes.fakes import run_on_fakes
+from cgcompile.passes.base import run_on_fakes
 from cgcompile.passes.nodes import (
     COMPUTING,
+    bound_symbols,
     changes_layout,
     is_known_view,
     is_torchs,
     layout_of,
+    nodes_by_storage,
     short_name,
     storages,
     symbols_of,
@@ -26,7 +28,6 @@ from cgcompile.passes.nodes import (
     value,
     written,
 )
-from cgcompile.passes.normalize import bound_symbols
 from cgcompile.passes.regions import nodes_in_regions
 
 _CHANGES_HISTORY = {"requires_grad_", "detach_", "retain_grad", "register_hook"}
@@ -34,45 +35,38 @@ _SWITCHES_GRAD = (compat.SET_GRAD_ENABLED, compat.ENTER_INFERENCE_MODE)
 
 
 class Memory:
-    """The nodes of a graph by the storages of their values; kept up to date by :meth:`unite`.
-
-    Args:
-        gm: the graph; until the last question, nodes may be erased through this class alone.
-    """
+    """The nodes of a graph by the storages of their values; while in use, it alone erases nodes."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
-        self._families: dict[int, list[fx.Node]] = {}
-        for node in self._order:
-            for key in storages(value(node)) if node.op != "output" else ():
-                self._families.setdefault(key, []).append(node)
+        self._families = nodes_by_storage(self._order)
         self._in_region = nodes_in_regions(gm)
         self._switches_grad = any(node.target in _SWITCHES_GRAD for node in self._order)
         self._bound = bound_symbols(gm).keys()
-        self._wrapped = any(is_wrapped(value(node)) for node in self._order)
+        self._wrapped = any(_is_wrapped(value(node)) for node in self._order)
         self._replaced: list[Any] = []  # a storage that dies would give its key to another
 
     def family(self, node: fx.Node) -> list[fx.Node]:
-        """Every node whose value lies in the memory of ``node``, itself included, in order."""
+        """Return the nodes whose value is in the memory of ``node``, itself included, in order."""
         (key,) = storages(value(node))
         return self._families[key]
 
     def interchangeable(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether two nodes are one plain tensor but for the memory that they lie in."""
+        """Return whether two nodes are equal plain tensors, except for their memory."""
         if not same_layout(value(node), value(source)):
             return False
         if self._switches_grad and value(source).requires_grad:
-            return False  # a view made under no_grad is cut off from the history of its base
+            return False  # a view created under no_grad has no history of its base
         both = {*self.family(node), *self.family(source)}
         touching = {*both, *(user for member in both for user in member.users)}
         return self._in_region.isdisjoint(touching) and not any(map(_changes_itself, touching))
 
     def changes_a_result(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether the caller would get one tensor object where two nodes are two objects now.
+        """Return whether the caller would get one tensor object instead of two.
 
-        What is returned may be the object that ``node`` made without being ``node``: in-place ops
-        and ``to`` return their argument.
+        Another node may return the object of ``node``: in-place ops and ``to`` return their
+        argument.
         """
         both = {*self.family(node), *self.family(source)}
         returned = [m for m in both if any(user.op == "output" for user in m.users)]
@@ -83,16 +77,13 @@ class Memory:
         )
 
     def first_user(self, node: fx.Node) -> fx.Node | None:
-        """What first uses the node, or anything that lies in its memory."""
+        """Return the first node that uses the memory of ``node``."""
         return min(self._users(self.family(node)), key=self._order.__getitem__, default=None)
 
     def sharing_is_unseen(self, copy: fx.Node, source: fx.Node, filled: fx.Node) -> bool:
-        """Whether nothing could tell if a copy lay in the memory of its source.
+        """Return whether no result changes if a copy has the memory of its source.
 
-        Args:
-            copy: the node that is the copy.
-            source: what it is a copy of.
-            filled: the node that copies: ``copy`` itself, or a ``copy_`` into it.
+        ``filled`` is the node that copies: ``copy`` itself, or a ``copy_`` into it.
         """
         old, new = self.family(source), self.family(copy)
         if not all(self._is_of_this_graph(member) for member in (*old, *new)):
@@ -108,20 +99,15 @@ class Memory:
         return not writes and not any(user.op == "output" for user in later_old & later_new)
 
     def unite(self, node: fx.Node, source: fx.Node) -> bool:
-        """Let ``source`` stand for ``node`` everywhere; False if that cannot be done.
-
-        Args:
-            node: a node that is ``source``, or that may share its memory; it is erased.
-            source: an earlier node of equal layout.
-        """
+        """Replace ``node`` by ``source``, an earlier node of equal layout; False if impossible."""
         fresh = self._values_over(node, source)
         if fresh is None:
             return False
         node.replace_all_uses_with(source)
         self._replaced.append(value(node))
-        for member, found in fresh.items():
+        for member, fake in fresh.items():
             self._replaced.append(value(member))
-            member.meta["example_value"] = found
+            member.meta["example_value"] = fake
         if fresh or storages(value(node)) != storages(value(source)):
             (key,) = storages(value(node))
             moved = self._families.pop(key)
@@ -131,13 +117,13 @@ class Memory:
         return True
 
     def erase(self, node: fx.Node, source: fx.Node) -> None:
-        """Remove a node that is ``source``; its users get that."""
+        """Remove a node; its users get ``source``."""
         node.replace_all_uses_with(source)
         self.family(source).remove(node)
         self._gm.graph.erase_node(node)
 
     def _values_over(self, node: fx.Node, source: fx.Node) -> dict[fx.Node, Any] | None:
-        """Of all else that lies in the node's memory: its fake value over that of ``source``."""
+        """Return fake values over the memory of ``source`` for the views of ``node``; or None."""
         if storages(value(node)) == storages(value(source)):
             return {}
         values = {node: value(source)}
@@ -145,30 +131,30 @@ class Memory:
             if member is node:
                 continue
             itself = [n for n in written(self._gm, member) if same_tensor(value(n), value(member))]
-            found = values.get(itself[0]) if itself else self._view_over(member, values)
-            if found is None:
+            fake = values.get(itself[0]) if itself else self._view_over(member, values)
+            if fake is None:
                 return None
-            values[member] = found
+            values[member] = fake
         del values[node]
         return values
 
     def _view_over(self, view: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        """The value of a view over other memory; None for what is no view, or comes out unlike."""
+        """Return the value of a view over other memory; None if that has no equal view."""
         if view.op not in COMPUTING or not is_known_view(view) or written(self._gm, view):
             return None
         before = tensors(value(view))
         mode = compat.fake_context(before)
         try:
             with torch.set_grad_enabled(any(t.requires_grad for t in before)), mode:
-                found = run_on_fakes(self._gm, view, values)
-        except Exception:  # whatever it is, what cannot be told is left as it was
+                result = run_on_fakes(self._gm, view, values)
+        except Exception:  # the copy stays
             return None
-        after = tensors(found)
-        alike = len(before) == len(after) and all(map(same_layout, before, after))
-        return found if alike else None
+        after = tensors(result)
+        equal = len(before) == len(after) and all(map(same_layout, before, after))
+        return result if equal else None
 
     def _is_of_this_graph(self, node: fx.Node) -> bool:
-        """Whether torch made the node's memory here, so that nothing outside can know it."""
+        """Return whether an op of torch in this graph allocated the node's memory."""
         known = node.op in COMPUTING and is_torchs(node) and not self._wrapped
         return known and symbols_of(value(node)) <= self._bound
 
@@ -181,31 +167,31 @@ class Memory:
 
 
 def _changes_itself(node: fx.Node) -> bool:
-    """Whether a call changes a tensor and not just its data, so that it matters which one it is."""
+    """Return whether a call changes a tensor object beyond its data."""
     return changes_layout(node) or (
         node.op in COMPUTING and short_name(node.target) in _CHANGES_HISTORY
     )
 
 
-def is_wrapped(found: Any) -> bool:
-    """Whether there is a tensor in a value that holds others, whose memory does not show."""
-    return any(hasattr(tensor, "__tensor_flatten__") for tensor in tensors(found))
+def _is_wrapped(values: Any) -> bool:
+    """Return whether a value has a tensor subclass of inner tensors, whose memory is hidden."""
+    return any(hasattr(tensor, "__tensor_flatten__") for tensor in tensors(values))
 
 
 def same_layout(one: Any, other: Any) -> bool:
-    """Whether two values are plain tensors of one dtype, device, size, stride and offset.
+    """Return whether two values are plain tensors of equal dtype, device, sizes and strides.
 
-    Sizes are compared as expressions, so that no guard comes of it.
+    Sizes are compared as expressions, which adds no guard.
     """
     both = (one, other)
     if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in both):
         return False
-    if any(is_wrapped(t) or len(storages(t)) != 1 for t in both):
+    if any(_is_wrapped(t) or len(storages(t)) != 1 for t in both):
         return False
     history = one.requires_grad is other.requires_grad
     return history and layout_of(one) == layout_of(other)
 
 
 def same_tensor(one: Any, other: Any) -> bool:
-    """Whether two values are one tensor: equal in layout, and in the same memory."""
+    """Return whether two values are equal in layout and share their memory."""
     return same_layout(one, other) and storages(one) == storages(other)

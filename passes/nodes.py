@@ -1,11 +1,8 @@
-"""Which line of the user's code is running, or raised: :class:`Line`.
+"""Properties of one node of Dynamo's pre-grad graph: its value, its writes, its source line.
 
-The innermost frame that is neither torch's, nor Python's own library, nor ours.
-
-Questions about one node of Dynamo's pre-grad graph: its value, what it writes, where it is from.
-
-Every pass asks these, so they live in one place. ``node.meta["example_value"]`` is the fake value
-that Dynamo left; a node without one (a statement such as ``x[i] = y``) has the value None.
+``node.meta["example_value"]`` is the fake value that Dynamo left; a node without one (a statement
+such as ``x[i] = y``) has the value None. :class:`Line` is the source line of a node, of a running
+frame or of an error: of the innermost frame outside of torch, of Python's library and of cgcompile.
 """
 
 import inspect
@@ -15,8 +12,9 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Set
 from functools import cache
+from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -27,21 +25,14 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import target_name
 
-_OURS = tuple({os.path.dirname(os.path.dirname(compat.__file__)), os.path.dirname(__file__)})
-_SKIPPED = tuple(each + os.sep for each in (os.path.dirname(inspect.getfile(torch)), *_OURS))
-_PYTHONS = sysconfig.get_paths()["stdlib"] + os.sep
+_OURS = {os.path.dirname(os.path.dirname(compat.__file__)), os.path.dirname(__file__)}
+_SKIPPED = tuple(path + os.sep for path in (os.path.dirname(inspect.getfile(torch)), *_OURS))
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
 
 
 class Line(NamedTuple):
-    """One line of code.
-
-    Attributes:
-        file: the path.
-        line: counted from 1.
-        function: the name of the function that it is in.
-        code: its text, in ASCII.
-    """
+    """A line of the user's code; ``code`` is its text in ASCII."""
 
     file: str
     line: int
@@ -50,7 +41,7 @@ class Line(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Such as ``model.py:41 in forward``."""
+        """Text such as ``model.py:41 in forward``."""
         return f"{os.path.basename(self.file)}:{self.line} in {self.function}"
 
     def __str__(self) -> str:
@@ -58,22 +49,21 @@ class Line(NamedTuple):
 
 
 def is_users_file(file: str) -> bool:
-    """Whether code of this file is the user's: of a model or of a library above torch."""
+    """Return whether the user wrote this file: a model, or a library above torch."""
     if file.startswith(("<", *_SKIPPED)):
         return False
-    below = file.removeprefix(_PYTHONS)
+    below = file.removeprefix(_STDLIB)
     return below == file or any(name in below for name in _PACKAGES)
 
 
 def line_at(code: CodeType, number: int) -> Line:
-    """The line of a code object."""
-    text = linecache.getline(code.co_filename, number).strip()
-    text = text.encode("ascii", "backslashreplace").decode()
+    """Return a line of a code object."""
+    text = _ascii(linecache.getline(code.co_filename, number).strip())
     return Line(code.co_filename, number, code.co_name, text)
 
 
 def running_line(frame: FrameType | None, until: CodeType) -> Line | None:
-    """The user's line that a frame is in, or was called from; None if it is above ``until``."""
+    """Return the user's line that a frame runs or is called from, below ``until``; or None."""
     while frame is not None and frame.f_code is not until:
         if is_users_file(frame.f_code.co_filename):
             return line_at(frame.f_code, frame.f_lineno)
@@ -82,33 +72,47 @@ def running_line(frame: FrameType | None, until: CodeType) -> Line | None:
 
 
 def came_by_us(error: BaseException) -> bool:
-    """Whether an error was raised by code of ours, or by what that called."""
+    """Return whether our code raised an error, or called what raised it."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code.co_filename.startswith(_SKIPPED[1:]) for frame, _ in frames)
 
 
 def raised_at(error: BaseException, until: CodeType | None = None) -> Line | None:
-    """The innermost user's line of a traceback.
+    """Return the innermost user's line of a traceback, below the last frame of ``until``."""
+    innermost = None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is until:
+            innermost = None
+        elif is_users_file(frame.f_code.co_filename):
+            innermost = line_at(frame.f_code, number)
+    return innermost
 
-    Args:
-        error: with its traceback.
-        until: what its callers did is left out; left out: the whole traceback.
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
+
+
+def user_line(node: fx.Node) -> tuple[str, str] | None:
+    """Return (where, code) of the innermost frame: ``("model.py:41 in forward", "q = ...")``.
+
+    Frames of torch, which ``torch.vmap`` brings, count only where there are no others.
     """
-    found = None
-    for code, number in _traced(error):
-        if code is until:
-            found = None
-        elif is_users_file(code.co_filename):
-            found = line_at(code, number)
-    return found
+    innermost, users = None, False
+    lines = (node.meta.get("stack_trace") or "").splitlines()
+    for frame, code in zip(lines, [*lines[1:], ""], strict=False):
+        match = _FRAME.search(frame)
+        if match is None or (users and not is_users_file(match["file"])):
+            continue
+        users = is_users_file(match["file"])
+        where = f"{os.path.basename(match['file'])}:{match['line']} in {match['function'].strip()}"
+        innermost = (where, _ascii(code.strip()))
+    return innermost
 
 
-def _traced(error: BaseException) -> Iterator[tuple[CodeType, int]]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame.f_code, trace.tb_lineno
-        trace = trace.tb_next
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode()
 
+
+# ---------------------------------------------------------------- nodes
 
 COMPUTING = ("call_function", "call_method", "call_module")
 
@@ -150,49 +154,48 @@ _RUN_ONCE_ON_THE_HOST |= {"sym_constrain_range", "sym_constrain_range_for_size",
 
 
 def value(node: fx.Node) -> Any:
-    """The fake value of a node: tensors, symbolic numbers, or containers of them; None if none."""
+    """Return the fake value of a node: tensors, symbolic numbers, containers of them, or None."""
     return node.meta.get("example_value")
 
 
-def tensors(found: Any) -> list[torch.Tensor]:
-    """The tensors in a value, containers opened."""
-    return [leaf for leaf in compat.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+def tensors(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in a value, containers opened."""
+    return [leaf for leaf in compat.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def is_cpu_scalar(found: Any, device: torch.device) -> bool:
-    """Whether a value is a 0-dim CPU tensor in a graph of another device."""
-    if device.type == "cpu" or not isinstance(found, torch.Tensor):
+def is_cpu_scalar(scalar: Any, device: torch.device) -> bool:
+    """Return whether a value is a 0-dim CPU tensor in a graph of another device."""
+    if device.type == "cpu" or not isinstance(scalar, torch.Tensor):
         return False
-    return found.dim() == 0 and found.device.type == "cpu"
+    return scalar.dim() == 0 and scalar.device.type == "cpu"
 
 
 def on_device(scalar: torch.Tensor, device: torch.device, graph: fx.Graph) -> torch.Tensor:
-    """Return a fake 0-dim tensor of another device with the dtype of ``scalar``.
-
-    Args:
-        scalar: a value of the graph.
-        device: where the fake is.
-        graph: its values belong to the fake mode.
-    """
+    """Return a fake 0-dim tensor on a device, with the dtype of a value of the graph."""
     with compat.fake_context(value(node) for node in graph.nodes):
         return torch.empty((), dtype=scalar.dtype, device=device)
 
 
-def is_symbolic_number(found: Any) -> bool:
-    return isinstance(found, (torch.SymInt, torch.SymFloat, torch.SymBool))
+def is_symbolic_number(number: Any) -> bool:
+    return isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_integer(number: Any) -> bool:
+    """Return whether a value is a plain or symbolic integer, and no bool."""
+    return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What tells two strided tensors apart, without their data; sizes are expressions."""
+    """Return all properties of a strided tensor but its data; sizes are expressions."""
     numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
     plain = [getattr(n.node, "expr", n.node) if is_symbolic_number(n) else n for n in numbers]
     return (tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg(), *plain)
 
 
-def symbols_of(found: Any) -> set[sympy.Symbol]:
-    """The free symbols in a value: of numbers, and of sizes, strides and offsets of tensors."""
+def symbols_of(values: Any) -> set[sympy.Symbol]:
+    """Return the free symbols of numbers, and of sizes, strides and offsets of tensors."""
     numbers: list[Any] = []
-    for leaf in compat.tree_leaves(found):
+    for leaf in compat.tree_leaves(values):
         if isinstance(leaf, torch.Tensor):
             numbers += leaf.shape
             if leaf.layout is torch.strided:
@@ -203,38 +206,65 @@ def symbols_of(found: Any) -> set[sympy.Symbol]:
     return set().union(*free)
 
 
-def storages(found: Any) -> set[int]:
-    """Keys of the storages behind the tensors of a value."""
-    keys = (compat.storage_key(tensor) for tensor in tensors(found))
+def bound_symbols(gm: fx.GraphModule) -> dict[sympy.Symbol, fx.Node]:
+    """Return the symbols that are an input of the graph, with that input."""
+    bound: dict[sympy.Symbol, fx.Node] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        number = value(node)
+        if is_symbolic_number(number) and isinstance(number.node.expr, sympy.Symbol):
+            bound.setdefault(number.node.expr, node)
+    return bound
+
+
+def is_floating(node: fx.Node, bound: Set[sympy.Symbol]) -> bool:
+    """Return whether the node is arithmetic on sizes that inputs of the graph give.
+
+    Such a node can be computed anywhere, so it belongs to no piece: each piece that needs it
+    repeats it, and no size ever comes out of a captured piece.
+    """
+    numbers = compat.tree_leaves(value(node))
+    return (
+        node.op in COMPUTING
+        and bool(numbers)
+        and all(isinstance(n, (int, float)) or is_symbolic_number(n) for n in numbers)
+        and symbols_of(numbers) <= bound
+        and not any(tensors(value(argument)) for argument in node.all_input_nodes)
+    )
+
+
+def nodes_by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
+    """Return, for each storage, the nodes whose value is in it, in order; outputs are left out."""
+    by_storage: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        for key in storages(value(node)) if node.op != "output" else ():
+            by_storage.setdefault(key, []).append(node)
+    return by_storage
+
+
+def storages(values: Any) -> set[int]:
+    """Return the keys of the storages behind the tensors of a value."""
+    keys = (compat.storage_key(tensor) for tensor in tensors(values))
     return {key for key in keys if key is not None}
 
 
 def short_name(target: Any) -> str:
-    """The last part of a target's name: ``empty_like`` for torch, aten and method alike."""
+    """Return the last part of a target's name: ``empty_like`` for torch, aten and method alike."""
     return target_name(target).replace("::", ".").rpartition(".")[2]
 
 
 def subgraphs(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
-    """The graph modules that a higher-order op takes as bodies."""
-    found = []
-    for argument in node.all_input_nodes:
-        if argument.op == "get_attr":
-            module = attribute(gm, argument)
-            if isinstance(module, fx.GraphModule):
-                found.append(module)
-    return found
+    """Return the graph modules that a higher-order op takes as bodies."""
+    modules = (attribute(gm, n) for n in node.all_input_nodes if n.op == "get_attr")
+    return [module for module in modules if isinstance(module, fx.GraphModule)]
 
 
 def attribute(gm: torch.nn.Module, node: fx.Node) -> Any:
-    """What a ``get_attr`` node reads."""
-    found: Any = gm
-    for part in str(node.target).split("."):
-        found = getattr(found, part)
-    return found
+    """Return what a ``get_attr`` node reads."""
+    return attrgetter(str(node.target))(gm)
 
 
 def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    """The argument nodes whose tensors ``node`` writes.
+    """Return the argument nodes whose tensors ``node`` writes.
 
     Exact for operators with a schema; for torch functions and methods it follows torch's naming
     rules (a trailing underscore, ``out=``, ``inplace=True``); a higher-order op whose body writes,
@@ -248,9 +278,9 @@ def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
         return _nodes(node.args[:1]) if inplace else _suspected_write(node)
     overloads = compat.op_overloads(node.target)
     if overloads:
-        places = {place for op in overloads for place in compat.written_arguments(op)}
-        given = [node.args[i] for i, _ in places if i < len(node.args)]
-        return _nodes(given + [node.kwargs[name] for _, name in places if name in node.kwargs])
+        writes = {argument for op in overloads for argument in compat.written_arguments(op)}
+        positional = [node.args[i] for i, _ in writes if i < len(node.args)]
+        return _nodes(positional + [node.kwargs[name] for _, name in writes if name in node.kwargs])
     if compat.is_higher_order_op(node.target):
         return _written_by_higher_order(gm, node)
     if _is_users_own(node.target):
@@ -259,50 +289,43 @@ def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
 
 
 def _is_users_own(function: Any) -> bool:
-    """Whether a function in the graph is not torch's or Python's: nothing tells what it writes."""
+    """Return whether a function is not torch's or Python's, so that its writes are unknown."""
     top = (getattr(function, "__module__", None) or "").partition(".")[0]
     return top not in ("", "torch", "math", "operator", "_operator", "builtins")
 
 
 def written_storages(gm: fx.GraphModule) -> set[int]:
-    """Keys of the storages that some node writes."""
-    found: set[int] = set()
-    for node in gm.graph.nodes:
-        for target in written(gm, node):
-            found |= storages(value(target))
-    return found
+    """Return the keys of the storages that some node writes."""
+    return storages([value(target) for node in gm.graph.nodes for target in written(gm, node)])
 
 
 def outreached_storages(gm: fx.GraphModule) -> set[int]:
-    """Keys of the storages of arguments that ``as_strided`` may read beyond the argument itself.
+    """Return the storages of arguments that ``as_strided`` may read beyond the argument itself.
 
-    A copy of such an argument lacks what is read. An offset that is given counts from where the
-    storage begins, and nothing says how far before an argument that is at another call.
+    A copy of such an argument lacks what is read. An explicit offset counts from the start of the
+    storage, whose distance to the argument may differ at another call.
     """
     inputs = [value(node) for node in gm.graph.find_nodes(op="placeholder")]
-    found: set[int] = set()
+    outreached: set[int] = set()
     for node in gm.graph.nodes:
         if node.op not in COMPUTING or short_name(node.target) not in _RESTRIDES:
             continue
-        keys, made = storages(value(node.all_input_nodes[0])), tensors(value(node))
-        given = len(node.args) > 3 or node.kwargs.get("storage_offset") is not None
-        within = [t for t in tensors(inputs) if not keys.isdisjoint(storages(t))]
-        if given or not all(_lies_within(one, other) for one in made for other in within):
-            found |= keys
-    return found
+        keys, views = storages(value(node.all_input_nodes[0])), tensors(value(node))
+        has_offset = len(node.args) > 3 or node.kwargs.get("storage_offset") is not None
+        bases = [t for t in tensors(inputs) if not keys.isdisjoint(storages(t))]
+        if has_offset or not all(_is_within(view, base) for view in views for base in bases):
+            outreached |= keys
+    return outreached
 
 
-def _lies_within(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether the elements of one tensor lie between the first and the last of another.
-
-    A no may mean that their symbolic sizes do not tell.
-    """
+def _is_within(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Return whether the memory of one tensor is known to be within the extent of another."""
     (first, last), (start, end) = _extent(tensor), _extent(whole)
     return all(sympy.sympify(gap).is_nonnegative for gap in (first - start, end - last))
 
 
 def _extent(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """The offsets of the first and the last element, as expressions."""
+    """Return the offsets of the first and the last element, as expressions."""
     rank = tensor.dim()
     numbers = layout_of(tensor)[-(2 * rank + 1) :]
     sizes, strides, first = numbers[:rank], numbers[rank:-1], numbers[-1]
@@ -311,7 +334,7 @@ def _extent(tensor: torch.Tensor) -> tuple[Any, Any]:
 
 
 def _written_by_function(node: fx.Node) -> list[fx.Node]:
-    """Writes of a torch function, which has no schema, by torch's naming rules."""
+    """Return the writes of a torch function, which has no schema, by torch's naming rules."""
     name = short_name(node.target)
     if node.target in _INPLACE_OPERATORS or _is_inplace(name):
         return _nodes(node.args[:1])
@@ -326,9 +349,10 @@ def _written_by_function(node: fx.Node) -> list[fx.Node]:
 
 
 def is_torchs(node: fx.Node) -> bool:
-    """Whether the node calls what torch itself defines; of such a call it is known what it does."""
+    """Return whether the node calls what torch itself defines, so that its effects are known."""
     if node.op == "call_method":
-        return bool(node.args) and isinstance(_value_of(node.args[0]), torch.Tensor)
+        owner = node.args[0] if node.args else None
+        return isinstance(value(owner) if isinstance(owner, fx.Node) else owner, torch.Tensor)
     overloads = compat.op_overloads(node.target)
     if overloads:
         return all(op.namespace in ("aten", "prims") for op in overloads)
@@ -336,12 +360,8 @@ def is_torchs(node: fx.Node) -> bool:
     return plain and not _is_users_own(node.target)
 
 
-def _value_of(argument: Any) -> Any:
-    return value(argument) if isinstance(argument, fx.Node) else argument
-
-
 def changes_layout(node: fx.Node) -> bool:
-    """Whether the node gives its argument another shape, stride or storage in place."""
+    """Return whether the node changes the shape, strides or storage of its argument in place."""
     return node.op in COMPUTING and short_name(node.target) in _LAYOUT_CHANGES
 
 
@@ -354,7 +374,7 @@ def _is_inplace(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
 
 
-# Functions that write some of their arguments if another one is given, or true.
+# Functions that write some of their arguments if another argument is not None or False.
 _WRITES_IF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "batch_norm": {"training": ("running_mean", "running_var")},
     "instance_norm": {"use_input_stats": ("running_mean", "running_var")},
@@ -364,7 +384,7 @@ _WRITES_IF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def _suspected_write(node: fx.Node) -> list[fx.Node]:
-    """What a call may have written that returns its argument's memory and is no known view."""
+    """Return what a call may write that returns its argument's memory and is no known view."""
     if is_known_view(node):
         return []
     own = storages(value(node))
@@ -372,7 +392,7 @@ def _suspected_write(node: fx.Node) -> list[fx.Node]:
 
 
 def is_known_view(node: fx.Node) -> bool:
-    """Whether the call is one that makes a view (or returns its argument) and nothing else."""
+    """Return whether the call only makes a view, or returns its argument."""
     overloads = compat.op_overloads(node.target)
     if overloads:
         return not any(True for op in overloads for _ in compat.written_arguments(op))
@@ -380,7 +400,7 @@ def is_known_view(node: fx.Node) -> bool:
 
 
 def given_argument(node: fx.Node, name: str) -> Any:
-    """The argument that a call gives a function under this name, by position or by keyword."""
+    """Return an argument of a call by its name, whether it is positional or a keyword."""
     if name in node.kwargs:
         return node.kwargs[name]
     position = _position(node.target, name)
@@ -414,21 +434,18 @@ def _nodes(arguments: Any) -> list[fx.Node]:
 
 
 def is_view(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the node only makes new tensors over storages that its arguments have.
+    """Return whether the node is a known view, whose storages are those of its arguments.
 
-    Such a node may be made again elsewhere, so a call that is not known to be a view is none.
+    Such a node may be repeated elsewhere.
     """
     if node.op not in COMPUTING or not is_known_view(node) or written(gm, node):
         return False
     own = storages(value(node))
-    given: set[int] = set()
-    for argument in node.all_input_nodes:
-        given |= storages(value(argument))
-    return bool(own) and own <= given
+    return bool(own) and own <= storages([value(argument) for argument in node.all_input_nodes])
 
 
 def is_container_item(node: fx.Node) -> bool:
-    """Whether the node picks an item out of a node that returned several values."""
+    """Return whether the node reads an item of a node that returned several values."""
     if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
         return False
     source = value(node.args[0])
@@ -436,57 +453,25 @@ def is_container_item(node: fx.Node) -> bool:
 
 
 def is_allocation(node: fx.Node) -> bool:
-    """Whether the node only allocates memory, without filling it."""
+    """Return whether the node only allocates memory, without filling it."""
     return node.op in COMPUTING and short_name(node.target) in _ALLOCATIONS
 
 
 def toggles_state(node: fx.Node) -> bool:
-    """Whether the node switches a state that each piece repeats for itself."""
+    """Return whether the node switches a state that each piece repeats."""
     switches = (*compat.LEAVES, *compat.LEAVES.values(), compat.SET_GRAD_ENABLED)
     return node.op == "call_function" and node.target in switches
 
 
 def runs_once_on_host(node: fx.Node) -> bool:
-    """Whether the node is a check or a registration on the host, without effect on tensors."""
+    """Return whether the node is a check or a registration on the host, without tensors."""
     return node.op == "call_function" and short_name(node.target) in _RUN_ONCE_ON_THE_HOST
 
 
 def launches_kernel(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the node does work on the device; when in doubt, yes."""
+    """Return whether the node launches work on the device; when in doubt, True."""
     if node.op not in COMPUTING or is_symbolic_number(value(node)) or toggles_state(node):
         return False
-    if is_container_item(node) or is_allocation(node):
-        return False
-    if runs_once_on_host(node):
+    if is_container_item(node) or is_allocation(node) or runs_once_on_host(node):
         return False
     return not is_view(gm, node)
-
-
-# ---------------------------------------------------------------- where a node is from
-
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
-
-
-def frames(node: fx.Node) -> Iterator[tuple[str, int, str, str]]:
-    """(file, line, function, code) of each frame of the user's stack, outermost first."""
-    lines = (node.meta.get("stack_trace") or "").splitlines()
-    for i, text in enumerate(lines):
-        found = _FRAME.search(text)
-        if found:
-            code = lines[i + 1].strip() if i + 1 < len(lines) else ""
-            yield found["file"], int(found["line"]), found["function"].strip(), code
-
-
-def user_line(node: fx.Node) -> tuple[str, str] | None:
-    """(where, code) of the innermost frame, such as ``("model.py:41 in forward", "q = ...")``.
-
-    Frames of torch, which ``torch.vmap`` brings, count only where there are no others.
-    """
-    innermost, users = None, False
-    for file, line, function, code in frames(node):
-        if users and not is_users_file(file):
-            continue
-        users = is_users_file(file)
-        text = code.encode("ascii", "backslashreplace").decode()
-        innermost = (f"{os.path.basename(file)}:{line} in {function}", text)
-    return innermost

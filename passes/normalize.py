@@ -1,15 +1,14 @@
-"""Make a graph splittable: no size and no container is left to cross between two pieces.
+"""Make a graph splittable, so that no size and no container crosses between two pieces.
 
 Two passes, run before the pieces are assigned:
 
 * :class:`BindSymbols`: sizes read off tensors become arithmetic on the graph's own size inputs. A
   size that came out of a captured piece would be frozen at capture.
-* :class:`PullItems`: each item of a multi-value result (``chunk``, ``split``, ``topk``) is taken
-  out next to its source, so that tensors cross, never tuples.
+* :class:`PullItems`: each item of a multi-value result (``chunk``, ``split``, ``topk``) is read
+  right after it, so that tensors cross, never tuples.
 """
 
 import operator
-from collections.abc import Set
 from typing import Any
 
 import sympy
@@ -18,29 +17,20 @@ from torch import fx
 
 from cgcompile import torch_compat as compat
 from cgcompile.errors import PassError
-from cgcompile.passes.fakes import calls_of, fill_values
+from cgcompile.passes.base import calls_of, fill_values
 from cgcompile.passes.nodes import (
     COMPUTING,
+    bound_symbols,
     is_container_item,
-    is_symbolic_number,
+    is_floating,
+    is_integer,
     short_name,
     symbols_of,
     tensors,
     value,
 )
 
-
-def bound_symbols(gm: fx.GraphModule) -> dict[sympy.Symbol, fx.Node]:
-    """The symbols that an input of the graph gives directly, with that input."""
-    bound: dict[sympy.Symbol, fx.Node] = {}
-    for node in gm.graph.find_nodes(op="placeholder"):
-        found = value(node)
-        if is_symbolic_number(found) and isinstance(found.node.expr, sympy.Symbol):
-            bound.setdefault(found.node.expr, node)
-    return bound
-
-
-# What reads a size and does nothing else; only such a node may be erased.
+# Calls that read a size and do nothing else; only such a node may be erased.
 _SIZE_READERS = {"size", "numel", "nelement", "stride", "storage_offset", "dim", "ndimension"}
 _SIZE_READERS |= {"len", "__len__", "getattr", "element_size"}
 _SIZE_READERS |= {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset"}
@@ -68,22 +58,6 @@ class BindSymbols:
         return gm
 
 
-def is_floating(node: fx.Node, bound: Set[sympy.Symbol]) -> bool:
-    """Whether the node is arithmetic on sizes that inputs of the graph give.
-
-    Such a node can be computed anywhere, so it belongs to no piece: each piece that needs it
-    repeats it, and no size ever comes out of a captured piece.
-    """
-    numbers = compat.tree_leaves(value(node))
-    return (
-        node.op in COMPUTING
-        and bool(numbers)
-        and all(isinstance(n, (int, float)) or is_symbolic_number(n) for n in numbers)
-        and symbols_of(numbers) <= bound
-        and not any(tensors(value(argument)) for argument in node.all_input_nodes)
-    )
-
-
 def _lift_numbers(gm: fx.GraphModule) -> None:
     """Move attributes and arithmetic on sizes to the top: whatever moves later may use them."""
     bound = bound_symbols(gm).keys()
@@ -96,61 +70,57 @@ def _lift_numbers(gm: fx.GraphModule) -> None:
             anchor = node
 
 
-def _is_tuple_of_sizes(found: Any) -> bool:
-    """Whether it is a shape, or the strides of a tensor, which are a plain tuple."""
-    return isinstance(found, tuple) and all(
-        isinstance(each, (int, torch.SymInt)) and not isinstance(each, bool) for each in found
-    )
-
-
 class _Binder:
+    """Replaces sizes, node by node in the order of the graph; see :class:`BindSymbols`."""
+
     def __init__(self, gm: fx.GraphModule) -> None:
         self._graph = gm.graph
         self._bound = bound_symbols(gm)
-        self._made: dict[sympy.Expr, fx.Node | int] = {}
+        self._computed: dict[sympy.Expr, fx.Node | int] = {}
         placeholders = gm.graph.find_nodes(op="placeholder")
         self._last_placeholder = placeholders[-1] if placeholders else None
 
     def unite(self, placeholder: fx.Node) -> None:
         """Use one input for a size that several inputs give: Dynamo guards that they are equal."""
-        found = value(placeholder)
-        if not isinstance(found, torch.SymInt) or placeholder in self._bound.values():
+        size = value(placeholder)
+        if not isinstance(size, torch.SymInt) or placeholder in self._bound.values():
             return
-        if symbols_of(found) <= self._bound.keys():
-            number = self._number(found)
-            for user in list(placeholder.users):
-                self._swap(user, placeholder, number)
+        if symbols_of(size) <= self._bound.keys():
+            _replace_uses(placeholder, self._number(size))
 
     def visit(self, node: fx.Node) -> None:
         """Replace a size that the node reads off a tensor."""
-        found = value(node)
-        reads_tensor = any(tensors(value(argument)) for argument in node.all_input_nodes)
-        if not reads_tensor:
-            self._cancelled(node, found)
-        if not reads_tensor or not symbols_of(found) <= self._bound.keys():
+        result = value(node)
+        if not any(tensors(value(argument)) for argument in node.all_input_nodes):
+            self._replace_cancelled(node, result)
+        elif not symbols_of(result) <= self._bound.keys():
             return
-        if _is_tuple_of_sizes(found):
-            self._replace_size(node, tuple(self._number(size) for size in found))
-        elif isinstance(found, (int, torch.SymInt)) and not isinstance(found, bool):
-            self._replace(node, self._number(found))
-
-    def _cancelled(self, node: fx.Node, found: Any) -> None:
-        """Replace a number such as ``n * 0 + 4`` that does not depend on the value of ``n``."""
-        given = symbols_of([value(argument) for argument in node.all_input_nodes])
-        if given <= self._bound.keys() or not symbols_of(found) <= self._bound.keys():
-            return
-        if isinstance(found, torch.SymInt):
-            found = self._number(found)
-        elif isinstance(found, torch.SymFloat) and found.node.expr.is_number:
-            found = float(found.node.expr)
-        if isinstance(found, (int, float, fx.Node)):
+        elif isinstance(result, tuple) and all(map(is_integer, result)):  # a shape, or strides
+            sizes = tuple(map(self._number, result))
             for user in list(node.users):
-                self._swap(user, node, found)
+                if user.target is operator.getitem and isinstance(user.args[1], int):
+                    self._replace(user, sizes[user.args[1]])
+                    self._graph.erase_node(user)
+            self._replace(node, sizes)
+        elif is_integer(result):
+            self._replace(node, self._number(result))
+
+    def _replace_cancelled(self, node: fx.Node, result: Any) -> None:
+        """Replace a number such as ``n * 0 + 4`` that does not depend on the value of ``n``."""
+        free = symbols_of([value(argument) for argument in node.all_input_nodes])
+        if free <= self._bound.keys() or not symbols_of(result) <= self._bound.keys():
+            return
+        if isinstance(result, torch.SymInt):
+            result = self._number(result)
+        elif isinstance(result, torch.SymFloat) and result.node.expr.is_number:
+            result = float(result.node.expr)
+        if isinstance(result, (int, float, fx.Node)):
+            _replace_uses(node, result)
             if compat.is_arithmetic(node.target):
                 self._graph.erase_node(node)
 
     def _number(self, size: int | torch.SymInt) -> fx.Node | int:
-        """A node, or a plain number, that has the value of ``size`` at every call."""
+        """Return a node, or a plain number, that has the value of ``size`` at every call."""
         if isinstance(size, int):
             return size
         expression = size.node.expr
@@ -158,35 +128,28 @@ class _Binder:
             return int(expression)
         if expression in self._bound:
             return self._bound[expression]
-        if expression not in self._made:
+        if expression not in self._computed:
             assert self._last_placeholder is not None  # it binds the symbols of the expression
             with self._graph.inserting_before(self._last_placeholder.next):
-                made = compat.expression_nodes(self._graph, expression, self._bound)
-            self._made[expression] = made
-        return self._made[expression]
-
-    def _replace_size(self, node: fx.Node, sizes: tuple[fx.Node | int, ...]) -> None:
-        for user in list(node.users):
-            picks_one = user.target is operator.getitem and isinstance(user.args[1], int)
-            if picks_one:
-                self._replace(user, sizes[user.args[1]])  # type: ignore[index]
-                self._graph.erase_node(user)
-        self._replace(node, sizes)
+                number = compat.expression_nodes(self._graph, expression, self._bound)
+            self._computed[expression] = number
+        return self._computed[expression]
 
     def _replace(self, node: fx.Node, new: Any) -> None:
-        for user in list(node.users):
-            self._swap(user, node, new)
+        _replace_uses(node, new)
         if short_name(node.target) in _SIZE_READERS:
             self._graph.erase_node(node)
 
-    @staticmethod
-    def _swap(user: fx.Node, old: fx.Node, new: Any) -> None:
+
+def _replace_uses(old: fx.Node, new: Any) -> None:
+    """As ``Node.replace_all_uses_with``, also for a number or a tuple of numbers."""
+    for user in list(old.users):
         user.args = fx.map_arg(user.args, lambda argument: new if argument is old else argument)
         user.kwargs = fx.map_arg(user.kwargs, lambda argument: new if argument is old else argument)
 
 
 class PullItems:
-    """Move each item of a multi-value result right behind the node that made it."""
+    """Move each item of a multi-value result right behind the node that returns it."""
 
     name = "pull_items"
 

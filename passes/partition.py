@@ -1,8 +1,8 @@
 """Cut a graph whose nodes carry a placement into pieces: :func:`cut`.
 
-Each piece gets its foreign values as inputs (sizes first, then in order of use) and returns a
-tuple, always; arithmetic on sizes is repeated in each piece that needs it; autocast and grad mode
-are entered again at the start of a piece and left at its end. Pieces of equal structure share one
+Each piece takes the values of other pieces as inputs (sizes first, then in order of use) and always
+returns a tuple; arithmetic on sizes is repeated in each piece that needs it; autocast and grad mode
+are entered at the start of each piece and left at its end. Pieces of equal structure share one
 ``GraphModule``.
 
 Note [Own splitter]. ``torch.fx.passes.split_module`` does most of this, but it leaves grad mode
@@ -14,16 +14,17 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 from torch import fx
 
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import AttentionCGSupport
-from cgcompile.passes.assign import placement
+from cgcompile.passes.assign import PLACEMENT, Placement, placement
 from cgcompile.passes.capturable import graph_device
 from cgcompile.passes.nodes import (
     attribute,
+    bound_symbols,
     is_cpu_scalar,
+    is_floating,
     on_device,
     outreached_storages,
     runs_once_on_host,
@@ -34,17 +35,15 @@ from cgcompile.passes.nodes import (
     value,
     written_storages,
 )
-from cgcompile.passes.normalize import bound_symbols, is_floating
-from cgcompile.passes.pieces import Piece, Ref, Value
 from cgcompile.passes.printer import GraphText
 from cgcompile.passes.regions import grad_mode_around
-from cgcompile.passes.split import SplitGraph
+from cgcompile.passes.split import Piece, Ref, SplitGraph, Value
 from cgcompile.passes.symbols import Symbols, dotted_source, identifier
 from cgcompile.reasons import Reason, Why
 
 
 def cut(gm: fx.GraphModule) -> SplitGraph:
-    """The split of a graph by the placements of its nodes; ``gm`` is left as it is."""
+    """Return the split of a graph by the placements of its nodes; ``gm`` is not changed."""
     return _Cutter(gm).split()
 
 
@@ -55,19 +54,20 @@ class _State:
     entered: tuple[fx.Node, ...]  # the contexts that are open, by the nodes that entered them
     grad: bool | None  # grad mode as the graph set it; None if it never does
 
-
-def _allows_gradients(state: _State) -> bool:
-    """Whether what runs in this state may need gradients, if the caller's grad mode is on."""
-    inference = any(enter.target is compat.ENTER_INFERENCE_MODE for enter in state.entered)
-    return state.grad is not False and not inference
+    def allows_gradients(self) -> bool:
+        """Return whether a result may need gradients, if the caller's grad mode is on."""
+        inference = any(enter.target is compat.ENTER_INFERENCE_MODE for enter in self.entered)
+        return self.grad is not False and not inference
 
 
 class _Cutter:
+    """Reads the placements of one graph, and builds the parts of its split."""
+
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._bound = bound_symbols(gm)
         self._device = graph_device(gm)
-        self._cpu_scalars: set[str] = set()  # names, of what captured pieces read
+        self._cpu_scalars: set[str] = set()  # names of those that captured pieces read
         self._grad_outside = grad_mode_around(gm)
         self._members: dict[int, list[fx.Node]] = {}
         self._before: dict[int, _State] = {}
@@ -78,17 +78,15 @@ class _Cutter:
         self._names = self._name_everything()
         self._modules: dict[Hashable, tuple[int, fx.GraphModule]] = {}
 
-    # -------------------------------------------------------------- reading the graph
-
     def _walk(self) -> None:
         """Collect the nodes of each piece, and the state before and after it."""
         state = _State((), self._grad_outside)
         for node in self._gm.graph.nodes:
-            place = placement(node)
-            if place is None:
+            assigned = placement(node)
+            if assigned is None:
                 continue
-            self._members.setdefault(place.piece, []).append(node)
-            self._before.setdefault(place.piece, state)
+            self._members.setdefault(assigned.piece, []).append(node)
+            self._before.setdefault(assigned.piece, state)
             if node.target in compat.LEAVES:
                 state = _State((*state.entered, node), state.grad)
             elif node.target in compat.LEAVES.values():
@@ -97,8 +95,8 @@ class _Cutter:
             elif node.target is compat.SET_GRAD_ENABLED:
                 state = _State(state.entered, bool(node.args[0]))
             elif not runs_once_on_host(node):
-                self._differentiable |= _allows_gradients(state)
-            self._after[place.piece] = state
+                self._differentiable |= state.allows_gradients()
+            self._after[assigned.piece] = state
 
     def _name_everything(self) -> dict[fx.Node, str]:
         # The generated step calls pieces by these names; no value may hide one.
@@ -118,10 +116,10 @@ class _Cutter:
     def split(self) -> SplitGraph:
         pieces = tuple(self._piece(index, members) for index, members in self._members.items())
         inputs = tuple(self._value(n) for n in self._gm.graph.find_nodes(op="placeholder"))
-        made = [self._value(n) for members in self._members.values() for n in members]
+        computed = [self._value(n) for members in self._members.values() for n in members]
         crossing = {name for piece in pieces for name in piece.outputs}
         constants = self._constants()
-        values = {v.name: v for v in (*inputs, *(v for v in made if v.name in crossing))}
+        values = {v.name: v for v in (*inputs, *(v for v in computed if v.name in crossing))}
         for name, constant in constants.items():
             values[name] = Value(name, constant, source=name, static=True)
         output = self._gm.graph.output_node().args[0]
@@ -130,7 +128,7 @@ class _Cutter:
             inputs=inputs,
             values=values,
             constants=constants,
-            numbers=self._numbers_for_the_caller(),
+            numbers=self._returned_sizes(),
             result=self._result(output),
             symbols=Symbols(self._gm),
             device=self._device,
@@ -142,7 +140,7 @@ class _Cutter:
         )
 
     def _result(self, output: Any) -> Any:
-        """What the graph returns, with a Ref for each node."""
+        """Return the result of the graph, with a Ref for each node."""
         if isinstance(output, fx.Node):
             return Ref(self._names[output])
         if isinstance(output, (tuple, list)):
@@ -160,20 +158,18 @@ class _Cutter:
         )
 
     def _constants(self) -> dict[str, Any]:
-        found = {}
-        for node in self._gm.graph.find_nodes(op="get_attr"):
-            constant = attribute(self._gm, node)
-            if not isinstance(constant, fx.GraphModule):
-                found[self._names[node]] = constant
-        return found
+        nodes = self._gm.graph.find_nodes(op="get_attr")
+        constants = {self._names[node]: attribute(self._gm, node) for node in nodes}
+        return {k: v for k, v in constants.items() if not isinstance(v, fx.GraphModule)}
 
-    def _numbers_for_the_caller(self) -> Piece | None:
+    def _returned_sizes(self) -> Piece | None:
+        """Return a piece that computes the sizes which the caller gets, or None."""
         output = self._gm.graph.output_node()
-        wanted = [n for n in output.all_input_nodes if is_floating(n, self._bound.keys())]
-        if not wanted:
+        sizes = [n for n in output.all_input_nodes if is_floating(n, self._bound.keys())]
+        if not sizes:
             return None
         state = _State((), self._grad_outside)
-        graph, inputs = self._graph([], wanted, state, state)
+        graph, inputs = self._graph([], sizes, state, state)
         return Piece(
             index=len(self._members),
             module=fx.GraphModule(self._gm, graph, class_name="Sizes"),
@@ -182,43 +178,43 @@ class _Cutter:
             compiled=False,
             uncompiled=None,
             inputs=inputs,
-            outputs=tuple(self._names[node] for node in wanted),
-            num_ops=len(wanted),
+            outputs=tuple(self._names[node] for node in sizes),
+            num_ops=len(sizes),
             lines=(),
             same_as=len(self._members),
             support=AttentionCGSupport.ALWAYS,
         )
 
     def _piece(self, index: int, members: list[fx.Node]) -> Piece:
-        place = placement(members[0])
-        assert place is not None
-        outputs = [n for n in members if self._leaves(n, index)]
+        placements: dict[fx.Node, Placement] = {node: node.meta[PLACEMENT] for node in members}
+        first = placements[members[0]]
+        outputs = [n for n in members if self._is_output(n, index)]
         graph, inputs = self._graph(members, outputs, self._before[index], self._after[index])
-        if place.capture:
+        if first.capture:
             self._take_scalars_on_device(graph, inputs)
-        key = (place.capture, place.compiled, GraphText(lasting=False).of(self._gm, graph))
+        key = (first.capture, first.compiled, GraphText(lasting=False).of(self._gm, graph))
         if key not in self._modules:
             self._modules[key] = (index, fx.GraphModule(self._gm, graph, class_name="Piece"))
         same_as, module = self._modules[key]
-        whys = _distinct(p.why for p in map(placement, members) if p is not None)
-        causes = [node for node in members if _is_cause(node)]
+        causes = [n for n, p in placements.items() if p.why and p.why.reason not in _SECONDARY]
+        lines = map(user_line, causes or members)
         return Piece(
             index=index,
             module=module,
-            capture=place.capture,
-            why=whys,
-            compiled=place.compiled,
-            uncompiled=place.uncompiled,
+            capture=first.capture,
+            why=_distinct(p.why for p in placements.values()),
+            compiled=first.compiled,
+            uncompiled=first.uncompiled,
             inputs=inputs,
             outputs=tuple(self._names[node] for node in outputs),
             num_ops=len(members),
-            lines=_lines(causes or members),
+            lines=tuple(dict.fromkeys(line for line in lines if line is not None)),
             same_as=same_as,
-            support=min(_support(node) for node in members),
+            support=min(p.support for p in placements.values()),
         )
 
-    def _leaves(self, node: fx.Node, index: int) -> bool:
-        """Whether something outside of the piece uses the node's value."""
+    def _is_output(self, node: fx.Node, index: int) -> bool:
+        """Return whether something outside of the piece uses the node's value."""
         if node.target in compat.LEAVES:
             return False
         return any(
@@ -235,7 +231,7 @@ class _Cutter:
         before: _State,
         after: _State,
     ) -> tuple[fx.Graph, tuple[str, ...]]:
-        """The graph of a piece, and the names of the values it takes."""
+        """Return the graph of a piece, and the names of its inputs."""
         foreign, floating, bodies = self._needs(members, outputs)
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -268,7 +264,7 @@ class _Cutter:
     def _needs(
         self, members: list[fx.Node], outputs: list[fx.Node]
     ) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-        """What a piece uses of the rest: values, floating numbers, bodies of higher-order ops."""
+        """Return what a piece uses: values, floating numbers, bodies of higher-order ops."""
         inside = set(members)
         values: dict[fx.Node, None] = {}
         floating: dict[fx.Node, None] = {}
@@ -296,39 +292,22 @@ class _Cutter:
         return [*sizes, *rest], list(floating), list(bodies)
 
     def _sizes_for(self, used: Iterable[fx.Node]) -> list[fx.Node]:
-        """The size inputs that these values need, in the order of the graph's inputs."""
-        symbols: set[sympy.Symbol] = set()
-        for node in used:
-            symbols |= symbols_of(value(node))
+        """Return the size inputs that these values need, in the order of the graph's inputs."""
+        symbols = symbols_of(list(map(value, used)))
         return [node for symbol, node in self._bound.items() if symbol in symbols]
 
 
 _CHECKPOINT = "tag_activation_checkpoint"
 
-# Reasons that a node has only because of its neighbours, told after the others.
+# Reasons that a node has only because of its neighbours, listed after the others.
 _SECONDARY = (Reason.UNBACKED_SIZE, Reason.STATE_REGION, Reason.NO_KERNEL)
 
 
-def _is_cause(node: fx.Node) -> bool:
-    place = placement(node)
-    return place is not None and place.why is not None and place.why.reason not in _SECONDARY
-
-
-def _support(node: fx.Node) -> AttentionCGSupport:
-    place = placement(node)
-    return AttentionCGSupport.ALWAYS if place is None else place.support
-
-
 def _distinct(whys: Iterable[Why | None]) -> tuple[Why, ...]:
-    """Without repetition, causes first; kernel-less company is only named where it is alone."""
-    found = sorted(
+    """Return distinct reasons, causes first, and without NO_KERNEL unless it is the only one."""
+    distinct = sorted(
         dict.fromkeys(why for why in whys if why is not None),
         key=lambda why: why.reason in _SECONDARY,
     )
-    told = tuple(why for why in found if why.reason is not Reason.NO_KERNEL)
-    return told or tuple(found)
-
-
-def _lines(nodes: list[fx.Node]) -> tuple[tuple[str, str], ...]:
-    found = (user_line(node) for node in nodes)
-    return tuple(dict.fromkeys(line for line in found if line is not None))
+    shown = tuple(why for why in distinct if why.reason is not Reason.NO_KERNEL)
+    return shown or tuple(distinct)

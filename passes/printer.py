@@ -1,25 +1,21 @@
-"""Graphs and pieces as text: :class:`GraphText` for programs to compare, the rest for people.
+"""The canonical text of a graph, for programs to compare: :class:`GraphText`.
 
-Note [Text of a graph]. Equal texts mean: same ops in the same order on the same arguments, inputs
-of equal dtype, device, size, stride and offset, and the same inputs sharing memory. Names of nodes
-are left out. Parameters are inputs of a piece, so all middle layers of a decoder have one text, and
-are compiled once. There are two kinds:
+Note [Text of a graph]. Equal texts mean: the same ops in the same order on the same arguments,
+inputs of equal dtype, device, size, stride and offset, and the same inputs sharing memory. Names of
+nodes are left out. Parameters are inputs of a piece, so all middle layers of a decoder have one
+text, and are compiled once. There are two kinds:
 
-* of one process: symbols keep their names, and an object without a lasting name stands for itself
-  by its address, so texts are compared while their graphs live. Any graph has such a text.
-* lasting: the same in every process, for cache keys. It holds no address, hash seed or path,
-  symbols are numbered in the order in which they show, constants are told by their bytes, and the
-  results of calls are included, because another process may have another fake of a custom op. What
-  has no such text raises :class:`Unnameable`.
-
-The printed form of a piece is stable, ASCII, free of paths and of names that torch invents:
-snapshots, logs and ``explain`` use it. Sizes are ``s0``, ``s1``, ... in the order of the inputs; a
-value's bytes are followed by those of its storage where a view pins more than it shows.
+* of one process: symbols keep their names, and an object without a lasting name is represented by
+  its address, so texts are compared while their graphs live. Any graph has such a text.
+* lasting: the same in every process, for cache keys. It has no address, hash seed or path, symbols
+  are numbered in order of appearance, constants are hashed, and the results of calls are included,
+  because another process may have another fake of a custom op. Where that is impossible,
+  :class:`Unnameable` is raised.
 """
 
 import enum
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import sympy
@@ -28,47 +24,29 @@ from torch import fx
 
 from cgcompile import torch_compat as compat
 from cgcompile.passes.nodes import attribute, is_symbolic_number, value
-from cgcompile.passes.pieces import Piece, Value
-from cgcompile.passes.symbols import Symbols, dtype_text
+from cgcompile.passes.symbols import dtype_text
 
-_LARGEST_CONSTANT = 1 << 16  # bytes of a tensor that a lasting text tells by its content
+_LARGEST_CONSTANT = 1 << 16  # bytes of a tensor that a lasting text hashes
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _CONTAINERS = ("tuple", "list", "immutable_list", "dict", "immutable_dict")
 
 
 class Unnameable(Exception):
-    """Why a graph has no lasting text; not an error, and never seen by a caller of cgcompile."""
+    """The reason why a graph has no lasting text; it never reaches a caller of cgcompile."""
 
 
 class GraphText:
-    """Writes one graph and the bodies in it; see Note [Text of a graph].
-
-    Args:
-        lasting: whether the text must mean the same in every process.
-
-    Attributes:
-        devices: of all tensors so far.
-        symbols: the names that symbols have got, of a lasting text.
-    """
+    """Write one graph and the bodies in it as text; see Note [Text of a graph]."""
 
     def __init__(self, *, lasting: bool) -> None:
-        self.devices: set[torch.device] = set()
-        self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+        self.devices: set[torch.device] = set()  # of all tensors so far
+        self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}  # renamed, in a lasting text
         self._lasting = lasting
         self._inputs = 0
         self._storages: dict[int, int] = {}  # the first input in that memory
 
     def of(self, owner: torch.nn.Module, graph: fx.Graph, indent: str = "") -> str:
-        """Return the text of a graph.
-
-        Args:
-            owner: the module that holds what ``get_attr`` nodes of the graph read.
-            graph: the graph.
-            indent: before each row.
-
-        Raises:
-            Unnameable: something in it has no lasting text; says what.
-        """
+        """Return the text of a graph; ``owner`` has the attributes that its nodes read."""
         rows: list[str] = []
         number: dict[fx.Node, str] = {}
         for node in graph.nodes:
@@ -84,10 +62,10 @@ class GraphText:
                 rows.append(head + self._call(node, number))
         return "\n".join(rows)
 
-    def _only_here(self, why: str) -> None:
-        """Refuse what a text of this process alone can hold."""
+    def _refuse_lasting(self, reason: str) -> None:
+        """Refuse what only a text of this process can represent."""
         if self._lasting:
-            raise Unnameable(why)
+            raise Unnameable(reason)
 
     # -------------------------------------------------------------- nodes
 
@@ -105,18 +83,18 @@ class GraphText:
         if node.op == "call_method":
             return f"method {target}"
         if node.op == "call_module":
-            self._only_here(f"it calls the module {target}, whose code may change")
+            self._refuse_lasting(f"it calls the module {target}, whose code may change")
             return f"module {target}"
         name = compat.qualified_name(target)
         if name is None:
             text = getattr(target, "__qualname__", None) or type(target).__name__
-            self._only_here(f"it calls {text}, whose code is not torch's and may change")
+            self._refuse_lasting(f"it calls {text}, whose code is not torch's and may change")
             return _address(target)
         if "triton_kernel" in name:
-            self._only_here("it holds a Triton kernel of the user's, whose code may change")
+            self._refuse_lasting("it holds a Triton kernel of the user's, whose code may change")
         inside = compat.traced_through(target) if self._lasting else None
         if inside is not None:
-            self._only_here(f"{inside}, by code that may change")
+            self._refuse_lasting(f"{inside}, by code that may change")
         return name
 
     def _attribute(self, held: Any, indent: str) -> str:
@@ -134,93 +112,93 @@ class GraphText:
 
     # -------------------------------------------------------------- values
 
-    def _input(self, found: Any) -> str:
+    def _input(self, fake: Any) -> str:
         position, self._inputs = self._inputs, self._inputs + 1
-        if not isinstance(found, torch.Tensor):
-            return self._value(found)
-        text = self._value(found) + self._memory(found, position)
-        text += " parameter" if isinstance(found, torch.nn.Parameter) else ""
-        text += " requires grad" if found.requires_grad else ""
-        return text + (" inference" if found.is_inference() else "")
+        if not isinstance(fake, torch.Tensor):
+            return self._value(fake)
+        text = self._value(fake) + self._memory(fake, position)
+        text += " parameter" if isinstance(fake, torch.nn.Parameter) else ""
+        text += " requires grad" if fake.requires_grad else ""
+        return text + (" inference" if fake.is_inference() else "")
 
-    def _memory(self, found: Any, position: int) -> str:
-        """Which earlier input has the memory of this one; of a subclass, for each inner tensor."""
-        if hasattr(found, "__tensor_flatten__"):
-            names, _ = found.__tensor_flatten__()
-            return "".join(self._memory(getattr(found, name), position) for name in names)
-        storage = compat.storage_key(found)
+    def _memory(self, tensor: Any, position: int) -> str:
+        """Name the earlier input with the same memory; of a subclass, for each inner tensor."""
+        if hasattr(tensor, "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()
+            return "".join(self._memory(getattr(tensor, name), position) for name in names)
+        storage = compat.storage_key(tensor)
         first = position if storage is None else self._storages.setdefault(storage, position)
         return f" in the memory of input {first}" if first != position else ""
 
-    def _value(self, found: Any) -> str:
-        if isinstance(found, torch.Tensor):
-            return self._tensor(found)
-        if isinstance(found, torch.SymInt):
-            return f"size {self._number(found)}"
-        if type(found) in _PLAIN:
-            return repr(found)
-        self._only_here(f"a {type(found).__name__} is among its values")
-        text = self._number(found) if is_symbolic_number(found) else repr(found)
-        return f"{type(found).__name__} {text}"
+    def _value(self, fake: Any) -> str:
+        if isinstance(fake, torch.Tensor):
+            return self._tensor(fake)
+        if isinstance(fake, torch.SymInt):
+            return f"size {self._number(fake)}"
+        if type(fake) in _PLAIN:
+            return repr(fake)
+        self._refuse_lasting(f"a {type(fake).__name__} is among its values")
+        text = self._number(fake) if is_symbolic_number(fake) else repr(fake)
+        return f"{type(fake).__name__} {text}"
 
-    def _tensor(self, found: Any) -> str:
-        kind = type(found).__name__
-        if hasattr(found, "__tensor_flatten__"):
-            self._only_here(f"a {kind} is among its values")
-            names, context = found.__tensor_flatten__()
-            inner = ", ".join(self._value(getattr(found, name)) for name in names)
-            return f"{type(found)} {context!r} of ({inner})"
-        self.devices.add(found.device)
-        text = f"{dtype_text(found.dtype)}[{self._numbers(found.shape)}] {found.device}"
-        if found.layout is torch.strided:
-            text += f" strides ({self._numbers(found.stride())})"
-            if self._number(found.storage_offset()) != "0":
-                text += f" offset {self._number(found.storage_offset())}"
+    def _tensor(self, tensor: Any) -> str:
+        kind = type(tensor).__name__
+        if hasattr(tensor, "__tensor_flatten__"):
+            self._refuse_lasting(f"a {kind} is among its values")
+            names, context = tensor.__tensor_flatten__()
+            inner = ", ".join(self._value(getattr(tensor, name)) for name in names)
+            return f"{type(tensor)} {context!r} of ({inner})"
+        self.devices.add(tensor.device)
+        text = f"{dtype_text(tensor.dtype)}[{self._numbers(tensor.shape)}] {tensor.device}"
+        if tensor.layout is torch.strided:
+            text += f" strides ({self._numbers(tensor.stride())})"
+            if self._number(tensor.storage_offset()) != "0":
+                text += f" offset {self._number(tensor.storage_offset())}"
         else:
-            self._only_here(f"a {found.layout} tensor is among its values")
-            text += f" {found.layout}"
-        text += "" if kind in ("FakeTensor", "Tensor", "Parameter") else f" {type(found)}"
-        return text + (" conj" if found.is_conj() else "") + (" neg" if found.is_neg() else "")
+            self._refuse_lasting(f"a {tensor.layout} tensor is among its values")
+            text += f" {tensor.layout}"
+        text += "" if kind in ("FakeTensor", "Tensor", "Parameter") else f" {type(tensor)}"
+        return text + (" conj" if tensor.is_conj() else "") + (" neg" if tensor.is_neg() else "")
 
-    def _argument(self, found: Any, number: dict[fx.Node, str]) -> str:
-        if isinstance(found, fx.Node):
-            return number[found]
-        kind = type(found).__name__
-        if isinstance(found, (tuple, list)):
-            inside = ", ".join(self._argument(item, number) for item in found)
-            text = f"({inside})" if isinstance(found, tuple) else f"[{inside}]"
+    def _argument(self, argument: Any, number: dict[fx.Node, str]) -> str:
+        if isinstance(argument, fx.Node):
+            return number[argument]
+        kind = type(argument).__name__
+        if isinstance(argument, (tuple, list)):
+            inside = ", ".join(self._argument(item, number) for item in argument)
+            text = f"({inside})" if isinstance(argument, tuple) else f"[{inside}]"
             return text if kind in _CONTAINERS else kind + text
-        if isinstance(found, dict):
-            rows = [f"{key!r}: {self._argument(item, number)}" for key, item in found.items()]
+        if isinstance(argument, dict):
+            rows = [f"{key!r}: {self._argument(item, number)}" for key, item in argument.items()]
             text = "{" + ", ".join(sorted(rows)) + "}"
             return text if kind in _CONTAINERS else kind + text
-        if isinstance(found, slice):
-            parts = (found.start, found.stop, found.step)
+        if isinstance(argument, slice):
+            parts = (argument.start, argument.stop, argument.step)
             return "slice(" + ", ".join(self._argument(part, number) for part in parts) + ")"
-        if isinstance(found, enum.Enum):
-            return f"{type(found).__module__}.{type(found).__qualname__}.{found.name}"
-        if isinstance(found, (torch.layout, torch.memory_format, type(...))):
-            return str(found)
-        if type(found) in _PLAIN or isinstance(found, torch.SymInt):
-            return self._value(found)
-        name = compat.qualified_name(found) if callable(found) else None
+        if isinstance(argument, enum.Enum):
+            return f"{type(argument).__module__}.{type(argument).__qualname__}.{argument.name}"
+        if isinstance(argument, (torch.layout, torch.memory_format, type(...))):
+            return str(argument)
+        if type(argument) in _PLAIN or isinstance(argument, torch.SymInt):
+            return self._value(argument)
+        name = compat.qualified_name(argument) if callable(argument) else None
         if name is None:
-            self._only_here(f"a {kind} is among its arguments")
-        return name or _address(found)
+            self._refuse_lasting(f"a {kind} is among its arguments")
+        return name or _address(argument)
 
     # -------------------------------------------------------------- sizes
 
-    def _numbers(self, found: Iterable[Any]) -> str:
-        return ", ".join(self._number(number) for number in found)
+    def _numbers(self, numbers: Iterable[Any]) -> str:
+        return ", ".join(map(self._number, numbers))
 
-    def _number(self, found: Any) -> str:
-        return self.expression(found.node.expr) if is_symbolic_number(found) else str(found)
+    def _number(self, number: Any) -> str:
+        return self.expression(number.node.expr) if is_symbolic_number(number) else str(number)
 
-    def expression(self, found: Any) -> str:
-        """Return an expression of sizes, in the names of this text."""
+    def expression(self, size: Any) -> str:
+        """Return the text of an expression of sizes, in the symbols of this text."""
         if not self._lasting:
-            return str(found)
-        expression = sympy.sympify(found)
+            return str(size)
+        expression = sympy.sympify(size)
         for symbol in sorted(expression.free_symbols, key=str):
             if symbol not in self.symbols:
                 if compat.is_unbacked(symbol):
@@ -230,54 +208,10 @@ class GraphText:
         return str(expression.xreplace(self.symbols))
 
 
-def _address(found: Any) -> str:
-    return f"{type(found).__name__} at {id(found):#x}"
-
-
-# ---------------------------------------------------------------- pieces, for people
-
-
-def piece_text(piece: Piece, values: Mapping[str, Value], symbols: Symbols, lines: bool) -> str:
-    """A piece as a few lines: what it is, why, where from, what goes in and out."""
-    kind = "captured" if piece.capture else "eager   "
-    row = f"{piece.name}  {kind}  {count(piece.num_ops, 'op')}"
-    if piece.same_as != piece.index:
-        row += f", same as piece_{piece.same_as}"
-    if piece.compiled and not piece.capture:
-        row += ", compiled on its own"
-    if piece.uncompiled is not None:
-        row += f", left uncompiled: {piece.uncompiled}"
-    rows = [row, *(f"  why  {why}" for why in piece.why)]
-    shown = piece.lines[:3] if not piece.capture else piece.lines[:1]
-    rows += [f"  at   {f'{where}: ' if lines else ''}{code}" for where, code in shown]
-    if len(piece.lines) > 3 and not piece.capture:
-        rows.append(f"  at   {len(piece.lines) - 3} more lines")
-    rows.append("  in   " + _values_text([values[name] for name in piece.inputs], symbols))
-    rows.append("  out  " + _values_text([values[name] for name in piece.outputs], symbols))
-    return "\n".join(rows)
-
-
-def _values_text(values: list[Value], symbols: Symbols) -> str:
-    moving = [_value_text(each, symbols) for each in values if not each.static]
-    static = [each for each in values if each.static]
-    if static:
-        tensors = [each.meta for each in static if isinstance(each.meta, torch.Tensor)]
-        total = sum((symbols.nbytes(tensor) for tensor in tensors), start=0)
-        moving.append(f"{len(static)} static {symbols.pretty(total)} B")
-    return ", ".join(moving) or "-"
-
-
-def _value_text(each: Value, symbols: Symbols) -> str:
-    found = each.meta
-    if not isinstance(found, torch.Tensor):
-        return each.name
-    own, (_, storage) = symbols.nbytes(found), symbols.storage(found)
-    if (own - storage).is_nonnegative:  # an expanded tensor has more elements than memory
-        return f"{each.name} {symbols.shape_text(found)} {symbols.pretty(storage)} B"
-    size = f"{symbols.pretty(own)} of {symbols.pretty(storage)}"
-    return f"{each.name} {symbols.shape_text(found)} {size} B"
+def _address(thing: Any) -> str:
+    return f"{type(thing).__name__} at {id(thing):#x}"
 
 
 def count(number: int, noun: str) -> str:
-    """``1 piece``, ``2 pieces``."""
+    """Return text such as ``1 piece`` or ``2 pieces``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,12 +1,12 @@
-"""State regions: stretches of a graph between a node that opens a state and the one that closes it.
+"""Find state regions: the nodes from one that opens a state to the one that closes it.
 
 Inside a ``vmap`` the tensors are batched wrappers, inside a nested ``grad`` they are dual; such
 values cannot leave their region, so a region is never cut: if one of its nodes cannot be captured,
 the whole region runs eager. Where a graph sets a switch of the process (``sdpa_kernel``,
-deterministic algorithms, grad mode on in a graph that runs without), the stretch in which the
+deterministic algorithms, grad mode on in a graph that runs without), the region in which the
 switch differs always runs eager: a replay does not run the host code that sets it.
 
-Autocast, ``no_grad`` and ``inference_mode`` are different: each piece enters them again for itself
+Autocast, ``no_grad`` and ``inference_mode`` are different: each piece enters them
 (``partition.py``).
 """
 
@@ -31,7 +31,7 @@ _LABEL = {
     "_enter_dual_level": "forward-mode AD",
     "_saved_tensors_hooks_disable": "disabled saved-tensor hooks",
 }
-# Each call gives the switch a value; Dynamo puts the first value back at the end of a context.
+# Each call sets the switch; Dynamo restores the first value at the end of a context.
 _SWITCHES = {
     "_sdpa_kernel": "torch.nn.attention.sdpa_kernel",
     "_set_deterministic_algorithms": "torch.use_deterministic_algorithms",
@@ -46,34 +46,34 @@ class Region(NamedTuple):
     first: int
     last: int
     label: str
-    eager: Reason | None = None  # why it runs eager whatever is in it; None if that depends
+    eager: Reason | None = None  # why it always runs eager; None if that depends on its nodes
 
 
 def state_regions(gm: fx.GraphModule) -> list[Region]:
-    """The outermost regions of the graph, in order; they do not overlap."""
-    found = [*_paired_regions(gm), *_differentiating_regions(gm)]
+    """Return the outermost regions of the graph, in order; they do not overlap."""
+    regions = [*_paired_regions(gm), *_differentiating_regions(gm)]
     for name in _SWITCHES:
-        found += _switched_regions(gm, name)
-    return _outermost(found)
+        regions += _switched_regions(gm, name)
+    return _outermost(regions)
 
 
 def nodes_in_regions(gm: fx.GraphModule) -> set[fx.Node]:
-    """Every node that lies in a state region, its ends included."""
+    """Return every node in a state region, its ends included."""
     nodes = list(gm.graph.nodes)
     return {node for region in state_regions(gm) for node in nodes[region.first : region.last + 1]}
 
 
 def grad_mode_around(gm: fx.GraphModule) -> bool | None:
-    """The grad mode in which the graph starts and ends; None if it never touches it.
+    """Return the grad mode in which the graph starts and ends; None if it never sets it.
 
-    Dynamo restores the mode at the end of the graph, so the last toggle tells.
+    Dynamo restores the mode at the end of the graph: it is that of the last toggle.
     """
     toggles = [n for n in gm.graph.nodes if n.target is compat.SET_GRAD_ENABLED]
     return bool(toggles[-1].args[0]) if toggles else None
 
 
 def _paired_regions(gm: fx.GraphModule) -> list[Region]:
-    found: list[Region] = []
+    regions: list[Region] = []
     open_regions: list[tuple[str, int, str]] = []  # what closes it, where it began, its label
     for position, node in enumerate(gm.graph.nodes):
         name = short_name(node.target) if node.op == "call_function" else ""
@@ -81,12 +81,12 @@ def _paired_regions(gm: fx.GraphModule) -> list[Region]:
             open_regions.append((_CLOSED_BY[name], position, _LABEL[name]))
         elif open_regions and name == open_regions[-1][0]:
             _, first, label = open_regions.pop()
-            found.append(Region(first, position, label))
-    return found
+            regions.append(Region(first, position, label))
+    return regions
 
 
 def _differentiating_regions(gm: fx.GraphModule) -> list[Region]:
-    """From where a nested gradient starts to record, to where the last one is computed.
+    """Return the region from the start of a nested gradient to the last computed gradient.
 
     The values between carry the history that the gradient needs; a compiled piece would drop it.
     """
@@ -104,7 +104,7 @@ def _differentiating_regions(gm: fx.GraphModule) -> list[Region]:
 
 
 def _switched_regions(gm: fx.GraphModule, name: str) -> list[Region]:
-    """Where a switch has another value than at the end of the graph, calls included."""
+    """Return where a switch has another value than at the end of the graph, calls included."""
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
     calls = [
         node for node in order if node.op == "call_function" and short_name(node.target) == name
@@ -112,23 +112,23 @@ def _switched_regions(gm: fx.GraphModule, name: str) -> list[Region]:
     if not calls or (name == "_set_grad_enabled" and grad_mode_around(gm) is not False):
         return []
     reason = Reason.GRADIENTS if name == "_set_grad_enabled" else Reason.STATE_REGION
-    usual, label = _setting(calls[-1]), _SWITCHES[name]
-    found: list[Region] = []
+    final, label = _setting(calls[-1]), _SWITCHES[name]
+    regions: list[Region] = []
     began: int | None = None
     for call in calls:
         first = min([order[call], *(order[n] for n in call.all_input_nodes if n.op in COMPUTING)])
-        if _setting(call) != usual:
+        if _setting(call) != final:
             began = first if began is None else began
         elif began is not None:
-            found.append(Region(began, order[call], label, reason))
+            regions.append(Region(began, order[call], label, reason))
             began = None
         elif name != "_set_grad_enabled":  # set without a context: the host has to run it
-            found.append(Region(first, order[call], label, reason))
-    return found
+            regions.append(Region(first, order[call], label, reason))
+    return regions
 
 
 def _setting(call: fx.Node) -> str:
-    """The arguments of a switching call as text, with small helper calls spelled out."""
+    """Return the arguments of a switching call as text, with nested calls spelled out."""
     return str(fx.map_arg((call.args, dict(call.kwargs)), lambda node: str(node.args)))
 
 
@@ -137,8 +137,8 @@ def _outermost(regions: list[Region]) -> list[Region]:
     for region in sorted(regions, key=lambda r: (r.first, -r.last)):
         if outer and region.first <= outer[-1].last:
             last = max(outer[-1].last, region.last)
-            told = outer[-1] if outer[-1].eager or not region.eager else region
-            outer[-1] = Region(outer[-1].first, last, told.label, told.eager)
+            cause = outer[-1] if outer[-1].eager or not region.eager else region
+            outer[-1] = Region(outer[-1].first, last, cause.label, cause.eager)
         else:
             outer.append(region)
     return outer

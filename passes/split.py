@@ -1,20 +1,94 @@
-"""The split as a value: :class:`SplitGraph`. Plain data, immutable, printable.
+"""The result of a split as immutable, printable data: :class:`SplitGraph` and its parts.
 
-``partition.py`` makes it, ``piecewise`` compiles it.
+``partition.py`` makes it, ``cgcompile/pieces`` compiles it. The printed form is stable, ASCII, free
+of paths and of names that torch invents: snapshots, logs and ``explain`` use it. Sizes are ``s0``,
+``s1``, ... in the order of the inputs; the bytes of a value are followed by those of its storage
+where a view keeps more memory alive than it shows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
+from torch import fx
 
+from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.passes.base import PassRecord, table
 from cgcompile.passes.nodes import tensors
-from cgcompile.passes.pieces import Piece, Value
-from cgcompile.passes.printer import count, piece_text
+from cgcompile.passes.printer import count
 from cgcompile.passes.symbols import Symbols
+from cgcompile.reasons import Why
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """Something that the caller passes or that crosses between pieces.
+
+    Attributes:
+        name: a valid Python identifier, unique in the graph; the one in the generated code.
+        meta: the fake tensor, symbolic number or constant that was traced.
+        source: where the caller has it, such as ``model.layers.0.weight``; None for results.
+        static: the caller promises a fixed address: a parameter, a buffer or a module attribute.
+        written: some node writes the memory that it is in, before or after, as far as the graph
+            shows, or reads it beyond the value itself: a copy will not do. When in doubt, yes.
+    """
+
+    name: str
+    meta: Any
+    source: str | None = None
+    static: bool = False
+    written: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One submodule of a split graph: a function from its inputs to a tuple of outputs.
+
+    Attributes:
+        index: position in the order of execution.
+        module: the FX module; the same object for pieces of equal structure.
+        capture: whether CUDA graphs may hold it; otherwise it runs eager.
+        why: why it runs eager, one entry per distinct reason; empty if it is captured.
+        compiled: whether the compiler of pieces gets it.
+        uncompiled: why a captured piece is not compiled, or None.
+        inputs: names of the values that ``module`` takes, in order.
+        outputs: names of the values that it returns, in order.
+        num_ops: nodes that compute.
+        lines: the user's source lines, as (where, code), of the boundary or of the first node.
+        same_as: index of the first piece of equal structure; its own index if it is the first.
+        support: how far it can go into a FULL graph; ALWAYS for a captured piece.
+    """
+
+    index: int
+    module: fx.GraphModule
+    capture: bool
+    why: tuple[Why, ...]
+    compiled: bool
+    uncompiled: str | None
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    num_ops: int
+    lines: tuple[tuple[str, str], ...]
+    same_as: int
+    support: AttentionCGSupport
+
+    @property
+    def name(self) -> str:
+        return f"piece_{self.index}"
+
+    @property
+    def where(self) -> str:
+        """The user's line, for messages."""
+        return self.lines[0][0] if self.lines else "an unknown line"
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A named value in ``SplitGraph.result``."""
+
+    name: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,17 +101,17 @@ class SplitGraph:
         values: every named value, inputs included.
         constants: tensors that the graph holds as attributes, by name.
         numbers: a piece that computes sizes which the caller gets back; None if there are none.
-        result: what the caller gets, with :class:`Ref` where a value stands.
+        result: what the caller gets, with :class:`Ref` for each value.
         symbols: the sizes, and what the traced code demands of them.
-        device: where most values are; the CPU only if nothing is elsewhere.
+        device: where most values are; the CPU only if all are there.
         cpu_scalars: names of the 0-dim CPU tensors that captured pieces read on ``device``: the
             modules of these pieces were traced with a copy there, filled before each run.
         graph_break: why Dynamo ended the graph early, or None.
-        differentiable: whether any part runs in the caller's grad mode; False if the model turns
+        differentiable: whether any node runs in the caller's grad mode; False if the model turns
             gradients off for all of it.
         sets_grad_mode: whether pieces switch grad mode, and back.
         recomputes: whether the model holds ``torch.utils.checkpoint``.
-        passes: what each pass did, in order, those over pieces last; no part of the printed form.
+        passes: what each pass did, in order, those over pieces last; not in the printed form.
     """
 
     pieces: tuple[Piece, ...]
@@ -61,22 +135,28 @@ class SplitGraph:
         return tuple(piece for piece in self.pieces if piece.same_as == piece.index)
 
     def crossing(self) -> tuple[Value, ...]:
-        """Tensors that one piece makes and another, or the caller, uses."""
+        """Return the values that one piece makes and another, or the caller, uses."""
         return tuple(self.values[name] for piece in self.pieces for name in piece.outputs)
 
     def crossing_bytes(self) -> sympy.Expr:
-        """Bytes of storage behind all crossing values, each storage counted once."""
-        found: dict[int, sympy.Expr] = {}
-        for each in self.crossing():
-            for tensor in tensors(each.meta):
-                key, size = self.symbols.storage(tensor)
-                found[key] = size
-        return sum(found.values(), sympy.Integer(0))
+        """Return the bytes of storage behind all crossing values, each storage counted once."""
+        sizes: dict[int, sympy.Expr] = {}
+        for crossing in self.crossing():
+            sizes.update(map(self.symbols.storage, tensors(crossing.meta)))
+        return sum(sizes.values(), sympy.Integer(0))
 
     def text(self, *, lines: bool = True) -> str:
-        """The stable printed form; ``lines=False`` leaves out line numbers."""
-        rows = [self._header()]
-        rows += [piece_text(piece, self.values, self.symbols, lines) for piece in self.pieces]
+        """Return the stable printed form; ``lines=False`` leaves out line numbers."""
+        captured = sum(piece.capture for piece in self.pieces)
+        rows = [
+            f"{count(len(self.pieces), 'piece')}: {captured} captured, "
+            f"{len(self.pieces) - captured} eager; {len(self.distinct)} distinct; "
+            f"{self.symbols.pretty(self.crossing_bytes())} B cross"
+        ]
+        if self.symbols.dims:
+            sizes = (f"{name} = {dim}" for name, dim in self.symbols.dims.items())
+            rows.append(f"sizes: {', '.join(sizes)}")
+        rows += [self._piece_text(piece, lines) for piece in self.pieces]
         if self.numbers is not None:
             rows.append(f"sizes returned: {', '.join(self.numbers.outputs)}")
         if self.graph_break is not None:
@@ -84,18 +164,45 @@ class SplitGraph:
         return "\n".join(rows)
 
     def passes_text(self, *, seconds: bool = True) -> str:
-        """A table of :attr:`passes`, a line each; ``seconds=False`` leaves out the times."""
+        """Return a table of :attr:`passes`, a line each; ``seconds=False`` leaves out the times."""
         return table(self.passes, seconds=seconds)
 
-    def _header(self) -> str:
-        captured = sum(piece.capture for piece in self.pieces)
-        text = (
-            f"{count(len(self.pieces), 'piece')}: {captured} captured, "
-            f"{len(self.pieces) - captured} eager; {len(self.distinct)} distinct; "
-            f"{self.symbols.pretty(self.crossing_bytes())} B cross"
-        )
-        sizes = [f"{name} = {dim}" for name, dim in self.symbols.dims.items()]
-        return f"{text}\nsizes: {', '.join(sizes)}" if sizes else text
+    def _piece_text(self, piece: Piece, lines: bool) -> str:
+        kind = "captured" if piece.capture else "eager   "
+        row = f"{piece.name}  {kind}  {count(piece.num_ops, 'op')}"
+        if piece.same_as != piece.index:
+            row += f", same as piece_{piece.same_as}"
+        if piece.compiled and not piece.capture:
+            row += ", compiled on its own"
+        if piece.uncompiled is not None:
+            row += f", left uncompiled: {piece.uncompiled}"
+        rows = [row, *(f"  why  {why}" for why in piece.why)]
+        shown = piece.lines[: 1 if piece.capture else 3]
+        rows += [f"  at   {f'{where}: ' if lines else ''}{code}" for where, code in shown]
+        if len(piece.lines) > 3 and not piece.capture:
+            rows.append(f"  at   {len(piece.lines) - 3} more lines")
+        rows.append(f"  in   {self._values_text(piece.inputs)}")
+        rows.append(f"  out  {self._values_text(piece.outputs)}")
+        return "\n".join(rows)
+
+    def _values_text(self, names: Iterable[str]) -> str:
+        values = [self.values[name] for name in names]
+        texts = [self._value_text(value) for value in values if not value.static]
+        static = [value.meta for value in values if value.static]
+        if static:
+            sizes = (self.symbols.nbytes(t) for t in static if isinstance(t, torch.Tensor))
+            total = self.symbols.pretty(sum(sizes, start=0))
+            texts.append(f"{len(static)} static {total} B")
+        return ", ".join(texts) or "-"
+
+    def _value_text(self, value: Value) -> str:
+        if not isinstance(value.meta, torch.Tensor):
+            return value.name
+        own, (_, storage) = self.symbols.nbytes(value.meta), self.symbols.storage(value.meta)
+        size = self.symbols.pretty(storage)
+        if not (own - storage).is_nonnegative:  # an expanded tensor has more elements than memory
+            size = f"{self.symbols.pretty(own)} of {size}"
+        return f"{value.name} {self.symbols.shape_text(value.meta)} {size} B"
 
     def __str__(self) -> str:
         return self.text()

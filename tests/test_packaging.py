@@ -122,7 +122,7 @@ def test_wheel_and_editable_install_import(tree: Path, tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("cgcompile.passes ")
+        assert done.stdout.startswith("cgcompile.passes.pipeline ")
         where = done.stdout.split()[1]
         page = "from cgcompile.debug.explanation import render; print(render('diagnosis', {'model': 'm', "
         page += "'device': 'cpu', 'ok': True, 'findings': []})[-7:])"

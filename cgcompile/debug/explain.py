@@ -43,8 +43,7 @@ from cgcompile.passes.nodes import (
     user_line,
     value,
 )
-from cgcompile.passes.pieces import Piece, Value
-from cgcompile.passes.split import SplitGraph
+from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.stitch import check_sizes, split_as_set
 from cgcompile.reasons import Reason, Why

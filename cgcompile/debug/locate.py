@@ -28,8 +28,7 @@ from cgcompile.debug.restore import copies, put_back
 from cgcompile.debug.subject import Subject
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.passes.nodes import is_allocation, is_container_item, is_view, user_line, written
-from cgcompile.passes.pieces import Piece
-from cgcompile.passes.split import SplitGraph
+from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.runtime.compiled_graph import Observer
 from cgcompile.runtime.program import Program, written_inputs

@@ -1,9 +1,9 @@
 """Compile the pieces of a split graph.
 
 A compiler of pieces is a callable ``(gm, fake_inputs) -> callable``; the result takes the inputs of
-the piece by position and returns the list or tuple of its outputs. Everything is compiled inside
-the backend call, so that what a compiler assumes about sizes becomes one of Dynamo's guards, and
-under ``no_grad``, because a piece compiled for training keeps state that a graph cannot hold.
+the piece by position and returns the list or tuple of its outputs. Pieces are compiled within the
+backend call, so that what a compiler assumes about sizes becomes one of Dynamo's guards, and under
+``no_grad``, because a piece compiled for training keeps state that a graph cannot hold.
 """
 
 import logging
@@ -18,9 +18,8 @@ from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CGCompileError, ConfigError, PieceCompileError, SymbolError
 from cgcompile.passes.nodes import COMPUTING, toggles_state, value
-from cgcompile.passes.pieces import Piece
-from cgcompile.passes.split import SplitGraph
-from cgcompile.pieces.cache import Compilation, Compiling, PieceCache, PieceCompiler, compiling
+from cgcompile.passes.split import Piece, SplitGraph
+from cgcompile.pieces.cache import Compilation, Compiling, PieceCache, PieceCompiler
 from cgcompile.pieces.size_ranges import Runnable, Variant, Variants
 
 log = logging.getLogger(__name__)
@@ -29,38 +28,38 @@ log = logging.getLogger(__name__)
 def compile_pieces(
     split: SplitGraph, config: CompilationConfig, cache: PieceCache
 ) -> tuple[list[Runnable], Compilation]:
-    """One callable per piece, in order, and the record of where each came from.
+    """Compile each distinct piece; return a callable per piece, in order, and the record.
 
-    Pieces of equal structure share theirs, with those of other graphs in the cache as well.
+    Pieces of equal structure share theirs, also with other graphs of the cache.
 
     Raises:
         PieceCompileError: the compiler raised; names the piece and the user's source line.
         SymbolError: the user's compiler fixed a dynamic size to a number. Where one of torch's own
             does that, it is logged: its guard makes Dynamo compile again for another size.
     """
-    compiler = compiler_for(config)
-    name = compiler_name(config)
-    todo = [piece for piece in split.distinct if piece.compiled]
+    compiler, chosen = _compiler_for(config), config.compiler
+    name = chosen if isinstance(chosen, str) else getattr(chosen, "__name__", repr(chosen))
     variants = Variants(split, config)
-    made: dict[int, Runnable] = {}
-    progress = tqdm(todo, desc="cgcompile: pieces", unit="piece", disable=None, leave=False)
-    with torch.no_grad(), progress, compiling(cache, compiler, config) as work:
+    compiled: dict[int, Runnable] = {}
+    distinct = [piece for piece in split.distinct if piece.compiled]
+    progress = tqdm(distinct, desc="cgcompile: pieces", unit="piece", disable=None, leave=False)
+    with torch.no_grad(), progress, Compiling(cache, compiler, config) as work:
         for piece in progress:
-            parts = []
+            artifacts = []
             for variant in variants.of(piece):
                 log.debug("compiling %s (%d ops) with %s", variant.name, piece.num_ops, name)
                 with variant.context():
                     run = _compile_or_not(variant, work, name, config.on_compile_error)
-                if callable(config.compiler):
+                if callable(chosen):
                     run = _checked_outputs(piece, name, run)
                 elif not piece.outputs:
                     run = _without_outputs(run)
                 fixed = variants.specialised(variant)
-                _check_sizes_stay_free(variant, fixed, users_own=callable(config.compiler))
-                parts.append((variant, run))
-            made[piece.index] = variants.choosing(parts)
-    log.info("compiled %d pieces for %d, with %s", len(made), len(split.pieces), name)
-    runnables = [made.get(piece.same_as, piece.module.forward) for piece in split.pieces]
+                _check_sizes_stay_free(variant, fixed, users_own=callable(chosen))
+                artifacts.append((variant, run))
+            compiled[piece.index] = variants.combined(artifacts)
+    log.info("compiled %d pieces for %d, with %s", len(compiled), len(split.pieces), name)
+    runnables = [compiled.get(piece.same_as, piece.module.forward) for piece in split.pieces]
     return runnables, work.result()
 
 
@@ -80,7 +79,7 @@ def _compile_one(variant: Variant, work: Compiling, name: str) -> Runnable:
     placeholders = module.graph.find_nodes(op="placeholder")
     fake_inputs = [compat.present_size(value(node)) for node in placeholders]
     try:
-        made = work.make(module, fake_inputs, variant.name, variant.piece.where)
+        run = work.make(module, fake_inputs, variant.name, variant.piece.where)
     except Exception as error:
         if isinstance(error, (CGCompileError, *compat.restarts())):
             raise
@@ -88,15 +87,15 @@ def _compile_one(variant: Variant, work: Compiling, name: str) -> Runnable:
         raise PieceCompileError.raised(
             piece=variant.name, compiler=name, where=where, error=error
         ) from error
-    if not callable(made):
-        raise PieceCompileError.not_callable(piece=variant.name, compiler=name, found=made)
-    return torch.inference_mode()(made) if covered else made
+    if not callable(run):
+        raise PieceCompileError.not_callable(piece=variant.name, compiler=name, found=run)
+    return torch.inference_mode()(run) if covered else run
 
 
 def _without_inference_mode(gm: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
-    """A piece without the nodes that enter inference mode, and whether it was all inside.
+    """Return a piece without the nodes that enter inference mode, and whether it was all inside.
 
-    torch 2.11 cannot trace them and breaks the process trying. A piece is compiled without
+    torch 2.11 cannot trace these nodes and crashes the process. A piece is compiled without
     gradients anyway; one that was all inside runs in inference mode as a whole instead.
     """
     if not gm.graph.find_nodes(op="call_function", target=compat.ENTER_INFERENCE_MODE):
@@ -127,14 +126,14 @@ def _check_sizes_stay_free(variant: Variant, fixed: Mapping[str, str], users_own
 
 
 def _checked_outputs(piece: Piece, name: str, run: Runnable) -> Runnable:
-    """What the user's compiler made, with its results counted: a bare tensor would be unpacked."""
+    """Check the number of results of the user's artifact: a bare tensor would be unpacked."""
 
     def checked(*inputs: Any) -> Sequence[Any]:
         outputs = run(*inputs)
         if not isinstance(outputs, (tuple, list)) or len(outputs) != len(piece.outputs):
-            found = f"{len(outputs)} of them" if isinstance(outputs, (tuple, list)) else "no list"
+            number = f"{len(outputs)} of them" if isinstance(outputs, (tuple, list)) else "no list"
             raise PieceCompileError.bad_outputs(
-                piece=piece.name, compiler=name, expected=len(piece.outputs), found=found
+                piece=piece.name, compiler=name, expected=len(piece.outputs), found=number
             )
         return outputs
 
@@ -142,7 +141,7 @@ def _checked_outputs(piece: Piece, name: str, run: Runnable) -> Runnable:
 
 
 def _without_outputs(run: Runnable) -> Runnable:
-    """Drop what a piece without outputs returns: Inductor compiles it with one."""
+    """Drop the result of a piece without outputs: Inductor compiles it with one."""
 
     def without_outputs(*inputs: Any) -> Sequence[Any]:
         run(*inputs)
@@ -151,29 +150,20 @@ def _without_outputs(run: Runnable) -> Runnable:
     return without_outputs
 
 
-def compiler_name(config: CompilationConfig) -> str:
-    chosen = config.compiler
-    return chosen if isinstance(chosen, str) else getattr(chosen, "__name__", repr(chosen))
-
-
-def compiler_for(config: CompilationConfig) -> PieceCompiler:
-    """The compiler that a configuration asks for.
-
-    Raises:
-        ConfigError: an Inductor setting that this torch does not have.
-    """
+def _compiler_for(config: CompilationConfig) -> PieceCompiler:
+    """Return the compiler of a configuration, whose Inductor settings are checked."""
     patches = inductor_patches(config)
     if callable(config.compiler):
         return config.compiler
     if config.compiler == "eager":
-        return lambda gm, fake_inputs: gm.forward
-    if config.compiler == "aot":
-        return _aot
+        return _forward
+    if config.compiler == "aot":  # the functional ATen graph, run op by op
+        return lambda gm, fake_inputs: compat.compile_aten(gm, fake_inputs, _forward)
     return lambda gm, fake_inputs: compat.compile_standalone(gm, fake_inputs, patches)
 
 
 def inductor_patches(config: CompilationConfig) -> dict[str, Any]:
-    """The user's Inductor settings, checked against those that this torch knows."""
+    """Return the user's Inductor settings; raise ConfigError for one that this torch lacks."""
     patches = dict(config.inductor_options)
     for name in patches:
         if name not in compat.inductor_option_names():
@@ -183,6 +173,5 @@ def inductor_patches(config: CompilationConfig) -> dict[str, Any]:
     return patches
 
 
-def _aot(gm: fx.GraphModule, fake_inputs: Sequence[Any]) -> Runnable:
-    """The functional ATen graph of a piece, run op by op."""
-    return compat.compile_aten(gm, fake_inputs, lambda aten, inputs: aten.forward)
+def _forward(gm: fx.GraphModule, fake_inputs: Sequence[Any]) -> Runnable:
+    return gm.forward

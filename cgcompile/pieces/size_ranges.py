@@ -1,14 +1,14 @@
-"""Several artifacts of one piece: which sizes each is compiled for, and which one a call takes.
+"""Compile one artifact of a piece per size range, and select one at each call.
 
-``compile_sizes`` asks for artifacts of one size, ``compile_ranges_endpoints`` for artifacts of
-ranges; both speak of one dimension of the model's inputs, which is one symbol. :class:`Variants`
-says what to compile of a piece, :class:`Ranged` is what runs: it reads the value of *that symbol*
-where the piece has it, and never takes the first integer that it meets.
+``compile_sizes`` lists sizes with an artifact each, ``compile_ranges_endpoints`` cuts all sizes
+into ranges; both are about one dimension of the model's inputs, which is one symbol.
+:class:`Variants` decides what to compile of a piece. :class:`Ranged` runs: it reads the value of
+*that symbol* from the inputs of the piece, not of any integer among them.
 
-The rule: an artifact serves only what it was compiled for. Each has sizes of its own (Note [Sizes
-of its own]), so what its compiler assumed beyond its range is checked at every call that Python
-sees; where that does not hold, the artifact for all sizes runs, or the uncompiled piece. Inside a
-capture the choice is made while recording, so a replay pays nothing for it.
+The rule: an artifact serves only what it was compiled for. Each was traced with sizes of its own
+(Note [Sizes of its own]), so what its compiler assumed beyond its range is checked at every call
+from Python; where that does not hold, the artifact for all sizes runs, or the uncompiled piece. In
+a capture the artifact is selected once, so a replay pays nothing for it.
 """
 
 import logging
@@ -27,8 +27,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import PieceCompileError
 from cgcompile.passes.nodes import symbols_of, value
-from cgcompile.passes.pieces import Piece
-from cgcompile.passes.split import SplitGraph
+from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.cache import Runnable
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ Reader = Callable[[Sequence[Any]], int]
 
 @dataclass(frozen=True)
 class SizeRange:
-    """Sizes from ``first`` to ``last``, both included; no ``last``: and all that are larger."""
+    """Sizes from ``first`` to ``last``, both included; without ``last``, all from ``first`` on."""
 
     first: int
     last: int | None
@@ -53,58 +52,42 @@ class SizeRange:
 
 
 def ranges_between(endpoints: Sequence[int]) -> tuple[SizeRange, ...]:
-    """The ranges that increasing endpoints cut 1, 2, 3, ... into; an endpoint ends its range."""
+    """Return the ranges that increasing endpoints cut 1, 2, ... into; each range ends with one."""
     firsts = [1, *(endpoint + 1 for endpoint in endpoints)]
     return tuple(map(SizeRange, firsts, [*endpoints, None]))
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One artifact to be.
+    """One artifact to compile.
 
-    Attributes:
-        piece: what it is of.
-        module: the graph to compile; its inputs carry the fake values to compile with. That of the
-            piece itself where ``sizes`` is None.
-        sizes: the sizes it is for; None for all, as they were traced.
-        own: the sizes of its own, in which ``module`` was traced again, or None.
-        given: conditions on other sizes under which it was made.
-        readers: how to read the symbols that the inputs have, the one that decides first; empty
-            where ``sizes`` is None.
+    Without ``sizes`` it is for all sizes, ``module`` is that of the piece, and there is no more.
     """
 
     piece: Piece
-    module: fx.GraphModule
+    module: fx.GraphModule  # its inputs carry the fake values to compile with
     sizes: SizeRange | None = None
-    own: compat.OwnShapes | None = None
-    given: tuple[sympy.Expr, ...] = ()
-    readers: Mapping[sympy.Symbol, Reader] = field(default_factory=dict)
+    own: compat.OwnShapes | None = None  # in which ``module`` was traced again
+    conditions: tuple[sympy.Expr, ...] = ()  # on other sizes, that tracing assumed
+    readers: Mapping[sympy.Symbol, Reader] = field(default_factory=dict)  # that of ``sizes`` first
 
     @property
     def name(self) -> str:
-        """``piece_0``, or ``piece_0, size 8``; for messages."""
+        """Text such as ``piece_0`` or ``piece_0, size 8``, for messages."""
         return self.piece.name if self.sizes is None else f"{self.piece.name}, {self.sizes}"
 
     def context(self) -> AbstractContextManager[None]:
-        """Where its compiler must run."""
+        """Return the context in which its compiler must run."""
         return nullcontext() if self.own is None else self.own.context()
 
     def assumed(self) -> list[sympy.Expr]:
-        """After it was compiled: what must hold, beyond its sizes, where it runs."""
-        found = [*self.given, *(() if self.own is None else self.own.guards())]
-        return [each for each in dict.fromkeys(found) if each is not sympy.true]
+        """Return, after it was compiled, what must hold beyond its sizes where it runs."""
+        guards = [*self.conditions, *(() if self.own is None else self.own.guards())]
+        return [guard for guard in dict.fromkeys(guards) if guard is not sympy.true]
 
 
 class Variants:
-    """What to compile of each piece of a split graph.
-
-    Args:
-        split: the split graph.
-        config: the settings.
-
-    Raises:
-        ConfigError: there are sizes, and it is not clear which dimension they speak of.
-    """
+    """What to compile of each piece of a split graph, by the settings."""
 
     def __init__(self, split: SplitGraph, config: CompilationConfig) -> None:
         self._symbols = split.symbols
@@ -112,64 +95,57 @@ class Variants:
         endpoints = config.compile_ranges_endpoints
         self._ranges = () if endpoints is None else ranges_between(endpoints)
         self._likely = (*(config.cudagraph_capture_sizes or ()), *config.sizes_to_compile)
-        wanted = self._sizes or self._ranges
-        self._named = self._symbols.chosen(config.capture_dim) if wanted else None
+        in_use = bool(self._sizes or self._ranges)
+        self._named = self._symbols.chosen(config.capture_dim) if in_use else None
         self._compiles = config.compiler != "eager"
-        self._found: dict[SizeRange, dict[sympy.Symbol, int] | None] = {}
+        self._values: dict[SizeRange, dict[sympy.Symbol, int] | None] = {}
 
     def of(self, piece: Piece) -> list[Variant]:
-        """The artifacts to make of a piece; the one for all sizes, where there is one, is last.
-
-        Args:
-            piece: a piece that is compiled.
-        """
+        """Return what to compile of a piece; the variant for all sizes, if any, is last."""
         symbol = None if self._named is None else self._symbols.current(self._named)
         whole = Variant(piece, piece.module)
         inputs = [value(node) for node in piece.module.graph.find_nodes(op="placeholder")]
         free = symbols_of(inputs)
         if not self._compiles or symbol not in free:
             return [whole]
-        ordered = sorted(free, key=lambda each: (each != symbol, str(each)))
-        readers = {each: read for each in ordered if (read := reader(inputs, each)) is not None}
+        ordered = sorted(free, key=lambda other: (other != symbol, str(other)))
+        readers = {other: read for other in ordered if (read := reader(inputs, other)) is not None}
         why = compat.why_not_copied(piece.module, free)
-        if why is None and not all(each in readers and each in self._symbols for each in free):
+        if why is None and not all(other in readers and other in self._symbols for other in free):
             why = "the value of a size in it cannot be read"
         if why is not None:
             log.info("%s: one artifact for all sizes: %s", piece.name, why)
             return [whole]
-        sizes = [each for size in self._sizes for each in self._made(piece, symbol, readers, size)]
-        single = {each.sizes for each in sizes}
-        ranges = [
-            each
-            for size in self._ranges
-            for each in self._made(piece, symbol, readers, size)
-            if each.sizes not in single
-        ]
-        return [*sizes, *ranges] if ranges else [*sizes, whole]
+        sizes = [self._variant(piece, symbol, readers, size) for size in self._sizes]
+        variants = [variant for variant in sizes if variant is not None]
+        single = {variant.sizes for variant in variants}
+        ranges = [self._variant(piece, symbol, readers, span) for span in self._ranges]
+        rest = [each for each in ranges if each is not None and each.sizes not in single]
+        return [*variants, *(rest or [whole])]
 
-    def _made(
+    def _variant(
         self,
         piece: Piece,
         symbol: sympy.Symbol,
         readers: Mapping[sympy.Symbol, Reader],
-        wanted: SizeRange,
-    ) -> Iterator[Variant]:
-        """The variant for some sizes; none if the graph never has any of them."""
-        least, most = self._symbols.bounds(symbol)
-        first = max(wanted.first, int(least))
-        most = min(sympy.oo if wanted.last is None else sympy.Integer(wanted.last), most)
-        numbers = self._numbers(symbol, wanted, first, most)
-        if numbers is None:
-            return
+        sizes: SizeRange,
+    ) -> Variant | None:
+        """Return the variant for some sizes; None if the graph never has any of them."""
+        lower, upper = self._symbols.bounds(symbol)
+        first = max(sizes.first, int(lower))
+        upper = min(sympy.oo if sizes.last is None else sympy.Integer(sizes.last), upper)
+        values = self._values_for(symbol, sizes, first, upper)
+        if values is None:
+            return None
         spans: dict[sympy.Symbol, int | compat.Span] = {}
-        given = []
-        for each in readers:
-            low, high = (first, most) if each == symbol else self._symbols.bounds(each)
+        conditions = []
+        for other in readers:
+            low, high = (first, upper) if other == symbol else self._symbols.bounds(other)
             if low < 1:
-                given.append(sympy.Ge(each, 1))
+                conditions.append(sympy.Ge(other, 1))
             low = max(int(low), 1)
-            spans[each] = low if low == high else compat.Span(numbers[each], low, high)
-        served = SizeRange(first, int(most) if most.is_Integer else None)
+            spans[other] = low if low == high else compat.Span(values[other], low, high)
+        served = SizeRange(first, int(upper) if upper.is_Integer else None)
         own = compat.OwnShapes(spans, str(served))
         try:
             module = own.copied(piece.module, compat.copied(piece.module))
@@ -178,56 +154,52 @@ class Variants:
             raise PieceCompileError.not_traced(
                 piece=name, where=piece.where, error=error
             ) from error
-        yield Variant(piece, module, served, own, tuple(given), readers)
+        return Variant(piece, module, served, own, tuple(conditions), readers)
 
-    def _numbers(
-        self, symbol: sympy.Symbol, wanted: SizeRange, first: int, most: Any
+    def _values_for(
+        self, symbol: sympy.Symbol, sizes: SizeRange, first: int, last: Any
     ) -> dict[sympy.Symbol, int] | None:
-        """A number for each symbol to compile a range with; None if there is none."""
-        if wanted not in self._found:
-            hints = self._hints(symbol, first, most)
-            found = (self._symbols.numbers_with(symbol, size) for size in hints)
-            self._found[wanted] = next((each for each in found if each is not None), None)
-            if self._found[wanted] is None:
+        """Return a value for each symbol to compile a range with; None if there is none."""
+        if sizes not in self._values:
+            hints = self._hints(symbol, first, last)
+            choices = (self._symbols.numbers_with(symbol, size) for size in hints)
+            self._values[sizes] = next((values for values in choices if values is not None), None)
+            if self._values[sizes] is None:
                 reason = "guards exclude it, or no other sizes were found that go with it"
-                log.info("no artifact for %s: %s", wanted, reason)
-        return self._found[wanted]
+                log.info("no artifact for %s: %s", sizes, reason)
+        return self._values[sizes]
 
-    def _hints(self, symbol: sympy.Symbol, first: int, most: Any) -> Iterator[int]:
-        """Sizes of a range to compile with, the best first: as traced, then the largest."""
+    def _hints(self, symbol: sympy.Symbol, first: int, last: Any) -> Iterator[int]:
+        """Yield sizes of a range to compile with, the best first: as traced, then the largest."""
         traced = self._symbols.traced_with(symbol)
         likely = [] if traced is None else [traced]
-        likely += [int(most)] if most.is_Integer else []
+        likely += [int(last)] if last.is_Integer else []
         likely += [*reversed(self._likely), *(1 << bit for bit in range(20)), first]
-        yield from (size for size in dict.fromkeys(likely) if first <= size <= most)
-        yield from (size for size in range(first, first + _TRIED) if size <= most)
+        yield from (size for size in dict.fromkeys(likely) if first <= size <= last)
+        yield from (size for size in range(first, first + _TRIED) if size <= last)
 
-    def choosing(self, made: Sequence[tuple[Variant, Runnable]]) -> Runnable:
-        """What runs a piece, of the artifacts that :meth:`of` asked for.
-
-        Args:
-            made: each variant with what was compiled of it.
-        """
-        if len(made) == 1 and made[0][0].sizes is None:
-            return made[0][1]
-        piece, readers = made[0][0].piece, made[0][0].readers
+    def combined(self, compiled: Sequence[tuple[Variant, Runnable]]) -> Runnable:
+        """Return what runs a piece, of each variant that :meth:`of` listed and its artifact."""
+        if len(compiled) == 1 and compiled[0][0].sizes is None:
+            return compiled[0][1]
+        piece, readers = compiled[0][0].piece, compiled[0][0].readers
         assert self._named is not None
         rest: Runnable = piece.module.forward
         rest_is = "the uncompiled piece"
         artifacts = []
-        for variant, run in made:
+        for variant, run in compiled:
             if variant.sizes is None:
                 rest, rest_is = run, "the artifact for all sizes"
                 continue
             assumed = variant.assumed()
-            holds = _checked(readers, assumed) if assumed else None
+            holds = _check(readers, assumed) if assumed else None
             text = self._symbols.pretty(sympy.And(*assumed)) if assumed else ""
             artifacts.append(Artifact(variant.sizes, run, holds, text))
         named, read = self._symbols.text_of(self._named), next(iter(readers.values()))
         return Ranged(piece.name, named, read, artifacts, rest, rest_is)
 
     def specialised(self, variant: Variant) -> dict[str, str]:
-        """The dimensions that the compiler of a variant fixed to a number, with that number."""
+        """Return the dimensions that the compiler of a variant fixed, with the number."""
         if variant.own is None:
             return self._symbols.specialised()
         fixed = variant.own.specialised()
@@ -237,31 +209,28 @@ class Variants:
 _TRIED = 64  # sizes of a range, from its first on, that may be needed to find one without a guard
 
 
-def _checked(
+def _check(
     readers: Mapping[sympy.Symbol, Reader], assumed: Sequence[sympy.Expr]
 ) -> Callable[[Sequence[Any]], bool]:
-    symbols = sorted(set().union(*(each.free_symbols for each in assumed)), key=str)
+    symbols = sorted(set().union(*(guard.free_symbols for guard in assumed)), key=str)
     values = [readers[symbol] for symbol in symbols]
     holds = compat.python_predicate(assumed, symbols)
-    return lambda given: holds(*(read(given) for read in values))
+    return lambda inputs: holds(*(read(inputs) for read in values))
 
 
 # ---------------------------------------------------------------- reading a symbol
 
 
 def reader(inputs: Sequence[Any], symbol: sympy.Symbol) -> Reader | None:
-    """A function of what a piece is given that returns the value of one symbol; None if none can.
+    """Return a function of a piece's inputs that returns the value of one symbol, or None.
 
-    Args:
-        inputs: the fake values of the inputs of the piece.
-        symbol: what to read: of an input that is that number, or has it as a size, or has a size
-            that tells it (``2*s0``, ``s0 + 1``), in this order.
+    It reads an input that is that number, or has it as a size, or has a size from which it follows
+    (``2*s0``, ``s0 + 1``), in this order. ``inputs`` are the fake values.
     """
-    places = [(each, itemgetter(k)) for k, each in enumerate(inputs)]
-    sizes: list[tuple[Any, Reader]] = [p for p in places if isinstance(p[0], torch.SymInt)]
-    for k, each in enumerate(inputs):
-        if isinstance(each, torch.Tensor):
-            sizes += [(size, _size_of(k, dim)) for dim, size in enumerate(each.shape)]
+    sizes: list[tuple[Any, Reader]] = [(size, itemgetter(k)) for k, size in enumerate(inputs)]
+    for k, tensor in enumerate(inputs):
+        if isinstance(tensor, torch.Tensor):
+            sizes += [(size, _size_of(k, dim)) for dim, size in enumerate(tensor.shape)]
     derived = None
     for size, read in sizes:
         if not isinstance(size, torch.SymInt):
@@ -275,56 +244,40 @@ def reader(inputs: Sequence[Any], symbol: sympy.Symbol) -> Reader | None:
 
 
 def _size_of(position: int, dim: int) -> Reader:
-    return lambda given: int(given[position].shape[dim])
+    return lambda inputs: int(inputs[position].shape[dim])
 
 
 def _inverted(expression: sympy.Expr, symbol: sympy.Symbol, read: Reader) -> Reader | None:
-    """How to get ``symbol`` from the value of ``factor * symbol + offset``."""
+    """Return how to compute ``symbol`` from the value of ``factor * symbol + offset``."""
     factor, offset = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
     if not (factor.is_Integer and offset.is_Integer and factor != 0):
         return None
     if sympy.expand(factor * symbol + offset - expression) != 0:
         return None
     by, less = int(factor), int(offset)
-    return lambda given: (read(given) - less) // by
+    return lambda inputs: (read(inputs) - less) // by
 
 
-# ---------------------------------------------------------------- choosing
+# ---------------------------------------------------------------- at a call
 
 
 @dataclass(frozen=True, eq=False)
 class Artifact:
-    """What was compiled of a piece for some sizes.
-
-    Attributes:
-        sizes: what it serves.
-        run: what was compiled.
-        holds: of the inputs, whether what its compiler assumed besides is so; None: it is.
-        assumed: that in words.
-    """
+    """What was compiled of a piece for some sizes."""
 
     sizes: SizeRange
     run: Runnable
-    holds: Callable[[Sequence[Any]], bool] | None = None
-    assumed: str = ""
+    holds: Callable[[Sequence[Any]], bool] | None = None  # checks what its compiler assumed besides
+    assumed: str = ""  # that as text
 
     def __str__(self) -> str:
         return f"{self.sizes}, if {self.assumed}" if self.assumed else str(self.sizes)
 
 
 class Ranged:
-    """A piece with several artifacts. Called with the inputs of the piece, it runs the right one.
+    """A piece with several artifacts: run the one for the value of ``dim``, which ``read`` reads.
 
-    Args:
-        name: of the first piece of this structure.
-        dim: the dimension that decides, such as ``s0 = x.size()[0]``.
-        read: the value of that dimension, of the inputs of the piece.
-        artifacts: what was compiled.
-        rest: what runs where none of them may.
-        rest_is: what that is, in words.
-
-    Attributes:
-        artifacts: those for single sizes first, then ranges, in order.
+    ``rest``, described by ``rest_is``, runs where no artifact may.
     """
 
     def __init__(
@@ -336,14 +289,14 @@ class Ranged:
         rest: Runnable,
         rest_is: str,
     ) -> None:
-        single = [each for each in artifacts if each.sizes.first == each.sizes.last]
-        ranges = [each for each in artifacts if each.sizes.first != each.sizes.last]
+        single = [entry for entry in artifacts if entry.sizes.first == entry.sizes.last]
+        ranges = [entry for entry in artifacts if entry.sizes.first != entry.sizes.last]
         self._single: dict[int, list[Artifact]] = {}  # a range may be of one size, too
-        for each in single:
-            self._single.setdefault(each.sizes.first, []).append(each)
-        self._ranges = sorted(ranges, key=lambda each: each.sizes.first)
-        self._firsts = [each.sizes.first for each in self._ranges]
-        self.artifacts = (*single, *self._ranges)
+        for entry in single:
+            self._single.setdefault(entry.sizes.first, []).append(entry)
+        self._ranges = sorted(ranges, key=lambda entry: entry.sizes.first)
+        self._firsts = [entry.sizes.first for entry in self._ranges]
+        self.artifacts = (*single, *self._ranges)  # in order
         self._name = name
         self._dim = dim
         self._read = read
@@ -351,31 +304,26 @@ class Ranged:
         self._rest_is = rest_is
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        for found in self.serving(self._read(inputs)):
-            if found.holds is None or found.holds(inputs):
-                return found.run(*inputs)
+        for artifact in self.serving(self._read(inputs)):
+            if artifact.holds is None or artifact.holds(inputs):
+                return artifact.run(*inputs)
         return self._rest(*inputs)
 
     def serving(self, size: int) -> Iterator[Artifact]:
-        """The artifacts that are for a size, the narrowest first."""
+        """Yield the artifacts for a size, the narrowest first."""
         yield from self._single.get(size, ())
         position = bisect_right(self._firsts, size) - 1
         if position >= 0 and size in self._ranges[position].sizes:
             yield self._ranges[position]
 
     def text(self) -> str:
-        """Which artifact serves what, one line each, in the order in which they are tried."""
+        """Return a line for each artifact, in the order in which they are tried."""
         rows = [f"  {each}" for each in self.artifacts]
         return "\n".join([f"{self._name} by {self._dim}", *rows, f"  otherwise {self._rest_is}"])
 
 
 def artifacts_text(split: SplitGraph, runnables: Sequence[Runnable]) -> str:
-    """Which artifacts the compiled pieces of a split graph have; each structure once.
-
-    Args:
-        split: the split graph.
-        runnables: what runs each piece.
-    """
+    """Return which artifacts the compiled pieces of a split graph have; each structure once."""
     rows = []
     for piece in split.distinct:
         run = runnables[piece.index]

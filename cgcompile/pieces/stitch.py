@@ -1,10 +1,8 @@
-"""How the settings split a graph; the compiling backend and what only looks share it.
-
-The split graph as one straight Python function: what a step without graphs runs.
+"""Split a graph by the settings, and generate the Python function that runs its pieces in order.
 
 ``GraphModule.__call__`` costs microseconds a piece and keeps every intermediate alive to the end.
-The generated function calls each piece directly, drops each value after its last use (so that its
-memory can be reused), and binds pieces and constants as names. It reads like this::
+The generated function calls each piece directly, drops each value after its last use, so that its
+memory can be reused, and has pieces and constants as globals. For example::
 
     def step(s0, x, layers_0_weight):
         (q, k, v) = piece_0(s0, x, layers_0_weight)
@@ -26,24 +24,15 @@ from torch import fx
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CompilationMode
 from cgcompile.passes import split_graph
-from cgcompile.passes.pieces import Piece, Ref
-from cgcompile.passes.split import SplitGraph
+from cgcompile.passes.split import Piece, Ref, SplitGraph
 from cgcompile.pieces.compilers import Runnable
 
 
 def split_as_set(gm: fx.GraphModule, config: CompilationConfig) -> tuple[SplitGraph, Boundaries]:
-    """Split a pre-grad graph of Dynamo in the mode of the settings.
+    """Split a pre-grad graph of Dynamo, and return the boundaries that its pieces may contain.
 
-    Args:
-        gm: the graph; it is changed but computes what it did.
-        config: mode PIECEWISE cuts at boundaries. Any other leaves them in the piece, which goes as
-            far into a FULL graph as the least able of them.
-
-    Returns:
-        The split, and the boundaries that still have to be looked for in captured pieces.
-
-    Raises:
-        CGCompileError: what :func:`cgcompile.passes.split_graph` raises.
+    Mode PIECEWISE cuts at boundaries. Any other leaves them in the piece, whose support of a FULL
+    graph is the least of theirs. The graph is changed but computes the same.
     """
     if config.mode is not CompilationMode.PIECEWISE:
         return _unsplit(gm, config)
@@ -61,49 +50,33 @@ def split_as_set(gm: fx.GraphModule, config: CompilationConfig) -> tuple[SplitGr
 
 def _unsplit(gm: fx.GraphModule, config: CompilationConfig) -> tuple[SplitGraph, Boundaries]:
     registry = Boundaries(config.splitting_ops)
-    met = [found.support for found in map(registry.match, gm.graph.nodes) if found is not None]
+    inside = [op.support for op in map(registry.match, gm.graph.nodes) if op is not None]
     nothing = Boundaries((), builtin=False)
     split = split_graph(gm, nothing)
-    pieces = tuple(replace(piece, support=min([piece.support, *met])) for piece in split.pieces)
+    pieces = tuple(replace(piece, support=min([piece.support, *inside])) for piece in split.pieces)
     return replace(split, pieces=pieces), nothing
 
 
 def check_sizes(split: SplitGraph, config: CompilationConfig) -> None:
-    """Refuse sizes of the settings that the guards of a graph exclude.
-
-    Raises:
-        SymbolError: names the size and the guard.
-        ConfigError: it is not clear which dimension the sizes speak of.
-    """
+    """Refuse sizes of the settings that the guards of a graph exclude."""
     captured, compiled = config.cudagraph_capture_sizes or (), config.sizes_to_compile
     split.symbols.check_sizes(captured, config.capture_dim)
     split.symbols.check_sizes(compiled, config.capture_dim, "compile_sizes")
 
 
-WIDTH = 96  # of generated lines; a longer name gets a line of its own
+_WIDTH = 96  # of generated lines; a longer name gets a line of its own
 
 
 class Step:
-    """The step of one split graph, to be bound to callables: once per kind of run.
-
-    Args:
-        split: the split graph.
-
-    Attributes:
-        source: the generated Python.
-    """
+    """The generated function of one split graph, bound to callables once per kind of run."""
 
     def __init__(self, split: SplitGraph) -> None:
-        self.source = step_source(split)
+        self.source = _step_source(split)
         self._code = compile(self.source, "<cgcompile step>", "exec")
         self._split = split
 
     def bind(self, runnables: Sequence[Runnable]) -> Callable[..., Any]:
-        """The function that runs the pieces in order.
-
-        Args:
-            runnables: what to call for each piece: compiled form, module, or what replays it.
-        """
+        """Return the function, with a callable for each piece: compiled form, module or replay."""
         namespace: dict[str, Any] = dict(self._split.constants)
         for piece, runnable in zip(self._split.pieces, runnables, strict=True):
             namespace[piece.name] = runnable
@@ -115,7 +88,7 @@ class Step:
 
 
 def restoring_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step``, and grad mode as it was also where an op raises between two switches."""
+    """Return ``step``, which then restores grad mode also if an op raises between two switches."""
 
     def restoring(*inputs: Any) -> Any:
         before = torch.is_grad_enabled()
@@ -127,9 +100,9 @@ def restoring_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]:
     return restoring
 
 
-def step_source(split: SplitGraph) -> str:
-    """The Python text of the step; the same for equal split graphs."""
-    inputs = [each.name for each in split.inputs]
+def _step_source(split: SplitGraph) -> str:
+    """Return the Python text of the step; the same for equal split graphs."""
+    inputs = [value.name for value in split.inputs]
     calls = [(piece.name, piece) for piece in split.pieces]
     if split.numbers is not None:
         calls.append(("returned_sizes", split.numbers))
@@ -137,10 +110,10 @@ def step_source(split: SplitGraph) -> str:
     lines = _statement("def step(", ", ".join(inputs), "):", indent=0)
     for position, (name, piece) in enumerate(calls):
         lines += _call(name, piece)
-        done = [value for value, last in last_use.items() if last == position]
-        if done:
-            lines += _statement("del (", _items(done), ")", indent=4)
-    lines += _statement("return (", _items(_expressions(split.result)), ")", indent=4)
+        unused = [value for value, last in last_use.items() if last == position]
+        if unused:
+            lines += _statement("del (", _items(unused), ")", indent=4)
+    lines += _statement("return (", _items(list(map(_expression, split.result))), ")", indent=4)
     return "\n".join(lines) + "\n"
 
 
@@ -153,23 +126,20 @@ def _call(name: str, piece: Piece) -> list[str]:
 
 
 def _items(items: Sequence[str]) -> str:
-    """The inside of a tuple display."""
+    """Return the inside of a tuple display."""
     return f"{items[0]}," if len(items) == 1 else ", ".join(items)
 
 
 def _statement(opening: str, listed: str, closing: str, indent: int) -> list[str]:
-    """``opening`` and ``closing`` around listed names, over as many lines as they need.
-
-    Lines break between names only, inside of the brackets.
-    """
+    """Return listed names within ``opening`` and ``closing``; lines break between names only."""
     opening = " " * indent + opening
-    if len(opening) + len(listed) + len(closing) <= WIDTH:
+    if len(opening) + len(listed) + len(closing) <= _WIDTH:
         return [opening + listed + closing]
     outer = " " * (len(opening) - len(opening.lstrip()))
     inner = outer + "    "
     body = textwrap.wrap(
         listed,
-        WIDTH,
+        _WIDTH,
         initial_indent=inner,
         subsequent_indent=inner,
         break_long_words=False,
@@ -179,19 +149,19 @@ def _statement(opening: str, listed: str, closing: str, indent: int) -> list[str
 
 
 def _last_uses(split: SplitGraph, calls: list[Piece]) -> dict[str, int]:
-    """For each value that a piece made and the caller does not get: the last call using it."""
-    made = {name for piece in calls for name in piece.outputs}
+    """Return the last call that uses each value of a piece which the caller does not get."""
+    outputs = {name for piece in calls for name in piece.outputs}
     last: dict[str, int] = {}
     for position, piece in enumerate(calls):
         for name in (*piece.inputs, *piece.outputs):
-            if name in made:
+            if name in outputs:
                 last[name] = position
     returned = set(_returned(split.result))
     return {name: position for name, position in last.items() if name not in returned}
 
 
 def _returned(result: Any) -> Iterator[str]:
-    """The names of the values that the caller gets."""
+    """Yield the names of the values that the caller gets."""
     if isinstance(result, Ref):
         yield result.name
     elif isinstance(result, tuple):
@@ -199,12 +169,10 @@ def _returned(result: Any) -> Iterator[str]:
             yield from _returned(item)
 
 
-def _expressions(result: tuple[Any, ...]) -> list[str]:
-    """Python text for each item that the caller gets."""
-    return [_expression(item) for item in result]
-
-
 def _expression(item: Any) -> str:
+    """Return Python text for an item that the caller gets."""
     if isinstance(item, Ref):
         return item.name
-    return f"({_items(_expressions(item))})" if isinstance(item, tuple) else repr(item)
+    if isinstance(item, tuple):
+        return f"({_items(list(map(_expression, item)))})"
+    return repr(item)

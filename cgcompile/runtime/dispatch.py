@@ -29,8 +29,7 @@ from cgcompile.errors import DispatchError
 from cgcompile.graphs.wrapper import why_never_captured, why_not_captured_yet, why_not_in
 from cgcompile.modes import AttentionCGSupport
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
-from cgcompile.passes.pieces import Value
-from cgcompile.passes.split import SplitGraph
+from cgcompile.passes.split import SplitGraph, Value
 from cgcompile.reasons import VARYING, Ledger, Reason, Why, varying_number
 from cgcompile.runtime.inputs import Roles, full_support
 from cgcompile.runtime.recording import Batch

@@ -42,8 +42,7 @@ from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.config import CUDAGraphMode
 from cgcompile.graphs.arena import span
 from cgcompile.passes.nodes import is_cpu_scalar, is_symbolic_number, storages, tensors
-from cgcompile.passes.pieces import Value
-from cgcompile.passes.split import SplitGraph
+from cgcompile.passes.split import SplitGraph, Value
 from cgcompile.reasons import EXPECTED, Reason, Why
 
 

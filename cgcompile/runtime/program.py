@@ -34,8 +34,7 @@ from cgcompile.graphs.arena import moved
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.nodes import is_symbolic_number, storages, written
-from cgcompile.passes.pieces import Piece
-from cgcompile.passes.split import SplitGraph
+from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.stitch import Step

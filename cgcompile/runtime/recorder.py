@@ -26,7 +26,7 @@ from cgcompile.graphs.capture import SameStorages
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence, Segment, Slot
 from cgcompile.graphs.wrapper import Captured, CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.passes.nodes import raised_at, tensors
-from cgcompile.passes.pieces import Piece
+from cgcompile.passes.split import Piece
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.reasons import Reason, Why
 from cgcompile.runtime.program import Call, Program, arguments

@@ -340,7 +340,7 @@ def test_every_form_of_a_copy(name: str) -> None:
     assert sum(clones(used_later).values()) == (-1 if name == "of_a_clone" else 0)
 
 
-def test_a_copy_of_what_nobody_writes_goes() -> None:
+def test_a_copy_without_writes_is_removed() -> None:
     assert clones(lambda t: (h := t * 2) + h.clone()) == {"clone": -1}
     assert clones(lambda t: ((h := t * 2).clone() + 1, h.view(-1))) == {"clone": -1}
     assert clones(lambda t: (h := t * 2, h.clone())) == {}  # the caller may write one of them

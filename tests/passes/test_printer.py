@@ -1,4 +1,4 @@
-"""The text of a graph: equal for the same computation, another one for everything that matters."""
+"""The text of a graph: equal for the same computation, different for everything that matters."""
 
 import enum
 from collections import namedtuple

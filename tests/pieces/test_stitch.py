@@ -1,4 +1,4 @@
-"""The generated step: its text, and that it drops what nobody needs."""
+"""The generated step: its text, and that it drops unused values."""
 
 import gc
 import weakref

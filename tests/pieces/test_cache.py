@@ -16,7 +16,7 @@ from torch import fx
 import cgcompile
 from cgcompile import CompilationConfig
 from cgcompile import torch_compat as compat
-from cgcompile.pieces.cache import Compilation, Compiling, PieceCache, PieceOrigin, Store, compiling
+from cgcompile.pieces.cache import Compilation, Compiling, PieceCache, PieceOrigin, Store
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_saved_is_shared_all_the_same(
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
         fakes = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-        with compiling(cache, lambda *_: None, config) as work:
+        with Compiling(cache, lambda *_: None, config) as work:
             kept.append(work.make(gm, fakes, "piece_0", "here"))
         origins.extend(work.result().pieces)
         return gm.forward
@@ -240,7 +240,7 @@ def made_for(size: int, cache: PieceCache, asking: Asking, kept: list[Any]) -> t
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
         fakes = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-        work = Compiling(cache, asking, "aot", {}, ())
+        work = Compiling(cache, asking, CompilationConfig(compiler="aot"))
         kept.append(work.make(gm, fakes, "piece_0", "here"))
         (origin,) = work.result().pieces
         env = next(each for each in fakes if isinstance(each, torch.SymInt)).node.shape_env
@@ -271,7 +271,7 @@ def test_guards_go_with_what_was_compiled_under_them() -> None:
     assert kept[0] is kept[1]
 
 
-def test_what_nobody_uses_any_more_is_freed() -> None:
+def test_an_artifact_without_users_is_freed() -> None:
     cache, asking, kept = PieceCache(CompilationConfig()), Asking(), []
     made_for(6, cache, asking, kept)
     kept.clear()

@@ -1,4 +1,4 @@
-"""The key of a piece: the same in every process, another one for everything that may matter."""
+"""The key of a piece: equal in every process, different for everything that may matter."""
 
 import os
 import subprocess

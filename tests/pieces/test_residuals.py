@@ -103,7 +103,7 @@ def test_a_factor_is_not_forgotten(alpha: float, turned: bool, own: bool) -> Non
     assert backend.counters.replays == 2
     assert bool(saw) is own
     (piece,) = backend.graphs[0].compilation.pieces
-    assert (piece.key is None) is own  # nobody knows what a mere function does tomorrow
+    assert (piece.key is None) is own  # a plain function may change
 
 
 def test_scaled_additions_are_spelled_out() -> None:
