@@ -70,7 +70,7 @@ def build(tree: Path, *hook: str) -> Path:
 
 
 WANTED = ("cgcompile/__init__.py", "cgcompile/py.typed", "cgcompile/passes/split.py")
-TEMPLATES = ROOT / "cgcompile" / "observe" / "templates"
+TEMPLATES = ROOT / "cgcompile" / "debug" / "templates"
 
 
 def test_wheel_holds_everything(tree: Path) -> None:
@@ -78,7 +78,7 @@ def test_wheel_holds_everything(tree: Path) -> None:
     wheel = build(tree, "build_wheel")
     names = zipfile.ZipFile(wheel).namelist()
     assert set(WANTED) <= set(names)
-    templates = {f"cgcompile/observe/templates/{each.name}" for each in TEMPLATES.iterdir()}
+    templates = {f"cgcompile/debug/templates/{each.name}" for each in TEMPLATES.iterdir()}
     assert len(templates) > 4
     assert templates <= set(names)
     assert not [name for name in names if name.startswith("passes")]
