@@ -22,7 +22,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
 import time
 import traceback
@@ -45,6 +44,7 @@ from cgcompile.debug.coverage import coverage
 from cgcompile.debug.doctor import check_arguments, doctor
 from cgcompile.debug.environment import environment
 from cgcompile.debug.explain import explain
+from cgcompile.debug.output import table
 from cgcompile.debug.report import report
 from cgcompile.debug.subject import original_of
 from cgcompile.debug.verify import verify
@@ -70,11 +70,7 @@ class Target:
     kwargs: dict[str, Any]
 
     def call(self, command: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call.
-
-        Raises:
-            CommandError: there are none.
-        """
+        """The arguments of a call."""
         if self.args is None:
             raise CommandError.no_inputs(target=self.name, command=command)
         return self.args, self.kwargs
@@ -205,11 +201,7 @@ class Answer(NamedTuple):
 
 
 def add_commands(commands: Any) -> None:
-    """Add the parsers.
-
-    Args:
-        commands: what ``ArgumentParser.add_subparsers`` returned.
-    """
+    """Add the parsers."""
     looks = (
         ("explain", _explain, "what would be split where, and why; runs nothing", "a graph break"),
         ("doctor", _doctor, "what CUDA graphs cannot hold, with the line and the fix", "a finding"),
@@ -329,7 +321,7 @@ def _report(given: argparse.Namespace) -> Answer:
 
 def _env(given: argparse.Namespace) -> Answer:
     found = environment()
-    return Answer([json.dumps(found.to_dict(), indent=2) if given.json else str(found)])
+    return Answer([found.to_json() if given.json else str(found)])
 
 
 # ---------------------------------------------------------------- their parts
@@ -353,11 +345,7 @@ def _answer(given: argparse.Namespace, found: Any, bad: bool, text: str | None =
 def _config(
     given: argparse.Namespace, target: Target, recorded: bool = False
 ) -> CompilationConfig | None:
-    """The settings of a model that is to be compiled; None of one that is.
-
-    Args:
-        recorded: tensors on the CPU are recorded by the host recorder, if nobody says otherwise.
-    """
+    """The settings of a model that is to be compiled; None of one that is."""
     pairs = [each.partition("=") for each in given.set]
     for each, (key, equals, _) in zip(given.set, pairs, strict=True):
         if not (key and equals):
@@ -486,9 +474,8 @@ def _list(given: argparse.Namespace) -> Iterator[str]:
         )
         for each in entries
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows if entries else []:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    if entries:
+        yield from table(rows)
     total = sum(each.size for each in entries)
     yield f"{len(entries)} entries, {total} bytes in {store.folder}"
 

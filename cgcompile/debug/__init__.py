@@ -8,7 +8,6 @@ leave nothing behind (``restore``). The rule: what is here looks, and changes no
 
 from cgcompile.debug.bisect import Bisection, bisect
 from cgcompile.debug.coverage import Coverage, coverage
-from cgcompile.debug.explain import explain
-from cgcompile.debug.explanation import Explanation
+from cgcompile.debug.explain import Explanation, explain
 from cgcompile.debug.report import Overview, report
 from cgcompile.debug.verify import Check, Verification, verify

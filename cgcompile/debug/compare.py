@@ -1,16 +1,12 @@
-"""Values by their paths, dataclasses and plain objects opened: :func:`named_values`.
+"""Compare two runs of a step: values by their paths, tolerances, and sets of inputs.
 
-Whoever compares two runs of a step compares what is in their results: an object that each run makes
-anew is never the same object. What cannot be compared at all is neither right nor wrong, and said.
-
-Values of two runs compared: :class:`Difference`, :class:`Tolerance`.
-
-Sets of inputs: made by the caller, or the same tensors filled with other random numbers.
+Compared are the leaves of results, with dataclasses and plain objects opened: an object that each
+run makes anew is never the same object. What has no fields and no usable ``==`` is neither equal
+nor different, and is named as not compared.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile import torch_compat as compat
+from cgcompile.debug.output import Result
+from cgcompile.debug.restore import copies
 from cgcompile.graphs.arena import comparable, numbers_as_bytes
 from cgcompile.graphs.guards import Slots, is_plain_value, layout_text, same_value
 from cgcompile.graphs.outputs import field_names, is_record
@@ -31,13 +29,7 @@ _CLOSED += (FunctionType, MethodType, BuiltinFunctionType)  # code: its attribut
 
 
 class Opened(NamedTuple):
-    """An object whose fields are values of their own.
-
-    Attributes:
-        value: the object.
-        names: of its fields.
-        inside: the names of all values that are in it.
-    """
+    """An object whose fields are values of their own."""
 
     value: Any
     names: tuple[str, ...]
@@ -52,10 +44,6 @@ def named_values(value: Any, top: str = "") -> dict[str, Any]:
 
     Containers that pytree knows are opened, the fields of dataclasses and the attributes of plain
     objects. Each object that is opened comes before what is in it, as an :class:`Opened`.
-
-    Args:
-        value: of any kind.
-        top: the path of the value itself, if it is no container.
     """
     found: dict[str, Any] = {}
     for path, leaf in compat.tree_paths(value):
@@ -151,7 +139,7 @@ _NARROW = (0.2, 0.1)  # what has eight bits and less
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Result):
     """The first value in which a run differs from the plain one.
 
     Attributes:
@@ -181,11 +169,6 @@ class Difference:
     largest: float = math.nan
     detail: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: lists for tuples, None for NaN."""
-        found: dict[str, Any] = plain(self)
-        return found
-
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.piece, self.op)))
         rows = [f"wrong by {self.stage}, inputs {self.inputs}: {where or 'location unknown'}"]
@@ -195,38 +178,6 @@ class Difference:
         if self.padding_rows:
             rows.append(f"  rows {list(self.padding_rows)} are padding")
         return "\n".join(rows)
-
-
-def first_difference(
-    piece: str,
-    plain: Mapping[str, Any],
-    replayed: Mapping[str, Any],
-    rtol: float,
-    atol: float,
-) -> Difference | None:
-    """Compare values of the same names; synchronises.
-
-    Values without a usable ``==`` are no difference; see ``opened.uncompared``.
-
-    Args:
-        piece: the part of the step that has them.
-        plain: as the plain step made them.
-        replayed: as the replay made them.
-        rtol: relative tolerance; 0 for bitwise.
-        atol: absolute tolerance.
-    """
-    for name in names_compared(plain, replayed):
-        expected: Any = plain[name]
-        found: Any = replayed.get(name)
-        tensor = isinstance(expected, torch.Tensor)
-        same = _same_kind(found, expected) if tensor else alike(found, expected) is not False
-        if name not in replayed or not same:
-            now = value_text(found) if name in replayed else "nothing"
-            text = f"{now} in the replay, {value_text(expected)} in the plain step"
-            return Difference(piece=piece, value=name, detail=text)
-        if tensor and not _close(found, expected, rtol, atol):
-            return _of_numbers(piece, name, expected, found, rtol, atol)
-    return None
 
 
 def _same_kind(found: Any, expected: torch.Tensor) -> bool:
@@ -259,13 +210,7 @@ def _of_numbers(
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much numbers may differ.
-
-    Attributes:
-        exact: not at all, where ``rtol`` and ``atol`` do not say otherwise.
-        rtol: relative; None: by dtype.
-        atol: absolute; None: by dtype.
-    """
+    """How much numbers may differ."""
 
     exact: bool = False
     rtol: float | None = None
@@ -281,16 +226,29 @@ class Tolerance:
         return BY_DTYPE.get(number, _NARROW)
 
     def first(
-        self, where: str, plain: Mapping[str, Any], found: Mapping[str, Any]
+        self, piece: str, expected: Mapping[str, Any], actual: Mapping[str, Any]
     ) -> Difference | None:
-        """The first value that differs; see :func:`first_difference`."""
-        for name in names_compared(plain, found):
-            value = plain[name]
-            tensor = isinstance(value, torch.Tensor)
-            rtol, atol = self.of(value.dtype) if tensor else (0.0, 0.0)
-            difference = first_difference(where, {name: value}, found, rtol, atol)
+        """Return the first value of a piece, or of the result, that differs; synchronises."""
+        for name in names_compared(expected, actual):
+            difference = self._difference(piece, name, expected[name], actual)
             if difference is not None:
                 return difference
+        return None
+
+    def _difference(
+        self, piece: str, name: str, expected: Any, values: Mapping[str, Any]
+    ) -> Difference | None:
+        actual: Any = values.get(name)
+        tensor = isinstance(expected, torch.Tensor)
+        same = _same_kind(actual, expected) if tensor else alike(actual, expected) is not False
+        if name not in values or not same:
+            now = value_text(actual) if name in values else "nothing"
+            text = f"{now} in the replay, {value_text(expected)} in the plain step"
+            return Difference(piece=piece, value=name, detail=text)
+        if tensor:
+            rtol, atol = self.of(expected.dtype)
+            if not _close(actual, expected, rtol, atol):
+                return _of_numbers(piece, name, expected, actual, rtol, atol)
         return None
 
     def __str__(self) -> str:
@@ -299,41 +257,14 @@ class Tolerance:
         return "bitwise" if self.exact else "by dtype"
 
 
-def uncomparable(
-    plain: Mapping[str, Any], found: Mapping[str, Any], written: Collection[str]
-) -> tuple[tuple[str, ...], bool]:
-    """Return what of a result has no usable ``==``, in words, and whether that is all of it.
-
-    Args:
-        plain: what the plain step returned and wrote.
-        found: likewise of another run.
-        written: the names of what was written.
-    """
-    names = uncompared(plain, found)
-    results = [n for n in plain if n not in written and not isinstance(plain[n], Opened)]
-    said = tuple(f"{name} ({layout_text(plain[name])})" for name in names)
-    return said, bool(names) and set(results) <= set(names)
-
-
-def named(result: Any) -> dict[str, Any]:
-    """The values in a result by their paths."""
-    return named_values(result, "result")
+def copied(result: Any) -> dict[str, Any]:
+    """Return copies of the values in a result by their paths."""
+    return copies(named_values(result, "result"))
 
 
 def without_gradients() -> AbstractContextManager[Any]:
     """No gradients inside; inference mode stays as it is."""
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-
-
-def plain(value: Any) -> Any:
-    """A frozen value as dicts, lists, text and numbers; None for what JSON has no number for."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, (tuple, list)):
-        return [plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 MOST_SETS = 2**20
@@ -342,16 +273,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class InputSets:
-    """The arguments of several calls. Tensors of equal layout stay the same objects.
-
-    Args:
-        inputs: a tensor, a sequence of positional arguments, a mapping of keyword arguments, or a
-            callable that makes one of these from the number of the set.
-        seed: of the random numbers; what the caller's generators draw is not changed.
-
-    Attributes:
-        first: arguments of the first call.
-    """
+    """The arguments of several calls. Tensors of equal layout stay the same objects."""
 
     def __init__(self, inputs: Any, seed: int = 0) -> None:
         self._make: Callable[[int], Any] | None = None
@@ -398,11 +320,7 @@ def _call(inputs: Any) -> Call:
 def require_comparison(
     where: str, sets: int, rtol: float | None, atol: float | None, seed: int
 ) -> None:
-    """Refuse numbers that a comparison cannot use.
-
-    Raises:
-        ConfigError: names the number.
-    """
+    """Refuse numbers that a comparison cannot use."""
     require_whole("sets", where, sets, 1, MOST_SETS)
     require_whole("seed", where, seed, -(2**63), 2**63 - 1)
     for name, value in (("rtol", rtol), ("atol", atol)):

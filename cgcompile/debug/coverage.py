@@ -4,14 +4,13 @@ One kind of value for compiled models, managers and encoder managers. What is co
 not what was planned: the rows add up to all steps (or items) there were.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cgcompile.config import CUDAGraphMode
-from cgcompile.debug.explanation import clipped, plain, table, wrapped
+from cgcompile.debug.output import Result, clipped, table, wrapped
 from cgcompile.debug.targets import counters_of, recorders_of
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
@@ -20,7 +19,6 @@ from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.recording import Recording
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.statistics import Row
-from cgcompile.settings import checked, require_whole
 
 VERSION = 1  # of the schema of Coverage.to_dict()
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -82,7 +80,7 @@ class CounterReport:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class Coverage(Result):
     """What graphs were worth. ``print`` it.
 
     Attributes:
@@ -107,17 +105,6 @@ class Coverage:
     on_graphs: int
     padding: float | None
     counters: CounterReport
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data: dicts by field name, lists, text, numbers, bools and None."""
-        return {each.name: plain(getattr(self, each.name)) for each in fields(self)}
-
-    @checked
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as JSON text; ``version`` in it tells the schema."""
-        if indent is not None:
-            require_whole("indent", "to_json", indent, 0, 64)
-        return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
         share = "" if self.padding is None else f", {self.padding:.1%} of their rows padding"

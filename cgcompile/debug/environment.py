@@ -5,21 +5,21 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
+from cgcompile.debug.output import Result
 from cgcompile.pieces.cache import Store, cache_folder
 from cgcompile.settings import ENV_PREFIX
 from cgcompile.version import __version__
 
 
 @dataclass(frozen=True)
-class Environment:
+class Environment(Result):
     """What this process runs on; ``print`` it into an issue.
 
     Attributes:
@@ -34,10 +34,6 @@ class Environment:
     private: Mapping[str, bool]
     cache: Mapping[str, str | int | None]
     settings: Mapping[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, by section."""
-        return asdict(self)
 
     def __str__(self) -> str:
         missing = [name for name, there in self.private.items() if not there]
@@ -55,11 +51,7 @@ class Environment:
 
 
 def environment() -> Environment:
-    """Look at this process: versions, private names of torch, cache, settings.
-
-    Raises:
-        ConfigError: a variable of the environment is no setting, or has a bad value.
-    """
+    """Look at this process: versions, private names of torch, cache, settings."""
     folder = cache_folder(CompilationConfig())
     kept = [] if folder is None else list(Store(folder).entries())
     return Environment(

@@ -7,8 +7,9 @@ the settings say; then the trace is forgotten. So it needs no GPU, and no memory
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import sympy
 import torch
@@ -19,20 +20,7 @@ from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import Boundaries, target_name
 from cgcompile.compile import CompiledModel, check_compilable
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
-from cgcompile.debug.explanation import (
-    VERSION,
-    Bytes,
-    Cause,
-    Explanation,
-    GraphBreak,
-    ModeReport,
-    PieceReport,
-    SourceLine,
-    SymbolReport,
-    Totals,
-    ValueReport,
-    settings_of,
-)
+from cgcompile.debug.output import Page, clipped, human, table, wrapped
 from cgcompile.debug.targets import resolved
 from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.passes.nodes import (
@@ -44,6 +32,7 @@ from cgcompile.passes.nodes import (
     value,
 )
 from cgcompile.passes.pieces import Piece, Value
+from cgcompile.passes.printer import count
 from cgcompile.passes.split import SplitGraph
 from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.stitch import check_sizes, split_as_set
@@ -56,17 +45,419 @@ from cgcompile.tracing.preview import Look
 from cgcompile.tracing.trace_cache import SHAPES, Rules
 
 
-class Reporter:
-    """Reports about one split.
+class SourceLine(NamedTuple):
+    """A line of the user's.
 
-    Args:
-        split: the split.
-        sizes: sizes of the batch dimension for which bytes are wanted as numbers.
-        dim: which dimension they speak of; None if the graph has one alone.
-
-    Raises:
-        ConfigError: sizes are given, and it is not clear of which dimension.
+    Attributes:
+        where: ``model.py:41 in forward``.
+        code: the line itself; empty where the file is not there.
     """
+
+    where: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.code}" if self.code else self.where
+
+
+class Cause(NamedTuple):
+    """Why something is as it is.
+
+    Attributes:
+        reason: the name of a :class:`cgcompile.Reason`, such as ``splitting_op``.
+        detail: what it is about, in words.
+    """
+
+    reason: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A number of bytes.
+
+    Attributes:
+        expression: in the symbols ``s0``, ``s1``, ..., such as ``256*s0``.
+        traced: with the sizes of the call that was looked at; None where only data tells.
+        at: (size, bytes) for each asked size of the batch dimension; bytes are None where the
+            model's guards exclude the size.
+    """
+
+    expression: str
+    traced: int | None
+    at: tuple[tuple[int, int | None], ...] = ()
+
+
+@dataclass(frozen=True)
+class ValueReport:
+    """Something that goes into a piece or comes out of it.
+
+    Attributes:
+        name: unique in the explanation; the same name is the same value.
+        shape: sizes, as expressions of the symbols; None if it is no tensor.
+        dtype: such as ``bf16`` or ``f32``; None if it is no tensor.
+        device: where it is; None if it is no tensor.
+        bytes: of its elements; None if it is no tensor.
+        storage: of the memory that a view of it keeps alive; None if it is no tensor.
+        source: where the caller has it, such as ``model.layers.0.weight``; None for results.
+        static: at a fixed address: a parameter, a buffer or an attribute of a module.
+        written: some piece may write its memory.
+    """
+
+    name: str
+    shape: tuple[str, ...] | None
+    dtype: str | None
+    device: str | None
+    bytes: Bytes | None
+    storage: Bytes | None
+    source: str | None
+    static: bool
+    written: bool
+
+
+@dataclass(frozen=True)
+class PieceReport:
+    """One piece, in the order of execution.
+
+    Attributes:
+        index: its position.
+        name: ``piece_3``, as in logs and messages.
+        captured: whether CUDA graphs may hold it; else it runs eager.
+        why: why it runs eager; empty if it is captured.
+        support: name of the :class:`cgcompile.AttentionCGSupport`: how far it goes into a FULL
+            graph.
+        num_ops: nodes that compute.
+        source: the user's lines: of the boundary, or of the first node.
+        inputs: what it takes.
+        outputs: what it returns.
+        bytes_in: of the memory behind its inputs that are not static.
+        bytes_out: of the memory behind its outputs.
+        same_as: index of the first piece of equal structure; its own if it is the first.
+        compiled: whether the compiler of pieces gets it.
+        uncompiled: why a captured piece is not compiled; None if it is.
+    """
+
+    index: int
+    name: str
+    captured: bool
+    why: tuple[Cause, ...]
+    support: str
+    num_ops: int
+    source: tuple[SourceLine, ...]
+    inputs: tuple[ValueReport, ...]
+    outputs: tuple[ValueReport, ...]
+    bytes_in: Bytes
+    bytes_out: Bytes
+    same_as: int
+    compiled: bool
+    uncompiled: str | None
+
+
+@dataclass(frozen=True)
+class SymbolReport:
+    """A size that varies.
+
+    Attributes:
+        name: ``s0``.
+        source: the dimension that it stands for, such as ``x.size()[0]``.
+        traced: its number in the call that was looked at; None if nothing was assumed of it.
+        least: the least number that it may stand for.
+        most: the largest; None if there is no bound.
+        guards: what the model's code assumed of it.
+    """
+
+    name: str
+    source: str
+    traced: int | None
+    least: int
+    most: int | None
+    guards: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over all pieces.
+
+    Attributes:
+        pieces: how many there are.
+        captured: of them.
+        eager: of them.
+        distinct: of different structure.
+        compiled: distinct pieces that the compiler gets.
+        ops: nodes that compute.
+        crossing: bytes of the memory behind all that pieces hand on, each once.
+        static: bytes of parameters, buffers and attributes that pieces read, each once.
+    """
+
+    pieces: int
+    captured: int
+    eager: int
+    distinct: int
+    compiled: int
+    ops: int
+    crossing: Bytes
+    static: Bytes
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A place where Dynamo ends a graph.
+
+    What comes behind the first break is not known: Dynamo goes on only after running what is
+    before it.
+
+    Attributes:
+        entry_point: ``"cgcompile.compile"``: the call does not become one graph at all;
+            ``"torch.compile"``: it breaks there under torch's default settings alone.
+        what: Dynamo's reason in one line.
+        hints: what Dynamo says to it.
+        source: the user's line; None if torch has none.
+        fix: what to do.
+    """
+
+    entry_point: str
+    what: str
+    hints: tuple[str, ...]
+    source: SourceLine | None
+    fix: str
+
+
+@dataclass(frozen=True)
+class ModeReport:
+    """Which CUDA graphs would serve steps, as far as boundaries allow.
+
+    Attributes:
+        asked: the ``cudagraph_mode`` of the settings.
+        result: what :class:`cgcompile.CudagraphDispatcher` makes of it for such boundaries.
+        without_context: the runtime mode of a call that nobody set a forward context around.
+        support: how far the least able boundary goes into a FULL graph; None if nothing was traced.
+        lost: why ``result`` is less than was asked for; empty if it is not.
+    """
+
+    asked: str
+    result: str
+    without_context: str | None
+    support: str | None
+    lost: tuple[Cause, ...]
+
+
+class SettingReport(NamedTuple):
+    """One setting.
+
+    Attributes:
+        name: of it.
+        value: what holds: text, a number, a bool, None or a list of such.
+        origin: ``default``, ``environment``, ``options`` or ``mode`` of ``torch.compile``, or
+            ``argument``.
+    """
+
+    name: str
+    value: Any
+    origin: str
+
+
+def settings_of(config: CompilationConfig) -> tuple[SettingReport, ...]:
+    """All settings as plain values, with where each comes from."""
+    return tuple(
+        SettingReport(name, _plain_setting(getattr(config, name)), origin)
+        for name, origin in config.origins.items()
+    )
+
+
+def _plain_setting(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain_setting, value))
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    return str(getattr(value, "name", None) or getattr(value, "__qualname__", None) or value)
+
+
+VERSION = 2  # of the schema of Explanation.to_dict()
+
+
+@dataclass(frozen=True)
+class Explanation(Page):
+    """What would be split where, and why. ``print`` it.
+
+    Attributes:
+        version: of the schema of :meth:`to_dict`; raised with each change of it.
+        model: the name of what was looked at.
+        device: where its tensors are. ``meta`` stands for the device that captures.
+        traced: whether one graph was made of the call. If not there are no pieces, and ``breaks``
+            or ``notes`` say why.
+        pieces: in order of execution.
+        symbols: the sizes that vary.
+        totals: sums; None if nothing was traced.
+        breaks: where Dynamo would end a graph.
+        modes: which CUDA graphs would serve.
+        settings: all of them, with where each comes from.
+        notes: what else a reader should know, in sentences.
+        split: the split graph itself, with FX modules and fake values; None if nothing was traced.
+            No part of equality, of :meth:`to_dict` or of JSON. ``print(explanation.split)`` shows
+            all values that cross.
+    """
+
+    template: ClassVar[str] = "explanation"
+
+    version: int
+    model: str
+    device: str | None
+    traced: bool
+    pieces: tuple[PieceReport, ...]
+    symbols: tuple[SymbolReport, ...]
+    totals: Totals | None
+    breaks: tuple[GraphBreak, ...]
+    modes: ModeReport
+    settings: tuple[SettingReport, ...]
+    notes: tuple[str, ...]
+    split: SplitGraph | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        rows = [head(self.model, self.totals)]
+        rows += [*sizes(self.symbols), *mode(self.modes), *table_of(self.pieces)]
+        rows += [*breaks(self.breaks), *settings(self.settings), *notes(self.notes)]
+        return "\n".join(rows)
+
+
+# ---------------------------------------------------------------- as text
+
+_KIND = {True: "captured", False: "eager"}
+
+
+def head(model: str, totals: Totals | None) -> str:
+    """What there is, in three lines."""
+    if totals is None:
+        return f"{model}: no pieces"
+    first = (
+        f"{model}: {count(totals.pieces, 'piece')}: {totals.captured} captured, "
+        f"{totals.eager} eager; {totals.distinct} distinct, {totals.compiled} to compile; "
+        f"{count(totals.ops, 'op')}"
+    )
+    rows = wrapped("bytes", f"{_bytes(totals.crossing)} cross")
+    return "\n".join([clipped(first), *rows, *wrapped("", f"{_bytes(totals.static)} static")])
+
+
+def sizes(symbols: Sequence[SymbolReport]) -> Iterator[str]:
+    """The sizes that vary."""
+    for symbol in symbols:
+        most = "" if symbol.most is None else f" <= {symbol.most}"
+        traced = "" if symbol.traced is None else f", traced with {symbol.traced}"
+        text = f"{symbol.least} <= {symbol.name}{most}, {symbol.name} = {symbol.source}{traced}"
+        yield from wrapped("size", "; ".join([text, *symbol.guards]))
+
+
+def mode(modes: ModeReport) -> Iterator[str]:
+    """Which graphs would serve, and what was lost."""
+    text = modes.result if modes.asked == modes.result else f"{modes.asked} -> {modes.result}"
+    if modes.without_context is not None:
+        text += f"; without a forward context {modes.without_context}"
+    if modes.support is not None:
+        text += f"; boundaries allow FULL graphs: {modes.support}"
+    yield from wrapped("mode", text)
+    for why in modes.lost:
+        yield from wrapped("", str(why))
+
+
+def _bytes(size: Bytes) -> str:
+    """``256*s0 B; 2.0 KiB as traced, 16: 4.0 KiB``."""
+    numbers = [] if size.traced is None else [f"{human(size.traced)} as traced"]
+    numbers += [f"{n}: {'refused' if b is None else human(b)}" for n, b in size.at]
+    if size.traced is not None and size.expression == str(size.traced):
+        numbers = [human(size.traced)]
+    return f"{size.expression} B" + (f" ({', '.join(numbers)})" if numbers else "")
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def table_of(pieces: Sequence[PieceReport]) -> Iterator[str]:
+    """A row for each piece; runs of layers are printed once."""
+    if not pieces:
+        return
+    rows = [("piece", "kind", "ops", "same as", "bytes out", "where, why"), *map(_row, pieces)]
+    keys = [(piece.same_as, piece.captured) for piece in pieces]
+    lines = table(rows)
+    yield clipped(lines[0])
+    place = 0
+    while place < len(keys):
+        period, times = _repeated(keys, place)
+        for offset in range(period):
+            yield from _piece_lines(pieces[place + offset], lines[place + offset + 1])
+        if times > 1:
+            first, last = place + period, place + period * times - 1
+            span = f"piece_{first} .. piece_{last}"
+            yield f"{span}  the same {count(period, 'piece')} {times - 1} times more"
+        place += period * times
+
+
+def _repeated(keys: Sequence[tuple[int, bool]], place: int) -> tuple[int, int]:
+    """(period, times) of the repetition that begins there and saves the most rows."""
+    best = (1, 1)
+    for period in range(1, min(16, (len(keys) - place) // 2) + 1):
+        times = 1
+        while (
+            keys[place + period * times : place + period * (times + 1)]
+            == (keys[place : place + period])
+        ):
+            times += 1
+        if times > 2 and period * (times - 1) > best[0] * (best[1] - 1):
+            best = (period, times)
+    return best
+
+
+def _row(piece: PieceReport) -> tuple[str, ...]:
+    where = str(piece.source[0]) if piece.source else "-"
+    same = "-" if piece.same_as == piece.index else f"piece_{piece.same_as}"
+    size = piece.bytes_out.expression
+    return piece.name, _KIND[piece.captured], str(piece.num_ops), same, size, where
+
+
+def _piece_lines(piece: PieceReport, row: str) -> Iterator[str]:
+    yield clipped(row)
+    if piece.same_as != piece.index:
+        return
+    for why in piece.why:
+        yield from wrapped("", str(why), 10)
+    if piece.uncompiled is not None:
+        yield from wrapped("", f"left uncompiled: {piece.uncompiled}", 10)
+    if piece.compiled and not piece.captured:
+        yield from wrapped("", "compiled on its own", 10)
+
+
+# ---------------------------------------------------------------- the rest
+
+
+def breaks(found: Sequence[GraphBreak]) -> Iterator[str]:
+    """Where Dynamo ends a graph, and what to do."""
+    for each in found:
+        yield from wrapped("break", f"in {each.entry_point}: {each.what}")
+        if each.source is not None:
+            yield from wrapped("", f"at {each.source}")
+        for hint in each.hints:
+            yield from wrapped("", hint)
+        yield from wrapped("", f"Fix: {each.fix}")
+
+
+def settings(found: Sequence[SettingReport]) -> Iterator[str]:
+    """Those that are not the default."""
+    for name, setting, origin in found:
+        if origin != "default":
+            yield from wrapped("set", f"{name} = {setting!r} ({origin})")
+
+
+def notes(found: Sequence[str]) -> Iterator[str]:
+    for each in found:
+        yield from wrapped("note", each)
+
+
+# ---------------------------------------------------------------- from a split
+
+
+class Reporter:
+    """Reports about one split."""
 
     def __init__(self, split: SplitGraph, sizes: Sequence[int], dim: str | None) -> None:
         self._split = split
@@ -81,17 +472,7 @@ class Reporter:
     def asked(
         cls, split: SplitGraph, config: CompilationConfig, sizes: Sequence[int], dim: str | None
     ) -> "Reporter":
-        """For the sizes that a user asked for, else those of the settings.
-
-        Args:
-            split: the split.
-            config: the settings.
-            sizes: what the user gave; may be empty.
-            dim: of which dimension, if the user said so.
-
-        Raises:
-            ConfigError: there are sizes, and it is not clear of which dimension.
-        """
+        """For the sizes that a user asked for, else those of the settings."""
         dim, dims = dim or config.capture_dim, list(split.symbols.dims.values())
         if sizes and dim is None and len(dims) > 1:
             raise ConfigError.sizes_of_which(dims=dims)
@@ -238,13 +619,7 @@ def cause(why: Why) -> Cause:
 def mode_report(
     split: SplitGraph | None, config: CompilationConfig, query_lens: Sequence[int]
 ) -> ModeReport:
-    """Which CUDA graphs would serve, on a device that has them.
-
-    Args:
-        split: None if nothing was traced: then only the settings speak.
-        config: the settings.
-        query_lens: tokens per request of uniform decode.
-    """
+    """Which CUDA graphs would serve, on a device that has them."""
     wanted = config.cudagraph_mode
     assert wanted is not None
     if split is None:

@@ -33,7 +33,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, SplittingOp
 from cgcompile.context import EagerRegion, get_forward_context, is_forward_context_available
 from cgcompile.debug.findings import Notes, Way
-from cgcompile.debug.restore import Memory
+from cgcompile.debug.restore import Snapshot
 from cgcompile.graphs.breakable import eager_break_during_capture
 from cgcompile.graphs.breaks import foreign_breaks
 from cgcompile.graphs.capture import eager_region
@@ -54,14 +54,7 @@ _TEXTS[False, False] = _TEXTS[False, True]
 
 
 class Work(NamedTuple):
-    """An op on another stream than that of the call.
-
-    Attributes:
-        op: its name.
-        line: the user's line; None if there is none.
-        text: where it runs.
-        fine: whether a graph can hold it.
-    """
+    """An op on another stream than that of the call."""
 
     op: str
     line: Line | None
@@ -74,13 +67,6 @@ class Streams:
 
     A stream that waits for an event knows of all that its stream had done, and knew of, when the
     event was recorded.
-
-    Args:
-        current: the key of the current stream, which is that of the call now; keys are those that
-            ``torch.cuda.Stream.cuda_stream`` gives.
-
-    Attributes:
-        blind: whether waits may have been missed; may be set.
     """
 
     def __init__(self, current: Callable[[], int]) -> None:
@@ -143,13 +129,7 @@ def is_attention_name(name: str) -> bool:
 
 
 def resembles(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
-    """(kind of finding, why) of an op that is not registered, or None.
-
-    Args:
-        func: an op of the dispatcher.
-        args: what it is called with.
-        kwargs: likewise.
-    """
+    """(kind of finding, why) of an op that is not registered, or None."""
     if getattr(func, "namespace", "aten") in _TORCHS:
         return None
     name = short_name(func)
@@ -185,15 +165,6 @@ class PythonCalls:
 
     Functions that ``torch.compile`` made run uncompiled; while they run, those of other threads as
     well. Where another profiler is active it sees nothing.
-
-    Args:
-        notes: where findings go.
-        streams: is told how streams wait for one another; None where there are none: then those
-            that are entered are findings.
-
-    Attributes:
-        ran: the code that ran.
-        sees: whether it sees anything.
     """
 
     def __init__(self, notes: Notes, streams: Streams | None = None) -> None:
@@ -329,30 +300,19 @@ _ON_THE_CPU |= {"randn", "randint", "randperm", "tril_indices", "triu_indices", 
 
 
 class Case:
-    """What is looked at, for all observers.
-
-    Args:
-        notes: where findings go.
-        boundaries: what runs eager.
-        device: of the graph.
-        memory: told of every write.
-        stream_key: a number, equal for equal current streams.
-
-    Attributes:
-        streams: what runs on other streams.
-    """
+    """What is looked at, for all observers."""
 
     def __init__(
         self,
         notes: Notes,
         boundaries: Boundaries,
         device: torch.device,
-        memory: Memory,
+        snapshot: Snapshot,
         stream_key: Callable[[], int],
     ) -> None:
         self.notes = notes
         self.device = device
-        self.memory = memory
+        self.snapshot = snapshot
         self.streams = Streams(stream_key)
         self._boundaries = boundaries
         self._known: dict[Any, SplittingOp | None] = {}
@@ -499,15 +459,14 @@ class _Ops(compat.DispatchMode):
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         case, given = self._case, compat.tree_tensors((args, kwargs))
-        case.memory.about_to_call(func, args, kwargs)
+        case.snapshot.about_to_call(func, args, kwargs)
         boundary = case.match(func) is not None
         if not boundary and self._notes.listens:
             self._before(func, args, kwargs, given)
         made = self._run(func, args, kwargs, boundary)
-        results = compat.tree_tensors(made)
-        case.memory.made(results, given)
+        case.snapshot.called(made, given)
         if not boundary and self._notes.listens:
-            self._after(func, given, results)
+            self._after(func, given, compat.tree_tensors(made))
         return made
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], boundary: bool) -> Any:

@@ -4,17 +4,17 @@ Replays know nothing of it: :mod:`cgcompile.graphs.profiling` lets it look while
 entered, and outside of it a replay runs the loop that it always runs.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from cgcompile.debug.output import Result, plain
 from cgcompile.debug.targets import recorders_of, sequences_of
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.profiling import Observed, observing
@@ -62,14 +62,8 @@ class _Times:
         self.marks: list[list[torch.cuda.Event]] = []  # of each step: its begin, ends of segments
 
 
-class Profile:
-    """What :func:`profile` measures; ``print`` it.
-
-    Args:
-        target: whose replays count; None for those of anyone.
-        device_times: whether events are put between segments.
-        clock: tells nanoseconds.
-    """
+class Profile(Result):
+    """What :func:`profile` measures; ``print`` it."""
 
     def __init__(
         self,
@@ -164,17 +158,9 @@ class Profile:
         return sum(times.step for times in self._times)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "steps": self.steps,
-            "step_us": self.step_us,
-            "break_share": self.break_share,
-            "segments": [asdict(each) for each in self.segments],
-        }
-
-    def to_json(self) -> str:
-        """The plain data as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
+        """Plain data: ``steps``, ``step_us``, ``break_share``, ``segments``."""
+        names = ("steps", "step_us", "break_share", "segments")
+        return {name: plain(getattr(self, name)) for name in names}
 
     def __str__(self) -> str:
         if not self.steps:

@@ -11,7 +11,7 @@ configuration, versions from the process.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,16 +19,15 @@ from cgcompile.backend import handle_of
 from cgcompile.config import CompilationConfig
 from cgcompile.debug.coverage import Coverage, coverage
 from cgcompile.debug.environment import versions
-from cgcompile.debug.explain import Reporter
-from cgcompile.debug.explanation import (
+from cgcompile.debug.explain import (
     PieceReport,
+    Reporter,
     SettingReport,
-    Shown,
     SymbolReport,
     Totals,
-    plain,
     settings_of,
 )
+from cgcompile.debug.output import Page
 from cgcompile.debug.profile import timeline
 from cgcompile.debug.targets import counters_of, recorders_of
 from cgcompile.graphs.host import HostGraph
@@ -140,7 +139,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Overview(Shown):
+class Overview(Page):
     """What a compiled model, a wrapper or a manager did so far; a value of one moment.
 
     Attributes:
@@ -172,11 +171,6 @@ class Overview(Shown):
     settings: tuple[SettingReport, ...]
     environment: tuple[Fact, ...]
     notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data: dicts by field name, lists, text, numbers, bools and None."""
-        found = {each.name: plain(getattr(self, each.name)) for each in fields(self)}
-        return {**found, "timeline": [record.to_dict() for record in self.timeline]}
 
 
 @checked

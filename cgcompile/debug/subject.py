@@ -1,44 +1,34 @@
 """What is looked at: a model in any of its forms, and the eager model behind it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.backend import handle_of
+from cgcompile.backend import Backend, handle_of
 from cgcompile.compile import CompiledModel, check_compilable, compile
 from cgcompile.config import CompilationConfig, CompilationMode
-from cgcompile.debug.compare import Call, Tolerance, named, uncomparable, without_gradients
-from cgcompile.debug.restore import Undone, buffers_of, copies, put_back
+from cgcompile.debug.compare import (
+    Call,
+    Opened,
+    Tolerance,
+    named_values,
+    uncompared,
+    without_gradients,
+)
+from cgcompile.debug.restore import State, buffers_of, copies, restored_after
 from cgcompile.errors import ConfigError
+from cgcompile.graphs.guards import layout_text
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
 from cgcompile.runtime.compiled_graph import Observer
 
 
 class Subject:
-    """A model whose graphs are looked at. A plain one is compiled for the time being.
-
-    Args:
-        model: what ``torch.compile`` or ``cgcompile.compile`` returned, a wrapper, or a module or
-            function that is not compiled.
-        config: with which a plain one is compiled.
-        function: the one that the user called, for messages.
-
-    Attributes:
-        call: the model with graphs.
-        original: the model without.
-        handle: of what was compiled; None of a wrapper.
-        wrapper: what captures without a trace; None of what is traced.
-        config: the settings.
-
-    Raises:
-        ConfigError: ``config`` for a model that is compiled already, or a model that cannot be
-            compiled.
-    """
+    """A model whose graphs are looked at. A plain one is compiled for the time being."""
 
     def __init__(
         self, model: Any, config: CompilationConfig | None = None, function: str = "verify"
@@ -115,20 +105,21 @@ class Subject:
         """
         if self._written is None:
             args, kwargs = call
-            undone = Undone(self.original, args, kwargs, uncompiled=True)
-            with put_back([]), without_gradients(), undone:
+            state = State.of(self.original, call)
+            with without_gradients(), restored_after(state=state) as snapshot:
+                state.uncompile()
                 self.original(*args, **kwargs)
-            known = {id(each) for each in (*self.buffers, *compat.tree_tensors(call))}
-            found = undone.written.items()
-            self._written = {path: each for path, each in found if id(each) not in known}
+                written = state.written(snapshot).items()
+            known = {id(tensor) for tensor in (*self.buffers, *compat.tree_tensors(call))}
+            self._written = {path: tensor for path, tensor in written if id(tensor) not in known}
         return self._written
 
     def outcome(self, run: Callable[..., Any], call: Call) -> dict[str, Any]:
         """What a call returns and writes, as copies; everything is put back after it."""
         args, kwargs = call
         self.written(call)
-        with put_back([*compat.tree_tensors(call), *self.kept]), without_gradients():
-            result = named(run(*args, **kwargs))
+        with restored_after([*compat.tree_tensors(call), *self.kept]), without_gradients():
+            result = named_values(run(*args, **kwargs), "result")
             return copies({**result, **self._left(call)})
 
     def _left(self, call: Call) -> dict[str, torch.Tensor]:
@@ -142,8 +133,11 @@ class Subject:
         self, call: Call, plain: dict[str, Any], found: dict[str, Any]
     ) -> tuple[tuple[str, ...], str]:
         """Return what of a result has no usable ``==``; and why nothing was compared, if so."""
-        said, blind = uncomparable(plain, found, self._left(call))
-        return said, "nothing that it returns can be compared" if blind else ""
+        names, written = uncompared(plain, found), self._left(call)
+        results = {n for n in plain if n not in written and not isinstance(plain[n], Opened)}
+        blind = bool(names) and results <= set(names)
+        texts = tuple(f"{name} ({layout_text(plain[name])})" for name in names)
+        return texts, "nothing that it returns can be compared" if blind else ""
 
     def until_replayed(self, call: Call) -> str:
         """Warm and capture a call until it replays; why it does not, or empty."""
@@ -155,17 +149,9 @@ class Subject:
                 return ""
         return "; ".join(after.why_plain(before)) or "no graph of it was called"
 
-    @contextmanager
-    def observed(self, observer: Callable[[int], Observer]) -> Iterator[None]:
-        """Let an observer run each recorded step; it is made from the number of the graph."""
-        graphs = () if self.handle is None else self.handle.graphs
-        try:
-            for number, graph in enumerate(graphs):
-                graph.observe(observer(number))
-            yield
-        finally:
-            for graph in graphs:
-                graph.observe(None)
+    def observed(self, observer: Callable[[int], Observer]) -> AbstractContextManager[None]:
+        """Let an observer run each recorded step; see :func:`observed`."""
+        return observed(self.handle, observer)
 
     def release(self) -> None:
         """Free what was compiled and captured for this alone."""
@@ -175,6 +161,19 @@ class Subject:
     def again(self, **settings: Any) -> "Subject":
         """The original model, compiled anew with other settings."""
         return Subject(self.original, replace(self.config, **settings))
+
+
+@contextmanager
+def observed(handle: Backend | None, observer: Callable[[int], Observer]) -> Iterator[None]:
+    """Let an observer, made from the number of a graph, run each recorded step of it."""
+    graphs = () if handle is None else handle.graphs
+    try:
+        for number, graph in enumerate(graphs):
+            graph.observe(observer(number))
+        yield
+    finally:
+        for graph in graphs:
+            graph.observe(None)
 
 
 def original_of(model: Any) -> Any:

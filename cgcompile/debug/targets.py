@@ -15,15 +15,7 @@ from cgcompile.serving import CudaGraphManager
 
 
 def resolved(settings: Any, function: str) -> CompilationConfig:
-    """The settings that a user gave: a config, a handle, or a mapping; None: the defaults.
-
-    Args:
-        settings: what was given.
-        function: the one that was called, for the message.
-
-    Raises:
-        ConfigError: it is none of these, or a setting that cannot be.
-    """
+    """The settings that a user gave: a config, a handle, or a mapping; None: the defaults."""
     if isinstance(settings, Mapping):
         return CompilationConfig.resolve(options=settings)
     found = settings.config if isinstance(settings, Backend) else settings
@@ -34,15 +26,7 @@ def resolved(settings: Any, function: str) -> CompilationConfig:
 
 
 def recorders_of(target: Any, function: str) -> list[CompiledGraph | CUDAGraphWrapper]:
-    """Those who capture for a compiled model, a handle, a wrapper or a manager.
-
-    Args:
-        target: what a user gave.
-        function: the one that was called, for the message.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """Those who capture for a compiled model, a handle, a wrapper or a manager."""
     if isinstance(target, CompiledGraph | CUDAGraphWrapper):
         return [target]
     if isinstance(target, CudaGraphManager):
@@ -67,15 +51,7 @@ def counters_of(target: Any, function: str) -> Counters:
 
 
 def sequences_of(target: Any, function: str) -> Iterator[GraphSequence]:
-    """What replays of a target run; of what :func:`recorders_of` takes, and of raw captures.
-
-    Args:
-        target: what a user gave.
-        function: the one that was called, for the message.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """What replays of a target run; of what :func:`recorders_of` takes, and of raw captures."""
     if isinstance(target, BreakableCUDAGraphCapture):
         target = target.sequence
     if target is None or isinstance(target, GraphSequence):

@@ -1,13 +1,8 @@
-"""What was compared, as values: :class:`Check`, :class:`Verification`.
-
-Where a step of a wrapper differs from the plain one: :func:`wrapper_place`.
-
-The checks of a manager's graphs.
-
-Whether graphs give what the eager model gives: :func:`verify`.
+"""Whether graphs give what the eager model gives: :func:`verify`.
 
 Each check runs the same inputs in two ways and compares what comes out and what is written. Where
-they differ, the step is run once more, piece by piece, in all ways: see ``traces.py``.
+they differ, the step runs again piece by piece, in all ways, to find the op: see ``locate.py``; a
+wrapper has no pieces, so its eager breaks are compared: :func:`wrapper_difference`.
 """
 
 import logging
@@ -28,20 +23,18 @@ from cgcompile.debug.compare import (
     Difference,
     InputSets,
     Tolerance,
-    first_difference,
-    named,
+    copied,
     named_values,
     padded,
-    plain,
     require_comparison,
     rows_of,
     uncompared,
     without_gradients,
 )
-from cgcompile.debug.explanation import Shown
-from cgcompile.debug.locate import Parting, Watcher, finding_of, made, padding_place
-from cgcompile.debug.restore import Undone, buffers_of, copies, put_back
-from cgcompile.debug.subject import Subject, tolerance_of
+from cgcompile.debug.locate import Watcher, located, padding_place, real_part
+from cgcompile.debug.output import Page, table
+from cgcompile.debug.restore import State, buffers_of, copies, restored_after
+from cgcompile.debug.subject import Subject, observed, tolerance_of
 from cgcompile.errors import CGCompileError, DispatchError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.breaks import Breaker, BreakMode
@@ -84,7 +77,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Verification(Shown):
+class Verification(Page):
     """What :func:`cgcompile.verify` found; ``print`` it.
 
     Attributes:
@@ -93,6 +86,7 @@ class Verification(Shown):
     """
 
     template: ClassVar[str] = "verification"
+    computed: ClassVar[tuple[str, ...]] = ("ok",)
 
     subject: str
     checks: tuple[Check, ...]
@@ -112,22 +106,17 @@ class Verification(Shown):
         """How many replays took part."""
         return sum(check.replays for check in self.checks)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {"ok": self.ok, **plain(self)}
-
     def __str__(self) -> str:
         cells = [("check", "inputs", "replays", "tolerance", "result")]
         for check in self.checks:
             counts = str(check.compared), str(check.replays)
             cells.append((check.name, *counts, check.tolerance, _result(check)))
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        rows = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
+        rows = table(cells)
         verdict = "ok" if self.ok else "not ok"
         found = [str(each) for each in self.differences]
         unsaid = dict.fromkeys(name for check in self.checks for name in check.uncompared)
         rows += [f"not compared: {', '.join(unsaid)}"] if unsaid else []
-        return "\n".join([f"{self.subject}: {verdict}", *map(str.rstrip, rows), *found])
+        return "\n".join([f"{self.subject}: {verdict}", *rows, *found])
 
 
 def _result(check: Check) -> str:
@@ -144,35 +133,20 @@ log = logging.getLogger(__name__)
 def wrapper_place(
     wrapper: CUDAGraphWrapper, call: Call, tolerance: Tolerance, kept: Sequence[torch.Tensor]
 ) -> Difference:
-    """Return the first eager break whose arguments differ, or the result.
-
-    In the forward context of the step.
-
-    Args:
-        wrapper: whose step it is.
-        call: the arguments of the step; their tensors are put back.
-        tolerance: how close numbers must be.
-        kept: what else the step writes, to be put back as well.
-    """
+    """Return the first eager break whose arguments differ, or the result; restores all tensors."""
     context = callers_context()
     descriptor = None if context is None else context.batch_descriptor
     mode = wrapper.runtime_mode if context is None else context.cudagraph_runtime_mode
     if descriptor is None or wrapper.entry_of(mode, descriptor) is None:
         return Difference(detail="no graph serves the step")
-    args, kwargs = call
-    tensors = compat.tree_tensors(call)
-    dtypes = [each.dtype for each in tensors if each.is_floating_point()]
-    rtol, atol = tolerance.of(dtypes[0]) if dtypes else (0.0, 0.0)
     try:
-        with without_gradients(), put_back([*tensors, *kept]):
-            found = wrapper_difference(wrapper, *args, rtol=rtol, atol=atol, **kwargs)
+        with without_gradients(), restored_after([*compat.tree_tensors(call), *kept]):
+            difference = _wrapper_difference(wrapper, *call, tolerance)
     except CGCompileError as error:
         return Difference(detail=str(error).splitlines()[0])
-    return (
-        Difference()
-        if found is None
-        else Difference(piece=found.piece, detail=f"{found.value}: {found.detail}")
-    )
+    if difference is None:
+        return Difference()
+    return Difference(piece=difference.piece, detail=f"{difference.value}: {difference.detail}")
 
 
 def wrapper_difference(
@@ -192,29 +166,20 @@ def wrapper_difference(
     global or a cache that the forward context leads to, is written twice. Of a model with compiled
     code all tensors are copied, as its writes are not seen; else those that are written, the
     arguments and the buffers. Synchronises.
-
-    Args:
-        wrapper: whose step it is.
-        *args: as a call takes them, in the forward context of the step.
-        rtol: relative tolerance; 0 for bitwise.
-        atol: absolute tolerance.
-        **kwargs: as a call takes them.
-
-    Returns:
-        The first difference, or None.
-
-    Raises:
-        DispatchError: no graph serves the step, or the plain step breaks at other places than the
-            recorded one.
-        GuardError: an input is not that of the capture.
     """
+    return _wrapper_difference(wrapper, args, kwargs, Tolerance(False, rtol, atol))
+
+
+def _wrapper_difference(
+    wrapper: CUDAGraphWrapper, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: Tolerance
+) -> Difference | None:
     entry = _entry(wrapper)
     entry.check(args, kwargs, wrapper.name)
-    undone = Undone(wrapper.unwrap(), args, kwargs)
+    state = State.of(wrapper.unwrap(), (args, kwargs))
     opaque = compat.holds_compiled_code(wrapper.unwrap())
-    state = undone.tensors if opaque else buffers_of(wrapper.unwrap())
+    unseen = state.tensors if opaque else buffers_of(wrapper.unwrap())
     breaks = [each for each in entry.sequence.segments if isinstance(each, EagerSegment)]
-    with put_back([*compat.tree_tensors((args, kwargs)), *state]), undone:
+    with restored_after([*compat.tree_tensors((args, kwargs)), *unseen], state=state):
         watcher = _Watcher(wrapper)
         plain = copies(named_values(watcher.run(args, kwargs)))
     names = [name for name, _ in watcher.seen]
@@ -230,13 +195,13 @@ def wrapper_difference(
             what=wrapper.name, now=names, before=[each.name for each in breaks]
         )
     for place, (name, given) in enumerate(watcher.seen):
-        found = first_difference(f"break {place} ({name})", given, replayed[place], rtol, atol)
+        found = tolerance.first(f"break {place} ({name})", given, replayed[place])
         if found is not None:
             return found
     output = copies(named_values(entry.output))
     for name in uncompared(plain, output):
         log.warning("%s: %s of the result is not compared", wrapper.name, name)
-    return first_difference("the result", plain, output, rtol, atol)
+    return tolerance.first("the result", plain, output)
 
 
 def _entry(wrapper: CUDAGraphWrapper) -> CUDAGraphEntry:
@@ -253,11 +218,7 @@ def _entry(wrapper: CUDAGraphWrapper) -> CUDAGraphEntry:
 
 
 class _Watcher(Breaker):
-    """Runs a step plain and notes what its breaks are given.
-
-    Attributes:
-        seen: name and arguments of each break, in order.
-    """
+    """Runs a step plain and notes what its breaks are given."""
 
     def __init__(self, wrapper: CUDAGraphWrapper) -> None:
         self.name = wrapper.name
@@ -324,20 +285,7 @@ def check_manager(
     atol: float | None = None,
     refuse: bool = False,
 ) -> Verification:
-    """Run batches plain and exact, and on the graph that the dispatcher chooses; compare.
-
-    Args:
-        manager: with captured graphs. With an agreement all ranks call this, with as many batches
-            that go the same ways.
-        batches: what to run, or a callable that makes a batch from its number.
-        sets: how many such.
-        rtol: relative tolerance; None: by dtype.
-        atol: absolute tolerance.
-        refuse: dispatch no FULL graph any more if one of them differs, on any rank.
-
-    Raises:
-        BaseException: what a step raised.
-    """
+    """Run batches plain and exact, and on the graph that the dispatcher chooses; compare."""
     tolerance = Tolerance(False, rtol, atol)
     make: Callable[[int], Batch] | None = batches if callable(batches) else None
     given = list(batches) if make is None else [make(number) for number in range(sets)]
@@ -349,7 +297,7 @@ def check_manager(
         if chosen.mode is CUDAGraphMode.NONE:
             missing = missing or f"batch {number} has no graph: {chosen.why}"
             continue
-        plain = copies(named(manager.run(batch, valid_modes=())))
+        plain = copied(manager.run(batch, valid_modes=()))
         replayed = _replayed(manager, batch)
         if replayed is None:
             missing = missing or f"batch {number} has a graph and does not replay it"
@@ -380,7 +328,7 @@ def _replayed(manager: CudaGraphManager, batch: Batch) -> dict[str, Any] | None:
         before = manager.counters.replays
         result = manager.run(batch)
         if manager.counters.replays > before:
-            return copies(named(result))
+            return copied(result)
     return None
 
 
@@ -392,10 +340,13 @@ def _located(
     tolerance: Tolerance,
 ) -> Difference:
     """Return the difference with piece and op; with other ranks, without a further step."""
-    parting = None if manager.agreement is not None else _parting(manager, batch, tolerance)
-    if parting is not None:
-        return finding_of(parting, number)
-    return made("replay", number, difference, batch.num_tokens, _place(manager, batch))
+    if manager.agreement is None:
+        watcher = Watcher(tolerance)
+        with observed(handle_of(manager.model), watcher.of):
+            manager.run(batch)
+        if watcher.differences:
+            return replace(watcher.differences[0][1], inputs=number)
+    return located("replay", difference, batch.num_tokens, _place(manager, batch), number)
 
 
 def _refuse_full(manager: CudaGraphManager, wrong: list[str]) -> None:
@@ -420,21 +371,6 @@ def _place(manager: CudaGraphManager, batch: Batch) -> Difference:
     return Difference(
         detail=f"{what}; an op inside has frozen a number, or padding reaches real rows"
     )
-
-
-def _parting(manager: CudaGraphManager, batch: Batch, tolerance: Tolerance) -> Parting | None:
-    """Where the pieces of a compiled model part from their plain forms on the padded batch."""
-    watcher = Watcher(tolerance)
-    handle = handle_of(manager.model)
-    graphs = () if handle is None else handle.graphs
-    try:
-        for number, graph in enumerate(graphs):
-            graph.observe(watcher.of(number))
-        manager.run(batch)
-    finally:
-        for graph in graphs:
-            graph.observe(None)
-    return watcher.partings[0] if watcher.partings else None
 
 
 TAILS = ("random", "nan")
@@ -504,13 +440,13 @@ def verify(
         sets_ = InputSets(inputs, seed)
         tolerance = tolerance_of(subject, sets_.first, rtol, atol)
         looser = Tolerance(False, rtol, atol)  # another size, another kernel
-        with put_back(sets_.tensors):
+        with restored_after(sets_.tensors):
             checks = [_replays(subject, sets_, sets, tolerance)]
         for size in sizes:
-            with put_back(sets_.tensors):
+            with restored_after(sets_.tensors):
                 checks.append(_padded(subject, sets_, sets, size, tails, looser, seed))
         if breakable:
-            with put_back(sets_.tensors):
+            with restored_after(sets_.tensors):
                 checks.append(_breakable(subject, sets_, sets, tolerance))
         return Verification(subject.name, tuple(checks))
     finally:
@@ -588,14 +524,14 @@ def _verify_located(
     """Where the graphs of a call part from its plain pieces, if they do."""
     if subject.wrapper is not None:
         place = wrapper_place(subject.wrapper, call, tolerance, subject.kept)
-        return made("replay", number, difference, real_rows(), place)
+        return located("replay", difference, real_rows(), place, number)
     watcher = Watcher(tolerance)
     with subject.observed(watcher.of):
         subject.outcome(subject.call, call)
-    for parting in watcher.partings:
-        return finding_of(parting, number)
+    if watcher.differences:
+        return replace(watcher.differences[0][1], inputs=number)
     detail = "the uncompiled pieces give it as well: a pass or the trace; cgcompile.bisect tells"
-    return made("tracing", number, difference, real_rows(), Difference(detail=detail))
+    return located("tracing", difference, real_rows(), Difference(detail=detail), number)
 
 
 def _of_real_rows(
@@ -657,7 +593,7 @@ def _padded(
         found = subject.outcome(subject.call, larger)
         replays = subject.counters.replays - before
         pairs = [(n, value) for n, value in expected.items() if n in found]
-        cut = {n: real_part(found[n], value, size) for n, value in pairs}
+        cut = {n: real_part(found[n], value, real) for n, value in pairs}
         difference = tolerance.first("the result", expected, cut)
         if difference is None:
             return _equal(subject, call, replays, "", expected, cut)
@@ -667,20 +603,9 @@ def _padded(
         )
         detail = place.detail or "a replay of the exact size could not be had"
         place = replace(place, detail=f"real rows depend on padding, {detail}")
-        return Outcome(replays, "", made("padding", number, difference, real, place))
+        return Outcome(replays, "", located("padding", difference, real, place, number))
 
     return _check(name, sets, tolerance, compare)
-
-
-def real_part(found: Any, exact: Any, size: int) -> Any:
-    """The rows of a padded value that an exact one has, in any dimension; else as it is."""
-    both = isinstance(found, torch.Tensor) and isinstance(exact, torch.Tensor)
-    if not both or exact.dim() != found.dim():
-        return found
-    for dim, (more, fewer) in enumerate(zip(found.shape, exact.shape, strict=True)):
-        if fewer < more == size:
-            found = found.narrow(dim, 0, fewer)
-    return found
 
 
 # ---------------------------------------------------------------- against breakable capture
@@ -714,7 +639,7 @@ def _breakable(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolera
             return _equal(subject, call, replays, why, found, other)
         with _in_piecewise(call):
             place = wrapper_place(wrapper, call, tolerance, subject.kept)
-        return Outcome(replays, why, made("breakable", number, difference, real_rows(), place))
+        return Outcome(replays, why, located("breakable", difference, real_rows(), place, number))
 
     try:
         return _check(name, sets, tolerance, compare)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from cgcompile.debug.restore import Memory, Undone
+from cgcompile.debug.restore import Snapshot, State, restored_after
 
 
 class Runs(nn.Module):
@@ -24,7 +24,7 @@ class Runs(nn.Module):
 
 
 def undone(model: Any) -> None:
-    with Undone(model, (), {}):
+    with restored_after(state=State.of(model, ((), {}))):
         model()
 
 
@@ -152,7 +152,7 @@ def test_memory_is_put_back_whatever_else_fails(monkeypatch: pytest.MonkeyPatch)
     def fails(self: Any) -> None:
         raise OSError("as asked")
 
-    monkeypatch.setattr("cgcompile.debug.restore.State.put_back", fails)
+    monkeypatch.setattr("cgcompile.debug.restore.State.restore", fails)
     with pytest.raises(OSError, match="as asked"):
         undone(model)
     assert not model.cache.any()
@@ -160,8 +160,8 @@ def test_memory_is_put_back_whatever_else_fails(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_was_written_is_known_until_then() -> None:
     known = torch.zeros(2)
-    memory = Memory([known])
+    memory = Snapshot([known])
     memory.about_to_write([known])
     assert memory.was_written(known)
-    memory.put_back()
+    memory.restore()
     assert not memory.was_written(known)
