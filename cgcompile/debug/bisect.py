@@ -293,7 +293,7 @@ class _Search:
         try:
             if not good.until_replayed(self._call):
                 runs = [nodes_seen(subject, self._call) for subject in (self._subject, good)]
-                first = first_node(*runs, self._changed_node)
+                first = first_node(runs[0], runs[1], self._changed_node)
                 place = place if first is None else place_of(*first)
         finally:
             good.release()

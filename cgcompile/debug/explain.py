@@ -1,12 +1,11 @@
-"""From a split graph to the values of an explanation.
-
-``cgcompile.explain(model, *args)``: what would be split where, and why, before anything runs.
+"""What would be split where, and why, before anything runs: :func:`explain`.
 
 The call is traced as :func:`cgcompile.compile` traces it, on tensors without memory, and split as
-the settings say; then the trace is forgotten. So it needs no GPU, and no memory for the weights.
+the settings require; then the trace is forgotten. So it needs no GPU, and no memory for weights.
+:class:`Reporter` turns a split into the values of an :class:`Explanation`. Fields are text,
+numbers and tuples of such; a change of a field raises ``VERSION``.
 """
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -89,6 +88,13 @@ class Bytes:
     expression: str
     traced: int | None
     at: tuple[tuple[int, int | None], ...] = ()
+
+    def __str__(self) -> str:
+        numbers = [] if self.traced is None else [f"{human(self.traced)} as traced"]
+        numbers += [f"{n}: {'refused' if b is None else human(b)}" for n, b in self.at]
+        if self.traced is not None and self.expression == str(self.traced):
+            numbers = [human(self.traced)]
+        return f"{self.expression} B" + (f" ({', '.join(numbers)})" if numbers else "")
 
 
 @dataclass(frozen=True)
@@ -316,64 +322,59 @@ class Explanation(Page):
     split: SplitGraph | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        rows = [head(self.model, self.totals)]
-        rows += [*sizes(self.symbols), *mode(self.modes), *table_of(self.pieces)]
-        rows += [*breaks(self.breaks), *settings(self.settings), *notes(self.notes)]
-        return "\n".join(rows)
+        return "\n".join(_lines(self))
 
 
 # ---------------------------------------------------------------- as text
 
-_KIND = {True: "captured", False: "eager"}
 
-
-def head(model: str, totals: Totals | None) -> str:
-    """What there is, in three lines."""
-    if totals is None:
-        return f"{model}: no pieces"
-    first = (
-        f"{model}: {count(totals.pieces, 'piece')}: {totals.captured} captured, "
-        f"{totals.eager} eager; {totals.distinct} distinct, {totals.compiled} to compile; "
-        f"{count(totals.ops, 'op')}"
-    )
-    rows = wrapped("bytes", f"{_bytes(totals.crossing)} cross")
-    return "\n".join([clipped(first), *rows, *wrapped("", f"{_bytes(totals.static)} static")])
-
-
-def sizes(symbols: Sequence[SymbolReport]) -> Iterator[str]:
-    """The sizes that vary."""
-    for symbol in symbols:
+def _lines(result: Explanation) -> Iterator[str]:
+    """Yield the lines of an explanation: totals, sizes, mode, pieces, breaks, settings, notes."""
+    yield from _total_lines(result.model, result.totals)
+    for symbol in result.symbols:
         most = "" if symbol.most is None else f" <= {symbol.most}"
         traced = "" if symbol.traced is None else f", traced with {symbol.traced}"
         text = f"{symbol.least} <= {symbol.name}{most}, {symbol.name} = {symbol.source}{traced}"
         yield from wrapped("size", "; ".join([text, *symbol.guards]))
+    yield from _mode_lines(result.modes)
+    yield from _table(result.pieces)
+    for graph_break in result.breaks:
+        yield from wrapped("break", f"in {graph_break.entry_point}: {graph_break.what}")
+        source = [] if graph_break.source is None else [f"at {graph_break.source}"]
+        for text in (*source, *graph_break.hints, f"Fix: {graph_break.fix}"):
+            yield from wrapped("", text)
+    for name, setting, origin in result.settings:
+        if origin != "default":
+            yield from wrapped("set", f"{name} = {setting!r} ({origin})")
+    for note in result.notes:
+        yield from wrapped("note", note)
 
 
-def mode(modes: ModeReport) -> Iterator[str]:
-    """Which graphs would serve, and what was lost."""
+def _total_lines(model: str, totals: Totals | None) -> Iterator[str]:
+    if totals is None:
+        yield f"{model}: no pieces"
+        return
+    yield clipped(
+        f"{model}: {count(totals.pieces, 'piece')}: {totals.captured} captured, "
+        f"{totals.eager} eager; {totals.distinct} distinct, {totals.compiled} to compile; "
+        f"{count(totals.ops, 'op')}"
+    )
+    yield from wrapped("bytes", f"{totals.crossing} cross")
+    yield from wrapped("", f"{totals.static} static")
+
+
+def _mode_lines(modes: ModeReport) -> Iterator[str]:
     text = modes.result if modes.asked == modes.result else f"{modes.asked} -> {modes.result}"
     if modes.without_context is not None:
         text += f"; without a forward context {modes.without_context}"
     if modes.support is not None:
         text += f"; boundaries allow FULL graphs: {modes.support}"
     yield from wrapped("mode", text)
-    for why in modes.lost:
-        yield from wrapped("", str(why))
+    for cause in modes.lost:
+        yield from wrapped("", str(cause))
 
 
-def _bytes(size: Bytes) -> str:
-    """``256*s0 B; 2.0 KiB as traced, 16: 4.0 KiB``."""
-    numbers = [] if size.traced is None else [f"{human(size.traced)} as traced"]
-    numbers += [f"{n}: {'refused' if b is None else human(b)}" for n, b in size.at]
-    if size.traced is not None and size.expression == str(size.traced):
-        numbers = [human(size.traced)]
-    return f"{size.expression} B" + (f" ({', '.join(numbers)})" if numbers else "")
-
-
-# ---------------------------------------------------------------- pieces
-
-
-def table_of(pieces: Sequence[PieceReport]) -> Iterator[str]:
+def _table(pieces: Sequence[PieceReport]) -> Iterator[str]:
     """A row for each piece; runs of layers are printed once."""
     if not pieces:
         return
@@ -411,8 +412,8 @@ def _repeated(keys: Sequence[tuple[int, bool]], place: int) -> tuple[int, int]:
 def _row(piece: PieceReport) -> tuple[str, ...]:
     where = str(piece.source[0]) if piece.source else "-"
     same = "-" if piece.same_as == piece.index else f"piece_{piece.same_as}"
-    size = piece.bytes_out.expression
-    return piece.name, _KIND[piece.captured], str(piece.num_ops), same, size, where
+    size, kind = piece.bytes_out.expression, "captured" if piece.captured else "eager"
+    return piece.name, kind, str(piece.num_ops), same, size, where
 
 
 def _piece_lines(piece: PieceReport, row: str) -> Iterator[str]:
@@ -427,58 +428,26 @@ def _piece_lines(piece: PieceReport, row: str) -> Iterator[str]:
         yield from wrapped("", "compiled on its own", 10)
 
 
-# ---------------------------------------------------------------- the rest
-
-
-def breaks(found: Sequence[GraphBreak]) -> Iterator[str]:
-    """Where Dynamo ends a graph, and what to do."""
-    for each in found:
-        yield from wrapped("break", f"in {each.entry_point}: {each.what}")
-        if each.source is not None:
-            yield from wrapped("", f"at {each.source}")
-        for hint in each.hints:
-            yield from wrapped("", hint)
-        yield from wrapped("", f"Fix: {each.fix}")
-
-
-def settings(found: Sequence[SettingReport]) -> Iterator[str]:
-    """Those that are not the default."""
-    for name, setting, origin in found:
-        if origin != "default":
-            yield from wrapped("set", f"{name} = {setting!r} ({origin})")
-
-
-def notes(found: Sequence[str]) -> Iterator[str]:
-    for each in found:
-        yield from wrapped("note", each)
-
-
 # ---------------------------------------------------------------- from a split
 
 
 class Reporter:
     """Reports about one split."""
 
-    def __init__(self, split: SplitGraph, sizes: Sequence[int], dim: str | None) -> None:
+    def __init__(
+        self, split: SplitGraph, config: CompilationConfig, sizes: Sequence[int], dim: str | None
+    ) -> None:
         self._split = split
         self._symbols = split.symbols
-        chosen = self._symbols.chosen(dim) if sizes else None
-        self._traced = {each: self._symbols.traced_with(each) for each in self._symbols}
-        self._at: list[tuple[int, dict[sympy.Symbol, int] | None]] = []
-        if chosen is not None:
-            self._at = [(size, self._symbols.numbers_with(chosen, size)) for size in sizes]
-
-    @classmethod
-    def asked(
-        cls, split: SplitGraph, config: CompilationConfig, sizes: Sequence[int], dim: str | None
-    ) -> "Reporter":
-        """For the sizes that a user asked for, else those of the settings."""
         dim, dims = dim or config.capture_dim, list(split.symbols.dims.values())
         if sizes and dim is None and len(dims) > 1:
             raise ConfigError.sizes_of_which(dims=dims)
-        return cls(split, sizes or config.cudagraph_capture_sizes or (), dim)
-
-    # -------------------------------------------------------------- bytes
+        sizes = sizes or config.cudagraph_capture_sizes or ()
+        chosen = self._symbols.chosen(dim) if sizes else None
+        self._traced = {symbol: self._symbols.traced_with(symbol) for symbol in self._symbols}
+        self._at: list[tuple[int, dict[sympy.Symbol, int] | None]] = []
+        if chosen is not None:
+            self._at = [(size, self._symbols.numbers_with(chosen, size)) for size in sizes]
 
     def bytes(self, expression: Any) -> Bytes:
         """An expression, its number in the traced call, and at each size."""
@@ -490,8 +459,6 @@ class Reporter:
         """Of the memory behind values, each storage once."""
         found = [self._symbols.storage(each) for value in values for each in tensors(value.meta)]
         return self.bytes(sum(dict(found).values(), sympy.Integer(0)))
-
-    # -------------------------------------------------------------- pieces
 
     def pieces(self) -> tuple[PieceReport, ...]:
         """All pieces, in order."""
@@ -505,7 +472,7 @@ class Reporter:
             index=piece.index,
             name=piece.name,
             captured=piece.capture,
-            why=tuple(map(cause, piece.why)),
+            why=tuple(map(_cause, piece.why)),
             support=piece.support.name,
             num_ops=piece.num_ops,
             source=tuple(SourceLine(*line) for line in piece.lines),
@@ -537,8 +504,6 @@ class Reporter:
             static=value.static,
             written=value.written,
         )
-
-    # -------------------------------------------------------------- the whole
 
     def symbols(self) -> tuple[SymbolReport, ...]:
         """The sizes that vary, in the order of the inputs."""
@@ -611,8 +576,7 @@ def _unbacked(node: fx.Node) -> set[sympy.Symbol]:
     return {each for each in symbols_of(value(node)) if compat.is_unbacked(each)}
 
 
-def cause(why: Why) -> Cause:
-    """A reason as plain text."""
+def _cause(why: Why) -> Cause:
     return Cause(why.reason.value, why.detail)
 
 
@@ -627,7 +591,7 @@ def mode_report(
     support = full_support(split)
     never = why_never(split, wanted, True)
     if never is not None:
-        lost: tuple[Cause, ...] = () if wanted is CUDAGraphMode.NONE else (cause(never),)
+        lost: tuple[Cause, ...] = () if wanted is CUDAGraphMode.NONE else (_cause(never),)
         return ModeReport(wanted.name, "NONE", "NONE", support.name, lost)
     piecewise = config.mode is CompilationMode.PIECEWISE
     piecewise &= any(piece.capture for piece in split.pieces)
@@ -641,7 +605,7 @@ def mode_report(
         detail = f"attention support is {support.name} ({about}), and there are no pieces"
         lost = (Cause(Reason.ATTENTION_SUPPORT.value, detail),)
         return ModeReport(wanted.name, "NONE", auto, support.name, lost)
-    lost = tuple(map(cause, found.whys))
+    lost = tuple(map(_cause, found.whys))
     return ModeReport(wanted.name, found.mode.name, auto, support.name, lost)
 
 
@@ -721,28 +685,47 @@ def explain(
         ArgumentsError: the model does not take these arguments; a ``TypeError``.
     """
     wanted = sizes_given("sizes", "explain", sizes)
-    runnable, settings, dims, rules = _looked_at(model, config, dynamic_dims, dynamic_shapes)
+    runnable, settings, dims, rules = _traced_as(model, config, dynamic_dims, dynamic_shapes)
     chosen = resolved(settings, "explain")
-    find = functools.partial(_found, runnable, chosen, (wanted, capture_dim))
+    splits: list[SplitGraph] = []
+    breaks: tuple[GraphBreak, ...] = ()
+
+    def split_graph(graph: Any, inputs: Any) -> None:
+        splits.append(split_as_set(graph, chosen)[0])
+
     if chosen.splitting == "breakable":
-        return find(None, (), _untraced(chosen), query_lens)
-    args, kwargs = _with_weights(runnable, args, kwargs)
-    look = Look(runnable, dims, rules)
-    whole: list[SplitGraph] = []
+        notes = _untraced(chosen)
+    else:
+        args, kwargs = _with_weights(runnable, args, kwargs)
+        try:
+            Look(runnable, dims, rules).at(args, kwargs, split_graph)
+            notes = ("the call computes nothing with tensors",)
+        except compat.CannotTrace as error:
+            splits.clear()
+            breaks, notes = (_broken(error),), (_FIRST_NOTE,)
+    split = splits[-1] if splits else None
+    reporter = None
+    if split is not None:
+        breaks, notes = data_breaks(split), _notes(split, chosen)
+        _check_dim(split, capture_dim)
+        reporter = Reporter(split, chosen, wanted, capture_dim)
+    return Explanation(
+        version=VERSION,
+        model=getattr(runnable, "__qualname__", type(runnable).__name__),
+        device=None if split is None else str(split.device),
+        traced=split is not None,
+        pieces=() if reporter is None else reporter.pieces(),
+        symbols=() if reporter is None else reporter.symbols(),
+        totals=None if reporter is None else reporter.totals(),
+        breaks=breaks,
+        modes=mode_report(split, chosen, query_lens),
+        settings=settings_of(chosen),
+        notes=notes,
+        split=split,
+    )
 
-    def split(graph: Any, inputs: Any) -> None:
-        whole.append(split_as_set(graph, chosen)[0])
 
-    try:
-        look.at(args, kwargs, split)
-    except compat.CannotTrace as error:
-        return find(None, (_broken(error),), (_FIRST_NOTE,), query_lens)
-    if not whole:
-        return find(None, (), ("the call computes nothing with tensors",), query_lens)
-    return find(whole[-1], data_breaks(whole[-1]), _notes(whole[-1], chosen), query_lens)
-
-
-def _looked_at(
+def _traced_as(
     model: Any,
     config: Any,
     dims: Mapping[str, Any] | None,
@@ -768,38 +751,14 @@ def _looked_at(
     return model, config, dims, given
 
 
-def _found(
-    model: Any,
-    config: CompilationConfig,
-    asked: tuple[Sequence[int], str | None],
-    split: SplitGraph | None,
-    breaks: tuple[GraphBreak, ...],
-    notes: tuple[str, ...],
-    query_lens: Sequence[int],
-) -> Explanation:
-    reporter = None
-    if split is not None:
-        dims, (sizes, dim) = list(split.symbols.dims.values()), asked
-        if dim is not None and dim not in dims:
-            expected = f"one of {', '.join(dims)}" if dims else "none, as no dimension varies"
-            raise ConfigError.bad_value(
-                name="capture_dim", where="explain", value=dim, expected=expected
-            )
-        reporter = Reporter.asked(split, config, sizes, dim)
-    return Explanation(
-        version=VERSION,
-        model=getattr(model, "__qualname__", type(model).__name__),
-        device=None if split is None else str(split.device),
-        traced=split is not None,
-        pieces=() if reporter is None else reporter.pieces(),
-        symbols=() if reporter is None else reporter.symbols(),
-        totals=None if reporter is None else reporter.totals(),
-        breaks=breaks,
-        modes=mode_report(split, config, query_lens),
-        settings=settings_of(config),
-        notes=notes,
-        split=split,
-    )
+def _check_dim(split: SplitGraph, dim: str | None) -> None:
+    """Refuse sizes of a dimension that does not vary."""
+    dims = list(split.symbols.dims.values())
+    if dim is not None and dim not in dims:
+        expected = f"one of {', '.join(dims)}" if dims else "none, as no dimension varies"
+        raise ConfigError.bad_value(
+            name="capture_dim", where="explain", value=dim, expected=expected
+        )
 
 
 def _with_weights(

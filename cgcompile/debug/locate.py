@@ -462,7 +462,7 @@ def padding_place(
     runs = [nodes_seen(subject, call) for call in (exact, larger)]
     if not all(runs):
         return Difference(detail="and no step of it was seen")
-    first = first_node(*runs, differs)
+    first = first_node(runs[0], runs[1], differs)
     if first is None:
         return Difference(detail="and no op of the uncompiled pieces does so")
     return place_of(*first, "first in this op")

@@ -214,7 +214,7 @@ def report(
         title=title or _name_of(target),
         kind=type(target).__name__,
         graphs=tuple(
-            _graph(index, each, Reporter.asked(each.split, config, wanted, capture_dim))
+            _graph(index, each, Reporter(each.split, config, wanted, capture_dim))
             for index, each in enumerate(compiled)
         ),
         steps=tuple(_steps(recorders)),
