@@ -1,20 +1,8 @@
-"""What a command of the command line looks at: :func:`load` of ``module:function``.
+"""The command line: ``python -m cgcompile``, or ``cgcompile`` where the package is installed.
 
-The function takes nothing and returns a model and its inputs, in one of these forms:
-
-=============================================== ==================================================
-``(model, args)``                               ``args`` a tuple or list, or one tensor
-``(model, args, kwargs)``                       ``kwargs`` a dict
-``{"model": ..., "args": ..., "kwargs": ...}``  the last two may be left out
-a model or a manager alone                      one that has run; for ``report`` and ``doctor``
-=============================================== ==================================================
-
-The commands that look at a model: ``explain``, ``doctor``, ``verify``, ``report``.
-
-And ``env``. Each makes a value that has ``to_dict()`` and prints; this file is words and choices.
-The rule: a command answers with lines and a status, and prints nothing itself.
-
-The command line: ``python -m cgcompile``, or ``cgcompile`` where the package is installed.
+``explain``, ``doctor``, ``verify`` and ``report`` look at a model: at what ``module:function``
+makes, see :data:`TARGET`. ``env`` describes this process, ``cache`` the compiled pieces on disk.
+The rule: a command returns an :class:`Answer`, lines and a status, and prints nothing itself.
 """
 
 import argparse
@@ -27,7 +15,6 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -53,16 +40,8 @@ from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.pieces.cache import Entry, Store, cache_folder
 
 
-@dataclass(frozen=True)
-class Target:
-    """What the function returned.
-
-    Attributes:
-        name: as it was given: ``module:function``.
-        model: what to look at.
-        args: of a call; None if there was a model alone.
-        kwargs: of a call.
-    """
+class Target(NamedTuple):
+    """What the function of a target returned; ``args`` is None for a model alone."""
 
     name: str
     model: Any
@@ -148,34 +127,32 @@ def _called(target: str, function: Any) -> Any:
     return function()
 
 
-def _checked(target: str, found: Any) -> Target:
-    if isinstance(found, dict):
-        if "model" not in found or set(found) - {"model", "args", "kwargs"}:
+def _checked(target: str, result: Any) -> Target:
+    """Return the target that a result of the function stands for."""
+    args: Any = None
+    kwargs: Any = {}
+    model, wrong = result, ""
+    if isinstance(result, dict):
+        if "model" not in result or set(result) - {"model", "args", "kwargs"}:
             raise CommandError.bad_result(
-                target=target, found=f"a dict with the keys {sorted(found)}"
+                target=target, found=f"a dict with the keys {sorted(result)}"
             )
-        args = found.get("args", () if "kwargs" in found else None)
-        return _made(target, found["model"], args, found.get("kwargs", {}))
-    if isinstance(found, tuple):
-        if len(found) not in (2, 3):
-            raise CommandError.bad_result(target=target, found=f"a tuple of {len(found)}")
-        return _made(target, found[0], found[1], found[2] if len(found) == 3 else {})
-    return _made(target, found, None, {})
-
-
-def _made(target: str, model: Any, args: Any, kwargs: Any) -> Target:
+        model, kwargs = result["model"], result.get("kwargs", {})
+        args = result.get("args", () if "kwargs" in result else None)
+    elif isinstance(result, tuple):
+        if len(result) not in (2, 3):
+            raise CommandError.bad_result(target=target, found=f"a tuple of {len(result)}")
+        model, args, kwargs = result if len(result) == 3 else (*result, {})
     if isinstance(args, torch.Tensor):
         args = (args,)
     if args is not None and not isinstance(args, (tuple, list)):
-        raise CommandError.bad_result(target=target, found=f"args of type {type(args).__name__}")
-    if not isinstance(kwargs, dict):
-        raise CommandError.bad_result(
-            target=target, found=f"kwargs of type {type(kwargs).__name__}"
-        )
-    if model is None or isinstance(model, (str, int, float, torch.Tensor)):
-        raise CommandError.bad_result(
-            target=target, found=f"a model of type {type(model).__name__}"
-        )
+        wrong = f"args of type {type(args).__name__}"
+    elif not isinstance(kwargs, dict):
+        wrong = f"kwargs of type {type(kwargs).__name__}"
+    elif model is None or isinstance(model, (str, int, float, torch.Tensor)):
+        wrong = f"a model of type {type(model).__name__}"
+    if wrong:
+        raise CommandError.bad_result(target=target, found=wrong)
     return Target(target, model, None if args is None else tuple(args), kwargs)
 
 
@@ -201,42 +178,46 @@ class Answer(NamedTuple):
 
 
 def add_commands(commands: Any) -> None:
-    """Add the parsers."""
-    looks = (
-        ("explain", _explain, "what would be split where, and why; runs nothing", "a graph break"),
-        ("doctor", _doctor, "what CUDA graphs cannot hold, with the line and the fix", "a finding"),
-        ("verify", _verify, "eager against replayed, on several inputs", "a difference"),
-        ("report", _report, "one page: split, graphs, coverage, timeline, settings", "no replay"),
+    """Add the parsers of the commands that look at a model, and of ``env``."""
+    explain_ = _look(
+        commands,
+        "explain",
+        "what would be split where, and why; runs nothing",
+        "model.py:make --set splitting_ops=mylib::attend --html split.html",
+        "a graph break",
     )
-    for name, run, about, bad in looks:
-        example = {
-            "explain": "model.py:make --set splitting_ops=mylib::attend --html split.html",
-            "doctor": "mylib.models:decoder --json",
-            "verify": "model.py:make --set compiler=aot --sets 5",
-            "report": "model.py:make --html report.html",
-        }[name]
-        last = [TARGET, CPU] if name in ("verify", "report") else [TARGET.rstrip()]
-        parser = commands.add_parser(
-            name,
-            help=about,
-            description=f"{about[0].upper()}{about[1:]}.",
-            epilog="\n".join([*last, STATUS.format(bad), f"Example: cgcompile {name} {example}"]),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.add_argument("target", metavar="TARGET", help="what makes the model; see below")
-        parser.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="a setting, as in options of torch.compile; may be repeated",
-        )
-        parser.add_argument("--json", action="store_true", help="as JSON, not as text")
-        help = "write a page there as well"
-        parser.add_argument("--html", type=_page, metavar="PATH", help=help)
-        parser.set_defaults(run=run)
-        if name in _ADD:
-            _ADD[name](parser)
+    explain_.set_defaults(run=_explain)
+    doctor_ = _look(
+        commands,
+        "doctor",
+        "what CUDA graphs cannot hold, with the line and the fix",
+        "mylib.models:decoder --json",
+        "a finding",
+    )
+    doctor_.set_defaults(run=_doctor)
+    verify_ = _look(
+        commands,
+        "verify",
+        "eager against replayed, on several inputs",
+        "model.py:make --set compiler=aot --sets 5",
+        "a difference",
+        CPU,
+    )
+    verify_.add_argument("--sets", type=_count, default=3, help="sets of inputs (default: 3)")
+    verify_.add_argument("--rtol", type=float, help="relative tolerance; left out: by dtype")
+    verify_.add_argument("--atol", type=float, help="absolute tolerance; left out: by dtype")
+    verify_.set_defaults(run=_verify)
+    report_ = _look(
+        commands,
+        "report",
+        "one page: split, graphs, coverage, timeline, settings",
+        "model.py:make --html report.html",
+        "no replay",
+        CPU,
+    )
+    help = "calls of the model before the report (default: 4)"
+    report_.add_argument("--calls", type=_count, default=4, help=help)
+    report_.set_defaults(run=_report)
     env = commands.add_parser(
         "env",
         help="versions, machine, cache and settings, for an issue",
@@ -246,6 +227,25 @@ def add_commands(commands: Any) -> None:
     )
     env.add_argument("--json", action="store_true", help="as JSON, not as text")
     env.set_defaults(run=_env)
+
+
+def _look(commands: Any, name: str, about: str, example: str, bad: str, *more: str) -> Any:
+    """Add the parser of a command that looks at a model; ``bad``: what exit status 1 means."""
+    last = [TARGET, *more] if more else [TARGET.rstrip()]
+    last += [STATUS.format(bad), f"Example: cgcompile {name} {example}"]
+    parser = commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        epilog="\n".join(last),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", metavar="TARGET", help="what makes the model; see below")
+    help = "a setting, as in options of torch.compile; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
+    parser.add_argument("--json", action="store_true", help="as JSON, not as text")
+    parser.add_argument("--html", type=_page, metavar="PATH", help="write a page there as well")
+    return parser
 
 
 def _count(text: str) -> int:
@@ -259,20 +259,6 @@ def _page(text: str) -> Path:
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; expected the path of a file")
     return path
-
-
-def _for_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sets", type=_count, default=3, help="sets of inputs (default: 3)")
-    parser.add_argument("--rtol", type=float, help="relative tolerance; left out: by dtype")
-    parser.add_argument("--atol", type=float, help="absolute tolerance; left out: by dtype")
-
-
-def _for_report(parser: argparse.ArgumentParser) -> None:
-    help = "calls of the model before the report (default: 4)"
-    parser.add_argument("--calls", type=_count, default=4, help=help)
-
-
-_ADD = {"verify": _for_verify, "report": _for_report}
 
 
 # ---------------------------------------------------------------- the commands
@@ -463,17 +449,10 @@ def _list(given: argparse.Namespace) -> Iterator[str]:
     store = _store(given)
     entries = sorted(store.entries(), key=lambda each: -each.created)
     rows = [("key", "kind", "bytes", "age", "what", "line")]
-    rows += [
-        (
-            each.key[:_SHOWN],
-            each.kind,
-            str(each.size),
-            _age(time.time() - each.created),
-            _what(each),
-            each.notes.get("line", ""),
-        )
-        for each in entries
-    ]
+    for entry in entries:
+        key, age = entry.key[:_SHOWN], _age(time.time() - entry.created)
+        line = entry.notes.get("line", "")
+        rows.append((key, entry.kind, str(entry.size), age, _what(entry), line))
     if entries:
         yield from table(rows)
     total = sum(each.size for each in entries)

@@ -5,7 +5,7 @@ not what was planned: the rows add up to all steps (or items) there were.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,8 @@ from cgcompile.debug.output import Result, clipped, table, wrapped
 from cgcompile.debug.targets import counters_of, recorders_of
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.reasons import Counters
+from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
-from cgcompile.runtime.recording import Recording
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.statistics import Row
 
@@ -149,36 +148,21 @@ def coverage(model: Any) -> Coverage:
 
 # ---------------------------------------------------------------- models
 
-# A row, its real rows and all its rows; None where nobody says.
+# A row, its real rows and all its rows; real rows are None where they are unknown.
 _Counted = tuple[CoverageRow, int | None, int]
 
 
 def _compiled(graph: CompiledGraph, part: str) -> Iterator[_Counted]:
     for recording in graph.recordings:
-        batch = recording.batch
-        size = batch.descriptor.num_tokens
-        ran = (recording.replays + 1) * size  # a capture is of the padded size, whoever asks
+        batch, hits = recording.batch, recording.replays + 1
+        descriptor, size = batch.descriptor, batch.descriptor.num_tokens
+        ran = hits * size  # a capture is of the padded size
         real = None if batch.own_context else ran - recording.padding
-        yield (
-            CoverageRow(
-                part,
-                _tokens(size),
-                batch.mode.name,
-                _key(recording),
-                not recording.void,
-                recording.replays + 1,
-                _share(real, ran),
-            ),
-            real,
-            ran,
-        )
-
-
-def _key(recording: Recording) -> str:
-    """The key of a graph, without what only this library put into it."""
-    batch = recording.batch
-    found = batch.descriptor._replace(extra=()) if batch.own_context else batch.descriptor
-    return str(found)
+        if batch.own_context:  # without what this library put into the key
+            descriptor = descriptor._replace(extra=())
+        key, captured = str(descriptor), not recording.void
+        tokens, share = _tokens(size), _share(real, ran)
+        yield CoverageRow(part, tokens, batch.mode.name, key, captured, hits, share), real, ran
 
 
 def _wrapper(wrapper: CUDAGraphWrapper) -> Iterator[_Counted]:
@@ -192,51 +176,52 @@ def _wrapper(wrapper: CUDAGraphWrapper) -> Iterator[_Counted]:
 
 
 def _numbered(rows: list[CoverageRow]) -> list[CoverageRow]:
-    """Graphs of one key are told apart."""
+    """Tell graphs of one key apart."""
     total = Counter((row.part, row.mode, row.graph) for row in rows)
     seen: Counter[tuple[str, str, str | None]] = Counter()
-    made = []
+    numbered = []
     for row in rows:
         key = (row.part, row.mode, row.graph)
         seen[key] += 1
         which = f"capture {seen[key]} of {total[key]}: of inputs or weights of its own"
-        made.append(row if total[key] == 1 else replace(row, detail=which))
-    return made
+        numbered.append(row if total[key] == 1 else replace(row, detail=which))
+    return numbered
 
 
-def _of_parts(found: list[_Counted], counters: Counters) -> Coverage:
-    rows = _numbered([row for row, _, _ in found])
+def _of_parts(counted: list[_Counted], counters: Counters) -> Coverage:
+    rows = _numbered([row for row, _, _ in counted])
     gone = counters.captures + counters.replays - sum(row.hits for row in rows)
     if gone:
         detail = "graphs that were dropped, or wait for their inputs to come back"
         rows.append(CoverageRow("", "", "-", "-", False, gone, None, None, detail))
-    for reason, count in counters.plain.items():
-        detail = counters.details.get(reason, "")
-        rows.append(CoverageRow("", "", "NONE", None, None, count, None, reason.value, detail))
-    lesser = [
-        CoverageRow(
-            "", "", "-", None, None, n, None, reason.value, counters.details.get(reason, "")
-        )
-        for reason, n in counters.degraded.items()
-    ]
-    known = [(real, ran) for _, real, ran in found if real is not None]
+    rows += _reasons("NONE", counters.plain, counters)
+    lesser = _reasons("-", counters.degraded, counters)
+    known = [(real, ran) for _, real, ran in counted if real is not None]
     share = _share(sum(real for real, _ in known), sum(ran for _, ran in known))
     return _coverage("model", "steps", rows, lesser, share, counters)
+
+
+def _reasons(mode: str, counts: Counter[Reason], counters: Counters) -> list[CoverageRow]:
+    return [
+        CoverageRow(
+            "", "", mode, None, None, n, None, reason.value, counters.details.get(reason, "")
+        )
+        for reason, n in counts.items()
+    ]
 
 
 # ---------------------------------------------------------------- managers
 
 
 def _of_manager(manager: CudaGraphManager) -> Coverage:
-    rows, lesser = [], []
+    rows: list[CoverageRow] = []
+    lesser: list[CoverageRow] = []
     counted = manager.statistics.rows()
-    for each in counted:
-        if each.reason is None or each.mode == "NONE":
-            rows.append(_dispatched(manager, each))
-        else:
-            lesser.append(_dispatched(manager, each))
-    on_graphs = [each for each in counted if each.graph is not None]
-    share = _share(sum(each.real for each in on_graphs), sum(each.ran for each in on_graphs))
+    for row in counted:
+        same = row.reason is None or row.mode == "NONE"
+        (rows if same else lesser).append(_dispatched(manager, row))
+    on_graphs = [row for row in counted if row.graph is not None]
+    share = _share(sum(row.real for row in on_graphs), sum(row.ran for row in on_graphs))
     return _coverage("manager", "steps", rows, lesser, share, manager.counters)
 
 
@@ -258,31 +243,23 @@ def _dispatched(manager: CudaGraphManager, row: Row) -> CoverageRow:
 
 
 def _of_encoder(manager: EncoderCudaGraphManager) -> Coverage:
-    found = manager.statistics.as_dict()
-    ran = {(each["path"], each["budget"]): each for each in found["graphs"]}
+    statistics = manager.statistics.as_dict()
+    ran = {(graph["path"], graph["budget"]): graph for graph in statistics["graphs"]}
     captured = {(key.path, key.budget) for key in manager.budget_graphs}
     budgets = manager.token_budgets
     paths = budgets if isinstance(budgets, dict) else {"default": budgets}
     rows = []
     for path, sizes in paths.items():
         for least, budget in zip([0, *sizes], sizes, strict=False):
-            each = ran.get((path, budget), {"items": 0, "tokens": 0, "padded_tokens": 0})
-            share = _share(each["tokens"], each["padded_tokens"])
-            rows.append(
-                CoverageRow(
-                    path,
-                    f"{least + 1}..{budget} tokens",
-                    "FULL",
-                    f"budget {budget}",
-                    (path, budget) in captured,
-                    each["items"],
-                    share,
-                )
-            )
-    for each in found["eager"]:
-        span = _tokens(each["least_tokens"], each["most_tokens"])
-        count, why = each["items"], each["reason"]
-        rows.append(CoverageRow(each["path"], span, "NONE", None, None, count, None, why))
+            graph = ran.get((path, budget), {"items": 0, "tokens": 0, "padded_tokens": 0})
+            share = _share(graph["tokens"], graph["padded_tokens"])
+            span, key = f"{least + 1}..{budget} tokens", f"budget {budget}"
+            there, items = (path, budget) in captured, graph["items"]
+            rows.append(CoverageRow(path, span, "FULL", key, there, items, share))
+    for eager in statistics["eager"]:
+        span = _tokens(eager["least_tokens"], eager["most_tokens"])
+        path, items, reason = eager["path"], eager["items"], eager["reason"]
+        rows.append(CoverageRow(path, span, "NONE", None, None, items, None, reason))
     real, padded = manager.statistics.tokens()
     return _coverage("encoder", "items", rows, [], _share(real, padded), manager.counters)
 
@@ -321,19 +298,17 @@ def _tokens(least: int, most: int | None = None) -> str:
     return "1 token" if least == 1 else f"{least} tokens"
 
 
-def _lines(rows: Iterable[CoverageRow]) -> list[str]:
-    found = list(rows)
+def _lines(rows: Sequence[CoverageRow]) -> list[str]:
     cells = [("part", "batches", "mode", "graph", "padding", "hits")]
-    for row in found:
+    for row in rows:
         share = "-" if row.padding is None else f"{row.padding:.1%}"
         graph = row.graph if row.captured is not False else f"{row.graph} (not there)"
         cells.append((row.part, row.batches, row.mode, graph or "-", share, str(row.hits)))
-    shown = [place for place in range(6) if any(line[place] for line in cells[1:])]
-    lines = table([tuple(line[place] for place in shown) for line in cells])
-    text = [clipped(lines[0])]
-    for row, line in zip(found, lines[1:], strict=True):
+    columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
+    lines = table(list(zip(*columns, strict=True)))
+    text = [clipped(lines[0])] if lines else []
+    for row, line in zip(rows, lines[1:], strict=True):
         text.append(clipped(line))
         if row.reason is not None or row.detail:
-            why = f"{row.reason}: {row.detail}" if row.reason and row.detail else row.reason
-            text += wrapped("", why or row.detail, 10)
+            text += wrapped("", ": ".join(filter(None, (row.reason, row.detail))), 10)
     return text
