@@ -104,21 +104,21 @@ def _at(path: Path) -> ModuleType:
 
 
 def _function(module: ModuleType, where: str, name: str) -> Any:
-    found = getattr(module, name, None)
-    if not callable(found):
+    result = getattr(module, name, None)
+    if not callable(result):
         known = [each for each, value in vars(module).items() if inspect.isfunction(value)]
         own = [each for each in known if vars(module)[each].__module__ == module.__name__]
         raise CommandError.no_function(module=where, name=name, known=sorted(own))
-    return found
+    return result
 
 
 def _called(target: str, function: Any) -> Any:
-    inner = original_of(function)  # a model says what it takes, and is as callable as a function
+    inner = original_of(function)
     try:
         # A decorator may give what the function inside of it takes.
         taking = inner.forward if isinstance(inner, nn.Module) else inner
         signature = inspect.signature(taking, follow_wrapped=False)
-    except ValueError:  # of something that is not written in Python: nobody says
+    except ValueError:  # it is not written in Python
         return function()
     try:
         signature.bind()
@@ -264,68 +264,68 @@ def _page(text: str) -> Path:
 # ---------------------------------------------------------------- the commands
 
 
-def _explain(given: argparse.Namespace) -> Answer:
-    with load(given.target) as target:
+def _explain(options: argparse.Namespace) -> Answer:
+    with load(options.target) as target:
         args, kwargs = target.call("explain")
-        config = _config(given, target)
-        found = explain(target.model, *args, config=config, **kwargs)
-    return _answer(given, found, bool(found.breaks))
+        config = _config(options, target)
+        result = explain(target.model, *args, config=config, **kwargs)
+    return _answer(options, result, bool(result.breaks))
 
 
-def _doctor(given: argparse.Namespace) -> Answer:
-    with load(given.target) as target, torch.no_grad():
-        config = _config(given, target)
+def _doctor(options: argparse.Namespace) -> Answer:
+    with load(options.target) as target, torch.no_grad():
+        config = _config(options, target)
         args, kwargs = ((), {}) if config is None and target.args is None else target.call("doctor")
-        found = doctor(target.model, *args, config=config, **kwargs)
-    return _answer(given, found, not found.ok)
+        result = doctor(target.model, *args, config=config, **kwargs)
+    return _answer(options, result, not result.ok)
 
 
-def _verify(given: argparse.Namespace) -> Answer:
-    with load(given.target) as target:
+def _verify(options: argparse.Namespace) -> Answer:
+    with load(options.target) as target:
         args, kwargs = target.call("verify")
         inputs: Any = args if not kwargs else check_arguments(target.model, args, kwargs)
-        config = _config(given, target, recorded=True)
-        tolerance = {"rtol": given.rtol, "atol": given.atol}
-        found = verify(target.model, inputs, config=config, sets=given.sets, **tolerance)
-    return _answer(given, found, not found.ok)
+        config = _config(options, target, recorded=True)
+        tolerance = {"rtol": options.rtol, "atol": options.atol}
+        result = verify(target.model, inputs, config=config, sets=options.sets, **tolerance)
+    return _answer(options, result, not result.ok)
 
 
-def _report(given: argparse.Namespace) -> Answer:
-    with load(given.target) as target, torch.inference_mode():
-        model, config = target.model, _config(given, target, recorded=True)
+def _report(options: argparse.Namespace) -> Answer:
+    with load(options.target) as target, torch.inference_mode():
+        model, config = target.model, _config(options, target, recorded=True)
         if config is not None:
             model = compile(model, config)
         if target.args is not None or config is not None:
             args, kwargs = target.call("report")
-            for _ in range(given.calls):
+            for _ in range(options.calls):
                 model(*args, **kwargs)
-        found = report(model)
+        result = report(model)
         served = coverage(model)
-    text = f"{found.title}:\n{served}"
-    return _answer(given, found, not found.counters.replays, text)
+    text = f"{result.title}:\n{served}"
+    return _answer(options, result, not result.counters.replays, text)
 
 
-def _env(given: argparse.Namespace) -> Answer:
-    found = environment()
-    return Answer([found.to_json() if given.json else str(found)])
+def _env(options: argparse.Namespace) -> Answer:
+    result = environment()
+    return Answer([result.to_json() if options.json else str(result)])
 
 
 # ---------------------------------------------------------------- their parts
 
 
-def _answer(given: argparse.Namespace, found: Any, bad: bool, text: str | None = None) -> Answer:
+def _answer(options: argparse.Namespace, result: Any, bad: bool, text: str | None = None) -> Answer:
     """A value as the words ask for it; ``text``: what is printed of it, if not itself."""
-    if given.html:
+    if options.html:
         try:
-            found.to_html(given.html)
+            result.to_html(options.html)
         except OSError as error:
             raise CommandError.no_page(
-                path=str(given.html), why=error.strerror or str(error)
+                path=str(options.html), why=error.strerror or str(error)
             ) from error
-    if given.json:
-        return Answer([found.to_json()], int(bad))
-    page = [f"page: {given.html}"] if given.html else []
-    return Answer([str(found) if text is None else text, *page], int(bad))
+    if options.json:
+        return Answer([result.to_json()], int(bad))
+    page = [f"page: {options.html}"] if options.html else []
+    return Answer([str(result) if text is None else text, *page], int(bad))
 
 
 def _config(
@@ -333,9 +333,9 @@ def _config(
 ) -> CompilationConfig | None:
     """The settings of a model that is to be compiled; None of one that is."""
     pairs = [each.partition("=") for each in given.set]
-    for each, (key, equals, _) in zip(given.set, pairs, strict=True):
+    for pair, (key, equals, _) in zip(given.set, pairs, strict=True):
         if not (key and equals):
-            raise CommandError.bad_setting(given=each)
+            raise CommandError.bad_setting(given=pair)
     config = CompilationConfig.resolve(options={key: value for key, _, value in pairs})
     try:
         Boundaries(config.splitting_ops)
@@ -379,9 +379,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0; 1 after a finding, a difference or an error, which was printed; 2 after
         words that cannot be, such as a target, a setting or a key that does not exist.
     """
-    given = command_line().parse_args(arguments)
+    options = command_line().parse_args(arguments)
     try:
-        answer = given.run(given)
+        answer = options.run(options)
         for line in answer.lines:
             print(line)
     except BrokenPipeError:  # the reader has seen enough
@@ -389,11 +389,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except SystemExit as error:  # of the user's code, whose statuses are not ours
         print(f"cgcompile: {_told(error)}", file=sys.stderr)
-        if given.traceback:
+        if options.traceback:
             traceback.print_exception(error)
         return 1
     except Exception as error:  # of the user's code as well
-        if given.traceback:
+        if options.traceback:
             raise
         print(f"cgcompile: {_told(error)}", file=sys.stderr)
         return 2 if isinstance(error, (CommandError, ConfigError)) else 1
@@ -428,25 +428,25 @@ def command_line() -> argparse.ArgumentParser:
         "--dir", type=Path, help="the folder; left out: that of CGCOMPILE_CACHE_DIR, or the default"
     )
     listing = actions.add_parser("list", parents=[folder], help="one line per entry")
-    listing.set_defaults(run=lambda given: Answer(_list(given)))
+    listing.set_defaults(run=lambda options: Answer(_list(options)))
     clear = actions.add_parser("clear", parents=[folder], help="remove entries; asks nothing")
     clear.add_argument("keys", nargs="*", metavar="KEY", help="beginnings of keys; none: all")
-    clear.set_defaults(run=lambda given: Answer(_clear(given)))
+    clear.set_defaults(run=lambda options: Answer(_clear(options)))
     why = actions.add_parser(
         "why", parents=[folder], help="what an entry depends on, or in what two entries differ"
     )
     why.add_argument("key", metavar="KEY", help="the beginning of a key")
     why.add_argument("other", metavar="KEY2", nargs="?", help="of another one")
     why.add_argument("--full", action="store_true", help=f"facts of more than {_LINES} lines too")
-    why.set_defaults(run=lambda given: Answer(_why(given)))
+    why.set_defaults(run=lambda options: Answer(_why(options)))
     return parser
 
 
 # ---------------------------------------------------------------- the actions
 
 
-def _list(given: argparse.Namespace) -> Iterator[str]:
-    store = _store(given)
+def _list(options: argparse.Namespace) -> Iterator[str]:
+    store = _store(options)
     entries = sorted(store.entries(), key=lambda each: -each.created)
     rows = [("key", "kind", "bytes", "age", "what", "line")]
     for entry in entries:
@@ -459,34 +459,34 @@ def _list(given: argparse.Namespace) -> Iterator[str]:
     yield f"{len(entries)} entries, {total} bytes in {store.folder}"
 
 
-def _clear(given: argparse.Namespace) -> Iterator[str]:
-    store = _store(given)
+def _clear(options: argparse.Namespace) -> Iterator[str]:
+    store = _store(options)
     entries = list(store.entries())
-    wanted = [_find(store, entries, prefix) for prefix in given.keys] if given.keys else entries
+    wanted = [_find(store, entries, prefix) for prefix in options.keys] if options.keys else entries
     removed = [each for each in wanted if store.remove(each)]
-    for each in removed:
-        yield f"removed {each.kind} {each.key[:_SHOWN]}  {each.notes.get('line', '')}".rstrip()
+    for entry in removed:
+        yield f"removed {entry.kind} {entry.key[:_SHOWN]}  {entry.notes.get('line', '')}".rstrip()
     yield f"{len(removed)} entries removed from {store.folder}"
-    if not given.keys:
+    if not options.keys:
         yield f"{store.remove_rubbish()} damaged or half written files removed"
         yield f"{store.remove_work()} folders of kernels removed"
     kept = [each for each in wanted if each not in removed]
-    for each in kept:
-        yield f"could not remove {each.kind} {each.key[:_SHOWN]}"
+    for entry in kept:
+        yield f"could not remove {entry.kind} {entry.key[:_SHOWN]}"
 
 
-def _why(given: argparse.Namespace) -> Iterator[str]:
-    store = _store(given)
+def _why(options: argparse.Namespace) -> Iterator[str]:
+    store = _store(options)
     entries = list(store.entries())
-    one = _find(store, entries, given.key)
-    if given.other is None:
+    one = _find(store, entries, options.key)
+    if options.other is None:
         yield f"{one.kind} {one.key}"
         for title, rows in (("depends on", one.facts), ("notes", one.notes)):
             yield f"{title}:"
             for name, text in rows.items():
-                yield from _fact(name, text, given.full)
+                yield from _fact(name, text, options.full)
         return
-    other = _find(store, entries, given.other)
+    other = _find(store, entries, options.other)
     names = dict.fromkeys([*one.facts, *other.facts])
     differing = [name for name in names if one.facts.get(name) != other.facts.get(name)]
     if one.kind != other.kind:
@@ -500,22 +500,22 @@ def _why(given: argparse.Namespace) -> Iterator[str]:
 # ---------------------------------------------------------------- their parts
 
 
-def _store(given: argparse.Namespace) -> Store:
-    folder = given.dir or cache_folder(CompilationConfig())
+def _store(options: argparse.Namespace) -> Store:
+    folder = options.dir or cache_folder(CompilationConfig())
     if folder is None:
         raise CommandError.caching_is_off()
     return Store(folder)
 
 
 def _find(store: Store, entries: Sequence[Entry], prefix: str) -> Entry:
-    found = [each for each in entries if each.key.startswith(prefix)]
-    if not found:
+    result = [each for each in entries if each.key.startswith(prefix)]
+    if not result:
         raise CommandError.unknown_entry(prefix=prefix, folder=str(store.folder))
-    if len(found) > 1:
+    if len(result) > 1:
         raise CommandError.ambiguous_entry(
-            prefix=prefix, keys=[each.key[: max(_SHOWN, 16)] for each in found]
+            prefix=prefix, keys=[each.key[: max(_SHOWN, 16)] for each in result]
         )
-    return found[0]
+    return result[0]
 
 
 def _what(entry: Entry) -> str:

@@ -100,7 +100,7 @@ def bisect(
 ) -> Bisection:
     """Find the piece, and the op, that make the result of a model wrong.
 
-    What runs is put back after it, as :func:`cgcompile.verify` says. Synchronises. Runs the step
+    State is restored after each run, as by :func:`cgcompile.verify`. Synchronises. Runs the step
     some dozens of times.
 
     Args:
@@ -121,9 +121,11 @@ def bisect(
     require_comparison("bisect", sets, rtol, atol, seed)
     subject = Subject(model, config, "bisect")
     try:
-        given = InputSets(inputs, seed)
-        with restored_after(given.tensors):
-            return _Search(subject, given, tolerance_of(subject, given.first, rtol, atol)).run(sets)
+        arguments = InputSets(inputs, seed)
+        with restored_after(arguments.tensors):
+            return _Search(
+                subject, arguments, tolerance_of(subject, arguments.first, rtol, atol)
+            ).run(sets)
     finally:
         subject.release()
 
@@ -150,16 +152,16 @@ class _Search:
         before = subject.counters.replays
         difference = self._first_wrong(sets)
         if difference is None:
-            found = self._result("", (), "", None)
+            result = self._result("", (), "", None)
         elif subject.wrapper is not None:
             kept = subject.kept
             place = wrapper_place(subject.wrapper, self._call, self._tolerance, kept)
             finding = self._located("replay", difference, place)
-            found = self._result("replay", (place.piece,) if place.piece else (), "", finding)
+            result = self._result("replay", (place.piece,) if place.piece else (), "", finding)
         else:
-            found = self._stages(difference)
+            result = self._stages(difference)
         replays = subject.counters.replays - before
-        return replace(found, replays=replays)
+        return replace(result, replays=replays)
 
     def _result(
         self, stage: str, pieces: Sequence[str], culprit: str, finding: Difference | None
@@ -175,12 +177,12 @@ class _Search:
         for number in range(sets):
             self._number, self._call = number, self._inputs.fill(number)
             self._expected = self._subject.outcome(self._subject.original, self._call)
-            found = self._subject.outcome(self._subject.call, self._call)
-            difference = self._tolerance.first("the result", self._expected, found)
+            value = self._subject.outcome(self._subject.call, self._call)
+            difference = self._tolerance.first("the result", self._expected, value)
             self._note(f"inputs {number}, all replayed: {'wrong' if difference else 'right'}")
             if difference is not None:
                 return difference
-            unsaid, _ = self._subject.uncompared(self._call, self._expected, found)
+            unsaid, _ = self._subject.uncompared(self._call, self._expected, value)
             if unsaid:
                 self._note(f"not compared: {', '.join(unsaid)}")
         return None
@@ -193,10 +195,12 @@ class _Search:
             return self._before_pieces(difference)
         compiled = dict.fromkeys(self._compiled, PieceMode.COMPILED)
         if self._wrong(compiled, "all pieces compiled, not captured"):
-            found = minimal(self._compiled, lambda some: self._wrong_with(PieceMode.COMPILED, some))
-            return self._compilation(found, difference)
-        found = minimal(self._captured, lambda some: self._wrong_with(PieceMode.REPLAYED, some))
-        return self._replay(found, difference)
+            result = minimal(
+                self._compiled, lambda some: self._wrong_with(PieceMode.COMPILED, some)
+            )
+            return self._compilation(result, difference)
+        result = minimal(self._captured, lambda some: self._wrong_with(PieceMode.REPLAYED, some))
+        return self._replay(result, difference)
 
     def _wrong_with(self, way: PieceMode, some: Sequence[Item]) -> bool:
         base = (
@@ -226,8 +230,8 @@ class _Search:
             return run
 
         with self._subject.observed(of):
-            found = self._subject.outcome(self._subject.call, self._call)
-        wrong = self._tolerance.first("the result", self._expected, found) is not None
+            value = self._subject.outcome(self._subject.call, self._call)
+        wrong = self._tolerance.first("the result", self._expected, value) is not None
         self._note(f"{what}: {'wrong' if wrong else 'right'}")
         return wrong
 
@@ -342,11 +346,11 @@ class _Search:
             missing = other.until_replayed(self._inputs.first)
             self._note(f"captured anew, in pieces: {missing or 'replays'}")
             search = _Search(other, self._inputs, self._tolerance)
-            found = None if missing else search.run(self._number + 1)
+            result = None if missing else search.run(self._number + 1)
             self.steps += search.steps
-            if found is None or not found.stage:
+            if result is None or not result.stage:
                 return None
-            return replace(found, subject=self._subject.name, steps=tuple(self.steps))
+            return replace(result, subject=self._subject.name, steps=tuple(self.steps))
         finally:
             other.release()
 
@@ -372,20 +376,20 @@ def _own_passes(config: CompilationConfig) -> list[str]:
 
 def minimal(items: Sequence[T_], fails: Callable[[Sequence[T_]], bool]) -> list[T_]:
     """Some of the items that fail together and of which none can be left out."""
-    found, parts = list(items), 2
-    while len(found) > 1:
-        size = -(-len(found) // parts)
-        chunks = [found[at : at + size] for at in range(0, len(found), size)]
+    result, parts = list(items), 2
+    while len(result) > 1:
+        size = -(-len(result) // parts)
+        chunks = [result[at : at + size] for at in range(0, len(result), size)]
         smaller = next((chunk for chunk in chunks if fails(chunk)), None)
         if smaller is not None:
-            found, parts = smaller, 2
+            result, parts = smaller, 2
             continue
-        rests = [[each for each in found if each not in chunk] for chunk in chunks]
+        rests = [[each for each in result if each not in chunk] for chunk in chunks]
         rest = next((rest for rest in rests if len(chunks) > 2 and fails(rest)), None)
         if rest is not None:
-            found, parts = rest, max(parts - 1, 2)
+            result, parts = rest, max(parts - 1, 2)
             continue
-        if len(chunks) == len(found):
+        if len(chunks) == len(result):
             break
-        parts = min(2 * parts, len(found))
-    return found
+        parts = min(2 * parts, len(result))
+    return result

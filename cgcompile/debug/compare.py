@@ -45,27 +45,27 @@ def named_values(value: Any, top: str = "") -> dict[str, Any]:
     Containers that pytree knows are opened, the fields of dataclasses and the attributes of plain
     objects. Each object that is opened comes before what is in it, as an :class:`Opened`.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for path, leaf in compat.tree_paths(value):
-        _open(leaf, path or top, (), found)
-    return found
+        _open(leaf, path or top, (), result)
+    return result
 
 
-def _open(leaf: Any, here: str, around: tuple[Any, ...], found: dict[str, Any]) -> None:
-    found[here] = leaf
-    levels = [len(around) - place for place, each in enumerate(around) if each is leaf]
+def _open(leaf: Any, here: str, around: tuple[Any, ...], result: dict[str, Any]) -> None:
+    result[here] = leaf
+    levels = [len(around) - index for index, each in enumerate(around) if each is leaf]
     if levels:
-        found[here] = f"the object {levels[0]} levels up"
+        result[here] = f"the object {levels[0]} levels up"
         return
     fields = _fields(leaf) if len(around) < _DEEPEST else {}
     if not fields:
         return
     inside: dict[str, Any] = {}
-    for name, each in fields.items():
-        for path, inner in compat.tree_paths(each):
+    for name, value in fields.items():
+        for path, inner in compat.tree_paths(value):
             _open(inner, f"{here}.{name}{path}", (*around, leaf), inside)
-    found[here] = Opened(leaf, tuple(sorted(fields)), tuple(inside))
-    found |= inside
+    result[here] = Opened(leaf, tuple(sorted(fields)), tuple(inside))
+    result |= inside
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _fields(leaf: Any) -> dict[str, Any]:
     return {**slots, **attributes} if isinstance(attributes, dict) else slots
 
 
-def names_compared(plain: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+def names_compared(plain: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[str]:
     """The names of what is to be compared, in order.
 
     An object that both have, such as one that the model keeps, is equal to itself, whatever became
@@ -87,26 +87,26 @@ def names_compared(plain: Mapping[str, Any], found: Mapping[str, Any]) -> Iterat
     """
     kept: set[str] = set()
     for name, value in plain.items():
-        other = found.get(name)
+        other = result.get(name)
         if isinstance(value, Opened) and isinstance(other, Opened) and value.value is other.value:
             kept.update(value.inside)
         elif name not in kept:
             yield name
 
 
-def alike(found: Any, expected: Any) -> bool | None:
-    """Whether two values that are no tensors are equal; None if nobody can tell."""
-    if isinstance(found, Opened) and isinstance(expected, Opened):
-        return type(found.value) is type(expected.value) and found.names == expected.names
-    if same_value(found, expected):
+def alike(result: Any, expected: Any) -> bool | None:
+    """Return whether two values that are no tensors are equal; None if that is unknown."""
+    if isinstance(result, Opened) and isinstance(expected, Opened):
+        return type(result.value) is type(expected.value) and result.names == expected.names
+    if same_value(result, expected):
         return True
-    if type(found) is not type(expected) or is_plain_value(expected):
+    if type(result) is not type(expected) or is_plain_value(expected):
         return False
     own: Any = type(expected).__eq__
     if callable(expected) or own is object.__eq__:
         return None
     try:
-        same = found == expected
+        same = result == expected
     except Exception:  # of the user's code
         return None
     return same if isinstance(same, bool) else None
@@ -117,14 +117,14 @@ def value_text(value: Any) -> str:
     return str(value) if isinstance(value, Opened) else layout_text(value)
 
 
-def uncompared(plain: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of what nobody can compare: objects without fields and without an own ``==``."""
+def uncompared(plain: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of objects without fields and without an ``==`` of their own."""
     return tuple(
         name
-        for name in names_compared(plain, found)
-        if name in found
+        for name in names_compared(plain, result)
+        if name in result
         and not isinstance(plain[name], torch.Tensor)
-        and alike(found[name], plain[name]) is None
+        and alike(result[name], plain[name]) is None
     )
 
 
@@ -180,27 +180,27 @@ class Difference(Result):
         return "\n".join(rows)
 
 
-def _same_kind(found: Any, expected: torch.Tensor) -> bool:
-    kind = isinstance(found, torch.Tensor)
-    return kind and (found.shape, found.dtype) == (expected.shape, expected.dtype)
+def _same_kind(result: Any, expected: torch.Tensor) -> bool:
+    kind = isinstance(result, torch.Tensor)
+    return kind and (result.shape, result.dtype) == (expected.shape, expected.dtype)
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> bool:
+def _close(result: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> bool:
     if rtol == atol == 0.0:
-        return torch.equal(numbers_as_bytes(found), numbers_as_bytes(expected))
-    pair = comparable(found), comparable(expected)
+        return torch.equal(numbers_as_bytes(result), numbers_as_bytes(expected))
+    pair = comparable(result), comparable(expected)
     return torch.allclose(*pair, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def _of_numbers(
-    piece: str, name: str, plain: torch.Tensor, found: torch.Tensor, rtol: float, atol: float
+    piece: str, name: str, plain: torch.Tensor, result: torch.Tensor, rtol: float, atol: float
 ) -> Difference:
     wide = torch.complex128 if plain.dtype.is_complex else torch.float64
-    found, plain = found.to(wide), plain.to(wide)
-    wrong = ~torch.isclose(found, plain, rtol=rtol, atol=atol, equal_nan=True)
-    if rtol == atol == 0.0 and not found.is_complex():
-        wrong |= found.signbit() != plain.signbit()  # -0.0 is not 0.0
-    largest = (found - plain).abs()[wrong].max().item() if wrong.any() else 0.0
+    result, plain = result.to(wide), plain.to(wide)
+    wrong = ~torch.isclose(result, plain, rtol=rtol, atol=atol, equal_nan=True)
+    if rtol == atol == 0.0 and not result.is_complex():
+        wrong |= result.signbit() != plain.signbit()  # -0.0 is not 0.0
+    largest = (result - plain).abs()[wrong].max().item() if wrong.any() else 0.0
     flat = wrong.reshape(wrong.shape[0], -1).any(1) if wrong.dim() else wrong.reshape(1)
     rows = tuple(flat.nonzero()[:8, 0].tolist())
     count, total = int(wrong.sum()), wrong.numel()
@@ -296,10 +296,10 @@ class InputSets:
             for tensor in self.tensors:
                 refill(tensor, generator)
             return self.first
-        made = _call(self._make(number))
-        if _layouts(made) != _layouts(self.first):
-            return made
-        for tensor, new in zip(self.tensors, compat.tree_tensors(made), strict=True):
+        output = _call(self._make(number))
+        if _layouts(output) != _layouts(self.first):
+            return output
+        for tensor, new in zip(self.tensors, compat.tree_tensors(output), strict=True):
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(new)
         return self.first
@@ -352,21 +352,21 @@ def random_like(
 ) -> torch.Tensor:
     """Random numbers like those of ``tensor``, on the CPU: of its mean and spread, or its range."""
     shape, device = tuple(shape), "cpu"
-    given = tensor.detach().cpu()
-    if given.dtype is torch.bool:
+    numbers = tensor.detach().cpu()
+    if numbers.dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
-    if not given.dtype.is_floating_point and not given.dtype.is_complex:
-        low, high = int(given.min()), int(given.max())
+    if not numbers.dtype.is_floating_point and not numbers.dtype.is_complex:
+        low, high = int(numbers.min()), int(numbers.max())
         return torch.randint(low, high + 1, shape, generator=generator, device=device).to(
-            given.dtype
+            numbers.dtype
         )
-    wide = given.to(torch.complex128 if given.dtype.is_complex else torch.float64)
+    wide = numbers.to(torch.complex128 if numbers.dtype.is_complex else torch.float64)
     spread = float(wide.std(correction=0)) if wide.numel() > 1 else 1.0
     mean = wide.mean()
-    made = torch.randn(shape, generator=generator, dtype=wide.dtype)
+    output = torch.randn(shape, generator=generator, dtype=wide.dtype)
     if not torch.isfinite(torch.as_tensor(spread)) or spread == 0.0:
         spread, mean = 1.0, torch.zeros((), dtype=wide.dtype)
-    return (made * spread + mean).to(given.dtype)
+    return (output * spread + mean).to(numbers.dtype)
 
 
 def rows_of(call: Call) -> int:
@@ -389,5 +389,5 @@ def padded(call: Call, size: int, tails: str, generator: torch.Generator) -> Cal
             tail.fill_(float("nan"))
         return torch.cat([leaf.detach(), tail])
 
-    found: Call = compat.tree_map(pad, call)
-    return found
+    result: Call = compat.tree_map(pad, call)
+    return result

@@ -36,7 +36,7 @@ class CoverageRow:
         captured: whether the graph is there now; None without one.
         hits: steps that ran so, or items of an encoder; the capturing step included.
         padding: the share of their rows that was padding, 0.0 to 1.0; None where none ran, or
-            where nobody says how many rows were real.
+            where the number of real rows is unknown.
         reason: the name of a :class:`cgcompile.Reason`: why there was no graph; None on a graph.
         detail: the last of that reason, in words; of a graph, which of several it is that were
             captured for one key, each for inputs or weights that lie elsewhere.
@@ -72,9 +72,9 @@ class CounterReport:
     plain: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, found: Counters) -> "CounterReport":
-        plain = sorted((reason.value, count) for reason, count in found.plain.items())
-        numbers = found.calls, found.captures, found.replays, found.failures
+    def of(cls, result: Counters) -> "CounterReport":
+        plain = sorted((reason.value, count) for reason, count in result.plain.items())
+        numbers = result.calls, result.captures, result.replays, result.failures
         return cls(*numbers, tuple(plain))
 
 
@@ -91,7 +91,7 @@ class Coverage(Result):
             by reason; they stand in ``rows`` as well.
         total: the sum of all hits.
         on_graphs: of these, on graphs.
-        padding: the share of rows that was padding on graphs; None where nobody says.
+        padding: the share of rows that was padding on graphs; None where it is unknown.
         counters: of the calls of the model.
     """
 
@@ -127,7 +127,7 @@ def coverage(model: Any) -> Coverage:
         The numbers of this moment. Nothing synchronises.
 
     Raises:
-        ConfigError: none of these.
+        ConfigError: ``model`` is not one of these.
     """
     if isinstance(model, CudaGraphManager):
         return _of_manager(model)
@@ -292,9 +292,9 @@ def _share(real: int | None, ran: int) -> float | None:
     return 1 - real / ran if real is not None and ran else None
 
 
-def _tokens(least: int, most: int | None = None) -> str:
-    if most not in (None, least):
-        return f"{least}..{most} tokens"
+def _tokens(least: int, limit: int | None = None) -> str:
+    if limit not in (None, least):
+        return f"{least}..{limit} tokens"
     return "1 token" if least == 1 else f"{least} tokens"
 
 

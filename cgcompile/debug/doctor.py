@@ -47,7 +47,7 @@ from cgcompile.reasons import EXPECTED, Counters, Reason
 from cgcompile.settings import checked, checked_but
 from cgcompile.tracing.dynamic_dims import bind_arguments
 
-VERSION = 1  # of to_dict(); a key that goes or changes its meaning makes it another one
+VERSION = 1  # of to_dict(); raised when a key goes or changes its meaning
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,15 @@ class Diagnosis(Page):
         start = f"{self.model}:" if self.device == "-" else f"{self.model} on {self.device}:"
         if not self.findings:
             return f"{start} nothing found"
-        found = [each.severity for each in self.findings]
-        counts = [(name, found.count(name)) for name in SEVERITIES if name in found]
+        result = [each.severity for each in self.findings]
+        counts = [(name, result.count(name)) for name in SEVERITIES if name in result]
         words = ", ".join(f"{n} {name}{'s' if n > 1 else ''}" for name, n in counts)
         return "\n".join([f"{start} {words}", *map(str, self.findings)])
 
 
 # What CUDA and torch say where a captured stream would have to be waited for.
 _REFUSALS = ("stream is capturing", "streamcapture", "capturing stream")
-# What torch says where one is written, or kept for gradients, in another mode; reading is fine.
+# In torch's error where one is written, or kept for gradients, in another mode; reading is fine.
 _INFERENCE = "inference tensor"
 _LINE = re.compile(
     r"\((?P<file>[^()\s]+\.py):(?P<line>\d+) in (?P<function>\w+|<\w+>)(?:: (?P<code>.*))?\)"
@@ -144,8 +144,8 @@ def of_error(error: BaseException) -> Finding:
     """What made an error, the deepest of its causes."""
     chain = list(_causes(error))
     deepest = chain[-1]
-    found = (raised_at(each) or _named_line(str(each)) for each in reversed(chain))
-    line = next((each for each in found if each is not None), None)
+    value = (raised_at(each) or _named_line(str(each)) for each in reversed(chain))
+    line = next((each for each in value if each is not None), None)
     message, _, rest = str(deepest).strip().partition("\n")
     op = getattr(deepest, "op", "") or "-"
     kind = _kind(deepest, op)
@@ -165,12 +165,12 @@ def of_handle(handle: Any) -> list[Finding]:
     """What the calls of a handle or of a wrapper could not do, from its counters."""
     counters: Counters = handle.counters
     rows = counters.plain + counters.degraded
-    found = [
+    result = [
         _of_reason(reason, counters.details.get(reason, ""), count)
         for reason, count in rows.items()
         if reason not in EXPECTED
     ]
-    return sorted(found, key=lambda each: (-each.count, each.kind))
+    return sorted(result, key=lambda each: (-each.count, each.kind))
 
 
 def is_of_inference_tensors(error: BaseException) -> bool:
@@ -179,10 +179,10 @@ def is_of_inference_tensors(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__
+    result: BaseException | None = error
+    while result is not None:
+        yield result
+        result = result.__cause__
 
 
 def _kind(error: BaseException, op: str) -> str:
@@ -208,10 +208,10 @@ def _kind(error: BaseException, op: str) -> str:
 def _kind_of_op(op: str) -> str:
     if "generator" in op:
         return "generator"
-    found: Any = torch.ops
+    result: Any = torch.ops
     for part in op.partition(" ")[0].split("."):
-        found = getattr(found, part, None)
-    shape = torch.Tag.dynamic_output_shape in getattr(found, "tags", ())
+        result = getattr(result, part, None)
+    shape = torch.Tag.dynamic_output_shape in getattr(result, "tags", ())
     return "data_dependent_shape" if shape or op.endswith("with a mask") else "host_sync"
 
 
@@ -229,10 +229,10 @@ def _of_reason(reason: Reason, detail: str, count: int) -> Finding:
 
 def _named_line(text: str) -> Line | None:
     """The last line of code that a message names, such as ``(model.py:41 in forward)``."""
-    found = list(_LINE.finditer(text))
-    if not found:
+    result = list(_LINE.finditer(text))
+    if not result:
         return None
-    last = found[-1]
+    last = result[-1]
     return Line(last["file"], int(last["line"]), last["function"], last["code"] or "")
 
 
@@ -248,13 +248,13 @@ class Call(NamedTuple):
     @classmethod
     def prepared(cls, prepare: Callable[[], Any]) -> "Call":
         """What a function that makes inputs gives: a tuple, a dict, both, or one argument."""
-        made = prepare()
-        if isinstance(made, dict):
-            return cls((), made)
-        if not isinstance(made, tuple):
-            return cls((made,), {})
-        both = len(made) == 2 and isinstance(made[0], tuple) and isinstance(made[1], dict)
-        return cls(*made) if both else cls(made, {})
+        output = prepare()
+        if isinstance(output, dict):
+            return cls((), output)
+        if not isinstance(output, tuple):
+            return cls((output,), {})
+        both = len(output) == 2 and isinstance(output[0], tuple) and isinstance(output[1], dict)
+        return cls(*output) if both else cls(output, {})
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         """(path such as ``input 0['mask']``, leaf) of each argument, containers opened."""
@@ -271,7 +271,7 @@ def check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     name = getattr(model, "__qualname__", None) or type(model).__name__
     try:
         signature = inspect.signature(called)
-    except ValueError:  # of something that is not written in Python: nobody says
+    except ValueError:  # it is not written in Python
         return dict(kwargs)
     return dict(bind_arguments(name, signature, args, kwargs).arguments)
 
@@ -313,15 +313,13 @@ def doctor(
     and forward context of the caller; nothing is captured, and what is compiled runs uncompiled
     (but for a class whose ``forward`` is decorated with ``cgcompile.compile``, which shows as an
     error of the trace). Where the model calls a function that ``torch.compile`` made and that is
-    none of its parts, such as one that is decorated, all threads run uncompiled until it returns,
-    as torch has one switch for it. Tensors that the call writes, attributes,
-    containers and random generators that it reaches from the model and the arguments are put back,
-    bitwise. Not seen, and not put
-    back: what a kernel writes that torch does not know (a Triton kernel or an extension called
-    directly), and state in globals. Where a Python profiler is active, calls that reach no op
-    (``torch.cuda.synchronize``) are not seen. Takes the time of two plain calls, and memory for
-    what is written. Synchronises. What the split makes of a traced model is
-    a question for a trace, not for this.
+    not one of its parts, such as a decorated one, all threads run uncompiled until it returns, as
+    torch has one switch for it. Tensors that the call writes, attributes, containers and random
+    generators that it reaches from the model and the arguments are restored, bitwise. Not seen, and
+    not restored: what a kernel writes that torch does not know (a Triton kernel or an extension
+    called directly), and state in globals. Where a Python profiler is active, calls that reach no
+    op (``torch.cuda.synchronize``) are not seen. Takes the time of two plain calls, and memory for
+    what is written. Synchronises. :func:`cgcompile.explain` shows what the split makes of it.
 
     Args:
         model: a module or function, compiled or not; or, without arguments, a ``Backend`` or a
@@ -362,10 +360,10 @@ def doctor(
     return examination.run(compare=prepare is not None)
 
 
-def _settings(model: Any, given: Any) -> CompilationConfig:
-    if given is None and isinstance(model, CUDAGraphWrapper):
+def _settings(model: Any, inputs: Any) -> CompilationConfig:
+    if inputs is None and isinstance(model, CUDAGraphWrapper):
         return model.config
-    return resolved(given if given is not None else handle_of(model), "doctor")
+    return resolved(inputs if inputs is not None else handle_of(model), "doctor")
 
 
 def _way(model: Any, config: CompilationConfig) -> Way:

@@ -70,28 +70,28 @@ def environment() -> Environment:
 
 def versions() -> dict[str, str]:
     """Versions of all that takes part, and what the machine is; quick to ask."""
-    found = {"cgcompile": __version__, **compat.versions()}
-    found["python"] = platform.python_version()
-    found["system"] = platform.platform()
-    found["driver"], found["gpu"] = "none", "none"
+    result = {"cgcompile": __version__, **compat.versions()}
+    result["python"] = platform.python_version()
+    result["system"] = platform.platform()
+    result["driver"], result["gpu"] = "none", "none"
     if torch.cuda.is_available():
-        found["driver"] = _driver()
+        result["driver"] = _driver()
         count, first = torch.cuda.device_count(), torch.cuda.get_device_properties(0)
-        found["gpu"] = f"{count} x {first.name}, {first.major}.{first.minor}"
-    return found
+        result["gpu"] = f"{count} x {first.name}, {first.major}.{first.minor}"
+    return result
 
 
 def _driver() -> str:
     """``580.65, CUDA 13.0``: of the driver for CUDA devices; the second is the newest it runs."""
     number = ctypes.c_int()
-    found = []
+    result = []
     try:
-        found += re.findall(
+        result += re.findall(
             r"Module +(\d[\d.]+)", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
         )[:1]
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):  # another system, or ROCm
         pass
     if number.value:
-        found.append(f"CUDA {number.value // 1000}.{number.value % 1000 // 10}")
-    return ", ".join(found) or "unknown"
+        result.append(f"CUDA {number.value // 1000}.{number.value % 1000 // 10}")
+    return ", ".join(result) or "unknown"

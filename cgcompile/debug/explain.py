@@ -81,7 +81,7 @@ class Bytes:
     Attributes:
         expression: in the symbols ``s0``, ``s1``, ..., such as ``256*s0``.
         traced: with the sizes of the call that was looked at; None where only data tells.
-        at: (size, bytes) for each asked size of the batch dimension; bytes are None where the
+        at: (size, bytes) for each wanted size of the batch dimension; bytes are None where the
             model's guards exclude the size.
     """
 
@@ -219,7 +219,7 @@ class GraphBreak:
         entry_point: ``"cgcompile.compile"``: the call does not become one graph at all;
             ``"torch.compile"``: it breaks there under torch's default settings alone.
         what: Dynamo's reason in one line.
-        hints: what Dynamo says to it.
+        hints: of Dynamo.
         source: the user's line; None if torch has none.
         fix: what to do.
     """
@@ -238,7 +238,7 @@ class ModeReport:
     Attributes:
         asked: the ``cudagraph_mode`` of the settings.
         result: what :class:`cgcompile.CudagraphDispatcher` makes of it for such boundaries.
-        without_context: the runtime mode of a call that nobody set a forward context around.
+        without_context: the runtime mode of a call without a forward context.
         support: how far the least able boundary goes into a FULL graph; None if nothing was traced.
         lost: why ``result`` is less than was asked for; empty if it is not.
     """
@@ -332,9 +332,9 @@ def _lines(result: Explanation) -> Iterator[str]:
     """Yield the lines of an explanation: totals, sizes, mode, pieces, breaks, settings, notes."""
     yield from _total_lines(result.model, result.totals)
     for symbol in result.symbols:
-        most = "" if symbol.most is None else f" <= {symbol.most}"
+        limit = "" if symbol.most is None else f" <= {symbol.most}"
         traced = "" if symbol.traced is None else f", traced with {symbol.traced}"
-        text = f"{symbol.least} <= {symbol.name}{most}, {symbol.name} = {symbol.source}{traced}"
+        text = f"{symbol.least} <= {symbol.name}{limit}, {symbol.name} = {symbol.source}{traced}"
         yield from wrapped("size", "; ".join([text, *symbol.guards]))
     yield from _mode_lines(result.modes)
     yield from _table(result.pieces)
@@ -394,14 +394,14 @@ def _table(pieces: Sequence[PieceReport]) -> Iterator[str]:
         place += period * times
 
 
-def _repeated(keys: Sequence[tuple[int, bool]], place: int) -> tuple[int, int]:
+def _repeated(keys: Sequence[tuple[int, bool]], index: int) -> tuple[int, int]:
     """(period, times) of the repetition that begins there and saves the most rows."""
     best = (1, 1)
-    for period in range(1, min(16, (len(keys) - place) // 2) + 1):
+    for period in range(1, min(16, (len(keys) - index) // 2) + 1):
         times = 1
         while (
-            keys[place + period * times : place + period * (times + 1)]
-            == (keys[place : place + period])
+            keys[index + period * times : index + period * (times + 1)]
+            == (keys[index : index + period])
         ):
             times += 1
         if times > 2 and period * (times - 1) > best[0] * (best[1] - 1):
@@ -457,8 +457,8 @@ class Reporter:
 
     def _storages(self, values: Iterable[Value]) -> Bytes:
         """Of the memory behind values, each storage once."""
-        found = [self._symbols.storage(each) for value in values for each in tensors(value.meta)]
-        return self.bytes(sum(dict(found).values(), sympy.Integer(0)))
+        result = [self._symbols.storage(each) for value in values for each in tensors(value.meta)]
+        return self.bytes(sum(dict(result).values(), sympy.Integer(0)))
 
     def pieces(self) -> tuple[PieceReport, ...]:
         """All pieces, in order."""
@@ -466,8 +466,8 @@ class Reporter:
 
     def _piece(self, piece: Piece) -> PieceReport:
         values = self._split.values
-        given = [values[name] for name in piece.inputs]
-        made = [values[name] for name in piece.outputs]
+        arguments = [values[name] for name in piece.inputs]
+        output = [values[name] for name in piece.outputs]
         return PieceReport(
             index=piece.index,
             name=piece.name,
@@ -476,23 +476,23 @@ class Reporter:
             support=piece.support.name,
             num_ops=piece.num_ops,
             source=tuple(SourceLine(*line) for line in piece.lines),
-            inputs=tuple(map(self._value, given)),
-            outputs=tuple(map(self._value, made)),
-            bytes_in=self._storages(each for each in given if not each.static),
-            bytes_out=self._storages(made),
+            inputs=tuple(map(self._value, arguments)),
+            outputs=tuple(map(self._value, output)),
+            bytes_in=self._storages(each for each in arguments if not each.static),
+            bytes_out=self._storages(output),
             same_as=piece.same_as,
             compiled=piece.compiled,
             uncompiled=piece.uncompiled,
         )
 
     def _value(self, value: Value) -> ValueReport:
-        found, symbols = value.meta, self._symbols
+        result, symbols = value.meta, self._symbols
         shape = dtype = device = size = storage = None
-        if isinstance(found, torch.Tensor):
-            shape = tuple(symbols.pretty(symbols.number(each)) for each in found.shape)
-            dtype, device = dtype_text(found.dtype), str(found.device)
-            size = self.bytes(symbols.nbytes(found))
-            storage = self.bytes(symbols.storage(found)[1])
+        if isinstance(result, torch.Tensor):
+            shape = tuple(symbols.pretty(symbols.number(each)) for each in result.shape)
+            dtype, device = dtype_text(result.dtype), str(result.device)
+            size = self.bytes(symbols.nbytes(result))
+            storage = self.bytes(symbols.storage(result)[1])
         return ValueReport(
             name=value.name,
             shape=shape,
@@ -508,20 +508,20 @@ class Reporter:
     def symbols(self) -> tuple[SymbolReport, ...]:
         """The sizes that vary, in the order of the inputs."""
         names = list(self._symbols.dims.items())
-        found = []
+        result = []
         for symbol, (name, source) in zip(self._symbols, names, strict=True):
-            least, most = self._symbols.bounds(symbol)
-            found.append(
+            least, limit = self._symbols.bounds(symbol)
+            result.append(
                 SymbolReport(
                     name=name,
                     source=source,
                     traced=self._traced[symbol],
                     least=int(least),
-                    most=int(most) if getattr(most, "is_Integer", False) else None,
+                    most=int(limit) if getattr(limit, "is_Integer", False) else None,
                     guards=tuple(self._symbols.guards_on(symbol)),
                 )
             )
-        return tuple(found)
+        return tuple(result)
 
     def totals(self) -> Totals:
         """Sums over all pieces."""
@@ -542,8 +542,8 @@ class Reporter:
 def _number(expression: Any, numbers: dict[sympy.Symbol, int] | None) -> int | None:
     if numbers is None:
         return None
-    found = sympy.sympify(expression).subs(numbers)
-    return int(found) if found.is_number else None
+    result = sympy.sympify(expression).subs(numbers)
+    return int(result) if result.is_number else None
 
 
 _DATA_FIX = (
@@ -554,22 +554,22 @@ _DATA_FIX = (
 
 def data_breaks(split: SplitGraph) -> tuple[GraphBreak, ...]:
     """Where ``torch.compile`` breaks a graph by default: at ops that read data for the host."""
-    found: dict[tuple[str, SourceLine | None], None] = {}
+    result: dict[tuple[str, SourceLine | None], None] = {}
     for piece in split.pieces:
         if any(why.reason is Reason.HOST_SYNC for why in piece.why):
             for node in piece.module.graph.nodes:
                 if node.op in COMPUTING and _reads_data(node):
                     line = user_line(node)
                     where = None if line is None else SourceLine(*line)
-                    found[f"{target_name(node.target)} reads data", where] = None
-    return tuple(GraphBreak("torch.compile", what, (), line, _DATA_FIX) for what, line in found)
+                    result[f"{target_name(node.target)} reads data", where] = None
+    return tuple(GraphBreak("torch.compile", what, (), line, _DATA_FIX) for what, line in result)
 
 
 def _reads_data(node: fx.Node) -> bool:
     """Whether a number or a size comes of data here, not of such a number or size before."""
-    given = {each for argument in node.all_input_nodes for each in _unbacked(argument)}
-    made = _unbacked(node) - given
-    return bool(made) and (is_symbolic_number(value(node)) or not given)
+    inputs = {each for argument in node.all_input_nodes for each in _unbacked(argument)}
+    output = _unbacked(node) - inputs
+    return bool(output) and (is_symbolic_number(value(node)) or not inputs)
 
 
 def _unbacked(node: fx.Node) -> set[sympy.Symbol]:
@@ -598,15 +598,15 @@ def mode_report(
     auto = auto_mode(split, wanted).name
     about = _least_able(split)
     try:
-        found = resolve_mode(
+        result = resolve_mode(
             wanted, support, query_lens=query_lens, piecewise=piecewise, support_why=about
         )
     except ConfigError:  # no graph is possible at all
         detail = f"attention support is {support.name} ({about}), and there are no pieces"
         lost = (Cause(Reason.ATTENTION_SUPPORT.value, detail),)
         return ModeReport(wanted.name, "NONE", auto, support.name, lost)
-    lost = tuple(map(_cause, found.whys))
-    return ModeReport(wanted.name, found.mode.name, auto, support.name, lost)
+    lost = tuple(map(_cause, result.whys))
+    return ModeReport(wanted.name, result.mode.name, auto, support.name, lost)
 
 
 def _least_able(split: SplitGraph) -> str:
@@ -687,26 +687,10 @@ def explain(
     wanted = sizes_given("sizes", "explain", sizes)
     runnable, settings, dims, rules = _traced_as(model, config, dynamic_dims, dynamic_shapes)
     chosen = resolved(settings, "explain")
-    splits: list[SplitGraph] = []
-    breaks: tuple[GraphBreak, ...] = ()
-
-    def split_graph(graph: Any, inputs: Any) -> None:
-        splits.append(split_as_set(graph, chosen)[0])
-
-    if chosen.splitting == "breakable":
-        notes = _untraced(chosen)
-    else:
-        args, kwargs = _with_weights(runnable, args, kwargs)
-        try:
-            Look(runnable, dims, rules).at(args, kwargs, split_graph)
-            notes = ("the call computes nothing with tensors",)
-        except compat.CannotTrace as error:
-            splits.clear()
-            breaks, notes = (_broken(error),), (_FIRST_NOTE,)
-    split = splits[-1] if splits else None
+    call = _with_weights(runnable, args, kwargs)
+    split, breaks, notes = _split_of(Look(runnable, dims, rules), chosen, call)
     reporter = None
     if split is not None:
-        breaks, notes = data_breaks(split), _notes(split, chosen)
         _check_dim(split, capture_dim)
         reporter = Reporter(split, chosen, wanted, capture_dim)
     return Explanation(
@@ -725,6 +709,26 @@ def explain(
     )
 
 
+def _split_of(
+    look: Look, config: CompilationConfig, call: tuple[tuple[Any, ...], dict[str, Any]]
+) -> tuple[SplitGraph | None, tuple[GraphBreak, ...], tuple[str, ...]]:
+    """Return (split, breaks, notes) of a call; no split where no one graph is made of it."""
+    if config.splitting == "breakable":
+        return None, (), _untraced(config)
+    splits: list[SplitGraph] = []
+
+    def split_graph(graph: Any, inputs: Any) -> None:
+        splits.append(split_as_set(graph, config)[0])
+
+    try:
+        look.at(*call, split_graph)
+    except compat.CannotTrace as error:
+        return None, (_broken(error),), (_FIRST_NOTE,)
+    if not splits:
+        return None, (), ("the call computes nothing with tensors",)
+    return splits[-1], data_breaks(splits[-1]), _notes(splits[-1], config)
+
+
 def _traced_as(
     model: Any,
     config: Any,
@@ -736,10 +740,10 @@ def _traced_as(
         raise ConfigError.bad_value(
             name="dynamic_shapes", where="explain", value=shapes, expected=f"one of {SHAPES}"
         )
-    given = Rules() if shapes is None else Rules(shapes=shapes)
+    inputs = Rules() if shapes is None else Rules(shapes=shapes)
     if isinstance(model, CompiledModel):
         own_dims, own_rules = model.asked
-        given = own_rules if shapes is None else given
+        inputs = own_rules if shapes is None else inputs
         model, config = model.unwrap(), model.backend if config is None else config
         dims = own_dims if dims is None else dims
     else:
@@ -748,7 +752,7 @@ def _traced_as(
             config = handle_of(model) if config is None else config
             model = original
     check_compilable(model, "explain")
-    return model, config, dims, given
+    return model, config, dims, inputs
 
 
 def _check_dim(split: SplitGraph, dim: str | None) -> None:
@@ -769,8 +773,8 @@ def _with_weights(
     if not isinstance(module, torch.nn.Module):
         return args, kwargs
     weights = {each.device for each in (*module.parameters(), *module.buffers())}
-    given = {each.device.type for each in compat.tree_tensors((args, kwargs))}
-    if not weights or (any(each.type == "meta" for each in weights) and "meta" in given):
+    inputs = {each.device.type for each in compat.tree_tensors((args, kwargs))}
+    if not weights or (any(each.type == "meta" for each in weights) and "meta" in inputs):
         return args, kwargs
     wanted = next((each for each in weights if each.type == "meta"), None)
     moved = "cpu" if wanted is not None else "meta"
@@ -804,15 +808,15 @@ def _broken(error: compat.CannotTrace) -> GraphBreak:
 
 
 def _notes(split: SplitGraph, config: CompilationConfig) -> tuple[str, ...]:
-    found = []
+    result = []
     if split.device.type == "meta":
-        found.append(_META_NOTE)
+        result.append(_META_NOTE)
     if split.device.type == "cpu":
-        found.append(_CPU_NOTE)
+        result.append(_CPU_NOTE)
     if config.mode is CompilationMode.NONE:
-        found.append("mode NONE compiles nothing; pieces show what would go into a FULL graph")
+        result.append("mode NONE compiles nothing; pieces show what would go into a FULL graph")
     try:
         check_sizes(split, config)
     except SymbolError as error:
-        found.append(f"compiling will raise SymbolError: {error}")
-    return tuple(found)
+        result.append(f"compiling will raise SymbolError: {error}")
+    return tuple(result)

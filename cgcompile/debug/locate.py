@@ -100,13 +100,15 @@ class _Mixed:
         zeroed = self._zeroed() if real is not None else {}
 
         def called(piece: Piece) -> Runnable:
-            def run(*given: Any) -> Sequence[Any]:
-                made = self._call(piece, given)
-                values = dict(zip((*piece.inputs, *piece.outputs), (*given, *made), strict=True))
+            def run(*arguments: Any) -> Sequence[Any]:
+                output = self._call(piece, arguments)
+                values = dict(
+                    zip((*piece.inputs, *piece.outputs), (*arguments, *output), strict=True)
+                )
                 for name in zeroed.get(piece.index, ()):
                     values[name][real:].zero_()  # as a replay does
                 self._tell(piece, values)
-                return made
+                return output
 
             return run
 
@@ -115,19 +117,19 @@ class _Mixed:
 
     def _zeroed(self) -> dict[int, list[str]]:
         """The values of which a replay zeroes the rows that are not real, by the piece after."""
-        found: dict[int, list[str]] = {}
+        result: dict[int, list[str]] = {}
         pairs = zip(self._program.split.pieces, self._recording.sequence.segments, strict=False)
         for piece, segment in pairs:
             tails = segment.tails if isinstance(segment, EagerSegment) else ()
             sources = self._recording.sources.items()
-            found[piece.index] = [n for n, s in sources if any(s is tail for tail in tails)]
-        return found
+            result[piece.index] = [n for n, s in sources if any(s is tail for tail in tails)]
+        return result
 
-    def _call(self, piece: Piece, given: tuple[Any, ...]) -> list[Any]:
+    def _call(self, piece: Piece, inputs: tuple[Any, ...]) -> list[Any]:
         run = self._program.runnables[piece.index]
         if self._ways.get(piece.index) is PieceMode.UNCOMPILED and piece.compiled:
             run = piece.module.forward
-        return list(run(*given) if self._around is None else self._around(piece, run, given))
+        return list(run(*inputs) if self._around is None else self._around(piece, run, inputs))
 
     def _tell(self, piece: Piece, values: Mapping[str, Any]) -> None:
         if self._after is not None:
@@ -142,7 +144,7 @@ class _Mixed:
             step()
             return
         piece = pieces[place]
-        lent = self._lend(piece.inputs)
+        borrowed = self._copy_in(piece.inputs)
         if piece.capture and self._ways.get(piece.index) is not PieceMode.REPLAYED:
             self._recording.sequence.fill(place)  # a later segment may read the same copy
             self._instead(piece)
@@ -150,48 +152,48 @@ class _Mixed:
             step()
         if self._own:
             self._written([self._value(name) for name in written_inputs(piece)])
-        self._take_back(lent)
+        self._copy_back(borrowed)
         if self._after is not None:
             self._tell(piece, {name: self._left(name) for name in left_by(piece)})
         if place == len(pieces) - 1:
-            self._lend(returned_names(self._program.split))
+            self._copy_in(returned_names(self._program.split))
 
     def _value(self, name: str) -> Any:
         return self._recording.value(name, self._inputs)
 
     def _left(self, name: str) -> Any:
-        """What a piece has left: of one that is not replayed it lies elsewhere."""
+        """Return what a piece left: a piece that is not replayed has memory of its own."""
         return self._own[name][1] if name in self._own else self._value(name)
 
     def _instead(self, piece: Piece) -> None:
-        made = self._call(piece, tuple([self._value(name) for name in piece.inputs]))
-        for name, value in zip(piece.outputs, made, strict=True):
+        output = self._call(piece, tuple([self._value(name) for name in piece.inputs]))
+        for name, value in zip(piece.outputs, output, strict=True):
             place = self._value(name)
             if not isinstance(value, torch.Tensor) or not isinstance(place, torch.Tensor):
                 continue
             if _memory(place) != _memory(value):
                 self._own[name] = (place, value.detach())
 
-    def _lend(self, names: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _copy_in(self, names: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Put values of pieces that are not replayed where they are read: (place, what was there).
 
         Only while they are read: else they would spoil what a replayed piece has left there, and
         replays would spoil them.
         """
-        lent = []
+        borrowed = []
         for name in names:
             if name in self._own:
                 place, value = self._own[name]
-                lent.append((place, place.clone()))
+                borrowed.append((place, place.clone()))
                 place.copy_(value)
-        return lent
+        return borrowed
 
-    def _take_back(self, lent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for place, before in reversed(lent):
+    def _copy_back(self, borrowed: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for place, before in reversed(borrowed):
             place.copy_(before)
 
     def _written(self, tensors: Sequence[Any]) -> None:
-        """These have been written: what lies in their memory is right as it is now."""
+        """Take the memory of tensors that were written as it is now."""
         written = {_memory(each) for each in tensors if isinstance(each, torch.Tensor)}
         for name, (place, _) in list(self._own.items()):
             if _memory(place) in written:
@@ -402,19 +404,19 @@ def op_name(node: fx.Node) -> str:
 
 
 def producer(piece: Piece, name: str) -> fx.Node | None:
-    """The node of a piece that makes, or last writes, a named value; views are looked through."""
+    """Return the node of a piece that makes, or last writes, a value; views are looked through."""
     graph = piece.module.graph
     names = dict(zip(graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
-    found: fx.Node | None = None
+    node: Any = None
     if name in piece.outputs:
         results: Any = graph.output_node().args[0]
-        found = results[piece.outputs.index(name)]
-    for node in graph.nodes:
-        if any(names.get(target) == name for target in written(piece.module, node)):
-            found = node
-    while isinstance(found, fx.Node) and (is_container_item(found) or is_view(piece.module, found)):
-        found = found.all_input_nodes[0]
-    return found if isinstance(found, fx.Node) and found.op != "placeholder" else None
+        node = results[piece.outputs.index(name)]
+    for writer in graph.nodes:
+        if any(names.get(target) == name for target in written(piece.module, writer)):
+            node = writer
+    while isinstance(node, fx.Node) and (is_container_item(node) or is_view(piece.module, node)):
+        node = node.all_input_nodes[0]
+    return node if isinstance(node, fx.Node) and node.op != "placeholder" else None
 
 
 def _maker(piece: Piece, name: str) -> Difference:

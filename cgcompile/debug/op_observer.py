@@ -79,11 +79,11 @@ class Streams:
 
     @property
     def aside(self) -> bool:
-        """Whether the current stream is another one than that of the call."""
+        """Whether the current stream is not that of the call."""
         return self._current() != self._first
 
     def works(self, op: str, line: Line | None) -> None:
-        """An op runs on the current stream, which is another one."""
+        """Note an op on the current stream, which is not that of the call."""
         stream = self._current()
         knows = self._knows.setdefault(stream, {})
         forked = self._first in knows
@@ -91,17 +91,17 @@ class Streams:
         self._ops.append((stream, knows[stream], op, line, forked))
 
     def records(self, event: Any, stream: Any = None) -> None:
-        """An event is recorded on a stream; the current one if left out."""
+        """Note that an event is recorded on a stream, by default the current one."""
         self._events[id(event)] = event, dict(self._knows.get(self._key(stream), {}))
 
     def waits(self, event: Any, stream: Any = None) -> None:
-        """A stream, the current one if left out, waits for an event."""
+        """Note that a stream, by default the current one, waits for an event."""
         _, told = self._events.get(id(event), (None, {}))
         knows = self._knows.setdefault(self._key(stream), {})
         knows |= {each: max(count, knows.get(each, 0)) for each, count in told.items()}
 
     def work(self) -> Iterator[Work]:
-        """All ops on other streams; asked at the end of the call."""
+        """Yield all ops on other streams; complete at the end of the call."""
         for stream, number, op, line, forked in self._ops:
             joined = self._knows[self._first].get(stream, 0) >= number
             text = _TEXTS[forked, joined]
@@ -147,8 +147,8 @@ def _writes_alone(func: Any) -> bool:
     return compat.returns_nothing(func) and not re.search(r"out(put)?\b|decode|prefill", str(func))
 
 
-def _has_heads(given: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> bool:
-    wide = [t for t in given if t.dim() >= _HEADS and t.is_floating_point()]
+def _has_heads(inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> bool:
+    wide = [t for t in inputs if t.dim() >= _HEADS and t.is_floating_point()]
     alike = [t for t in wide if any(_same_heads(t, other) for other in targets)]
     return len(alike) >= _HEADS
 
@@ -273,8 +273,8 @@ class PythonCalls:
 
 
 def _code(function: Any) -> CodeType:
-    found = getattr(function, "__code__", None)
-    return found if isinstance(found, CodeType) else (lambda: None).__code__
+    result = getattr(function, "__code__", None)
+    return result if isinstance(result, CodeType) else (lambda: None).__code__
 
 
 _CPU = torch.device("cpu")
@@ -356,9 +356,9 @@ class Watch:
         streams, notes = self._case.streams, self._case.notes
         streams.blind |= not self._calls.sees or kind is not None  # an error comes before the join
         if notes.listens:
-            for each in sorted(streams.work(), key=lambda work: work.fine):
-                severity = "note" if each.fine and notes.way is Way.UNTRACED else None
-                notes.about(each.line, "side_stream", each.op, each.text, severity=severity)
+            for work in sorted(streams.work(), key=lambda item: item.fine):
+                severity = "note" if work.fine and notes.way is Way.UNTRACED else None
+                notes.about(work.line, "side_stream", work.op, work.text, severity=severity)
 
 
 class _ForeignBreaks:
@@ -458,16 +458,16 @@ class _Ops(compat.DispatchMode):
         self._notes = case.notes
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        case, given = self._case, compat.tree_tensors((args, kwargs))
+        case, inputs = self._case, compat.tree_tensors((args, kwargs))
         case.snapshot.about_to_call(func, args, kwargs)
         boundary = case.match(func) is not None
         if not boundary and self._notes.listens:
-            self._before(func, args, kwargs, given)
-        made = self._run(func, args, kwargs, boundary)
-        case.snapshot.called(made, given)
+            self._before(func, args, kwargs, inputs)
+        output = self._run(func, args, kwargs, boundary)
+        case.snapshot.called(output, inputs)
         if not boundary and self._notes.listens:
-            self._after(func, given, compat.tree_tensors(made))
-        return made
+            self._after(func, inputs, compat.tree_tensors(output))
+        return output
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], boundary: bool) -> Any:
         kernel = compat.python_kernel(func, self._case.device.type)
@@ -478,7 +478,7 @@ class _Ops(compat.DispatchMode):
                 return kernel(*args, **kwargs)
 
     def _before(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
     ) -> None:
         name, notes = str(func), self._notes
         alike = resembles(func, args, kwargs)
@@ -492,7 +492,7 @@ class _Ops(compat.DispatchMode):
             notes.here(
                 "data_dependent_shape", name, f"the size of what {name} makes depends on data"
             )
-        elif refused is not None and all(t.device == self._case.device for t in given):
+        elif refused is not None and all(t.device == self._case.device for t in inputs):
             notes.here("host_sync", name, f"{name} makes the host wait for a value of the device")
         elif compat.draws_random(func) and not _is_off(func, args):
             notes.here("random", name, "it draws random numbers")
@@ -502,12 +502,12 @@ class _Ops(compat.DispatchMode):
         if self._case.streams.aside:
             self._case.streams.works(name, notes.line())
 
-    def _after(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+    def _after(self, func: Any, inputs: list[torch.Tensor], output: list[torch.Tensor]) -> None:
         notes, name = self._notes, short_name(func)
         if self._case.device != _CPU and name not in ("lift_fresh", "detach_", "detach"):
-            why = why_not_on(self._case.device, name, given, made, from_python=False)
+            why = why_not_on(self._case.device, name, inputs, output, from_python=False)
             if why is not None:
-                severity = "note" if self._may_copy(why.reason, [*given, *made]) else None
+                severity = "note" if self._may_copy(why.reason, [*inputs, *output]) else None
                 notes.here(why.reason.value, name, why.detail, severity=severity)
 
     def _may_copy(self, reason: Reason, tensors: list[torch.Tensor]) -> bool:

@@ -115,12 +115,12 @@ def wrapped(label: str, text: str, columns: int = 6) -> list[str]:
 
 def human(number: int) -> str:
     """``1.5 GiB``: a number of bytes for people."""
-    found, unit = float(number), "B"
+    result, unit = float(number), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if found < 1024 or unit == "TiB":
+        if result < 1024 or unit == "TiB":
             break
-        found /= 1024
-    return f"{number} B" if unit == "B" else f"{found:.1f} {unit}"
+        result /= 1024
+    return f"{number} B" if unit == "B" else f"{result:.1f} {unit}"
 
 
 def duration(seconds: float) -> str:
@@ -129,16 +129,16 @@ def duration(seconds: float) -> str:
         return "0 s"
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= size or unit == "us":
-            found = seconds / size
-            digits = 0 if abs(found) >= 100 else 1 if abs(found) >= 10 else 2
-            return f"{found:.{digits}f} {unit}"
+            result = seconds / size
+            digits = 0 if abs(result) >= 100 else 1 if abs(result) >= 10 else 2
+            return f"{result:.{digits}f} {unit}"
     raise AssertionError("the last unit takes all")
 
 
 # ---------------------------------------------------------------- pages
 
 
-def render(template: str, found: dict[str, Any]) -> str:
+def render(template: str, result: dict[str, Any]) -> str:
     """The page of one kind of value."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
@@ -160,7 +160,7 @@ def render(template: str, found: dict[str, Any]) -> str:
         "distinct": distinct,
         "percent": "{:.3f}%".format,
     }
-    return environment.get_template(f"{template}.html").render(found=found)
+    return environment.get_template(f"{template}.html").render(found=result)
 
 
 _PER_ROW = 48  # pieces
@@ -181,8 +181,8 @@ def strip(pieces: Sequence[Mapping[str, Any]]) -> list[Box]:
     count = min(max(len(pieces), 12), _PER_ROW)  # few are not drawn as wide as the page
     width = 100 / count
     return [
-        {"x": width * (place % count), "width": width, "row": place // count, "of": piece}
-        for place, piece in enumerate(pieces)
+        {"x": width * (index % count), "width": width, "row": index // count, "of": piece}
+        for index, piece in enumerate(pieces)
     ]
 
 
@@ -211,24 +211,24 @@ class Times(TypedDict):
 def times(records: Sequence[Mapping[str, Any]]) -> Times:
     """Captures in the order of time; long times without any are cut."""
     total = sum(each["seconds"] for each in records) or 1.0
-    most = _GAP * total
+    limit = _GAP * total
     places: list[tuple[float, float]] = []  # (begin, end), in seconds that are drawn
     cuts: list[tuple[float, float]] = []
     drawn = 0.0
-    for place, each in enumerate(records):
-        before = records[place - 1] if place else each
-        gap = each["start"] - before["start"] - before["seconds"] if place else 0.0
-        if gap > most:
-            cuts.append((drawn + most / 2, gap))
-        drawn += min(max(gap, 0.0), most)
-        places.append((drawn, drawn + each["seconds"]))
-        drawn += each["seconds"]
+    for index, record in enumerate(records):
+        before = records[index - 1] if index else record
+        gap = record["start"] - before["start"] - before["seconds"] if index else 0.0
+        if gap > limit:
+            cuts.append((drawn + limit / 2, gap))
+        drawn += min(max(gap, 0.0), limit)
+        places.append((drawn, drawn + record["seconds"]))
+        drawn += record["seconds"]
     scale = 100 / (drawn or 1.0)
     lanes: dict[str, Lane] = {}
-    for (begin, end), each in zip(places, records, strict=True):
-        name = f"{each['name']}, {each['mode']}"
+    for (begin, end), record in zip(places, records, strict=True):
+        name = f"{record['name']}, {record['mode']}"
         lane = lanes.setdefault(name, {"name": name, "boxes": []})
-        box: Box = {"x": begin * scale, "width": (end - begin) * scale, "row": 0, "of": each}
+        box: Box = {"x": begin * scale, "width": (end - begin) * scale, "row": 0, "of": record}
         lane["boxes"].append(box)
     whole = records[-1]["start"] + records[-1]["seconds"] - records[0]["start"] if records else 0.0
     gaps: list[Gap] = [{"x": at * scale, "seconds": seconds} for at, seconds in cuts]

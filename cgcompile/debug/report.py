@@ -5,7 +5,7 @@
 ``cgcompile.report(model, path)``: one page about a model that runs. It looks, changes nothing.
 
 What of the page comes from where: pieces from the split of each compiled graph, recorded steps and
-their times from whoever captured, batches from the statistics of managers, settings from the
+their times from what captured them, batches from the statistics of managers, settings from the
 configuration, versions from the process.
 """
 
@@ -78,11 +78,11 @@ class StepReport:
     Attributes:
         owner: what recorded it: ``graph 0`` of the split, or the name of a wrapper.
         batch: the descriptor, as text.
-        mode: PIECEWISE or FULL; empty if nobody knows any more.
+        mode: PIECEWISE or FULL; empty if it is no longer known.
         graphs: recordings in it.
         breaks: functions that run between them.
         nodes: of all its recordings; None where the device does not tell.
-        seconds: the capture took, its execution included; None if nobody knows any more.
+        seconds: the capture took, its execution included; None if it is no longer known.
         nbytes: by which memory grew; None likewise.
         replays: how often it was replayed.
     """
@@ -185,7 +185,7 @@ def report(
     """Tell what a compiled model or a manager did so far, and write it as one HTML page.
 
     The page needs no network and no scripts. Nothing is run or captured; on CUDA the bytes of pools
-    are asked of torch's allocator. Nothing synchronises.
+    come from torch's allocator. Nothing synchronises.
 
     Args:
         target: what ``torch.compile`` or :func:`cgcompile.compile` returned; a
@@ -209,7 +209,7 @@ def report(
     wanted = sizes_given("sizes", "report", sizes)
     config = _config_of(target, recorders)
     compiled = [each for each in recorders if isinstance(each, CompiledGraph)]
-    found = Overview(
+    result = Overview(
         version=VERSION,
         title=title or _name_of(target),
         kind=type(target).__name__,
@@ -227,22 +227,22 @@ def report(
         notes=tuple(_notes(target, recorders)),
     )
     if path is not None:
-        found.to_html(path)
-    return found
+        result.to_html(path)
+    return result
 
 
 def _config_of(target: Any, recorders: Sequence[Any]) -> CompilationConfig:
-    for each in (target, getattr(target, "backend", None), handle_of(target), *recorders):
-        config = getattr(each, "config", None)
+    for owner in (target, getattr(target, "backend", None), handle_of(target), *recorders):
+        config = getattr(owner, "config", None)
         if isinstance(config, CompilationConfig):
             return config
     return CompilationConfig()
 
 
 def _name_of(target: Any) -> str:
-    for each in (target, getattr(target, "model", None)):
+    for owner in (target, getattr(target, "model", None)):
         for attribute in ("_orig_mod", "runnable"):
-            inner = getattr(each, attribute, None)
+            inner = getattr(owner, attribute, None)
             if inner is not None:
                 return str(getattr(inner, "__qualname__", type(inner).__name__))
     model = getattr(target, "model", target)
@@ -253,18 +253,18 @@ def _name_of(target: Any) -> str:
 
 
 def _graph(index: int, graph: CompiledGraph, reporter: Reporter) -> GraphReport:
-    made = graph.compilation
+    output = graph.compilation
     return GraphReport(
         index=index,
         device=str(graph.split.device),
         pieces=reporter.pieces(),
         symbols=reporter.symbols(),
         totals=reporter.totals(),
-        compiled=made.compiled,
-        loaded=made.loaded,
-        shared=made.shared,
-        failed=made.failed,
-        compile_seconds=made.seconds,
+        compiled=output.compiled,
+        loaded=output.loaded,
+        shared=output.shared,
+        failed=output.failed,
+        compile_seconds=output.seconds,
     )
 
 
@@ -273,8 +273,8 @@ def _steps(recorders: Iterable[CompiledGraph | CUDAGraphWrapper]) -> Iterable[St
     for recorder in recorders:
         if isinstance(recorder, CompiledGraph):
             owner, number = f"graph {number}", number + 1
-            for each in recorder.recordings:
-                yield _step(owner, recorder, each.sequence, each.replays)
+            for recording in recorder.recordings:
+                yield _step(owner, recorder, recording.sequence, recording.replays)
         else:
             for entry in recorder.entries:
                 yield _step(recorder.name, recorder, entry.sequence, entry.tally.replays)
@@ -309,19 +309,19 @@ def _nodes(sequence: GraphSequence) -> int | None:
 
 def _counters(target: Any) -> CountersReport:
     own = getattr(target, "counters", None)
-    found = own if isinstance(own, Counters) else counters_of(target, "report")
+    result = own if isinstance(own, Counters) else counters_of(target, "report")
 
     def counts(those: Counter[Reason]) -> tuple[Count, ...]:
-        named = [(each.value, n, found.details.get(each, "")) for each, n in those.items()]
+        named = [(each.value, n, result.details.get(each, "")) for each, n in those.items()]
         return tuple(Count(*each) for each in sorted(named))
 
     return CountersReport(
-        calls=found.calls,
-        captures=found.captures,
-        replays=found.replays,
-        failures=found.failures,
-        plain=counts(found.plain),
-        degraded=counts(found.degraded),
+        calls=result.calls,
+        captures=result.captures,
+        replays=result.replays,
+        failures=result.failures,
+        plain=counts(result.plain),
+        degraded=counts(result.degraded),
     )
 
 
@@ -333,8 +333,8 @@ def _memory(target: Any, recorders: Sequence[Any]) -> tuple[Memory, ...]:
     held = sum(pool.held.held for pool in pools.values())
     staging = sum(pool.arena.nbytes for pool in pools.values())
     buffers = sum(pool.nbytes for pool in pools.values()) - held - staging
-    found = {"pools": held, "staging": staging, "buffers": buffers}
-    return tuple(Memory(*each) for each in found.items())
+    result = {"pools": held, "staging": staging, "buffers": buffers}
+    return tuple(Memory(*each) for each in result.items())
 
 
 def _notes(target: Any, recorders: Sequence[Any]) -> Iterable[str]:

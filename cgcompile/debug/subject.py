@@ -60,8 +60,8 @@ class Subject:
     @property
     def name(self) -> str:
         """What it is called."""
-        found = self.original
-        return getattr(found, "__qualname__", None) or type(found).__name__
+        result = self.original
+        return getattr(result, "__qualname__", None) or type(result).__name__
 
     @property
     def counters(self) -> Counters:
@@ -93,7 +93,7 @@ class Subject:
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """What is put back after each run beside the inputs: buffers, and what else it writes."""
+        """The tensors to restore after each run beside the inputs: buffers, and what it writes."""
         return [*self.buffers, *(self._written or {}).values()]
 
     # -------------------------------------------------------------- running
@@ -115,7 +115,7 @@ class Subject:
         return self._written
 
     def outcome(self, run: Callable[..., Any], call: Call) -> dict[str, Any]:
-        """What a call returns and writes, as copies; everything is put back after it."""
+        """Return copies of what a call returns and writes; everything is restored after it."""
         args, kwargs = call
         self.written(call)
         with restored_after([*compat.tree_tensors(call), *self.kept]), without_gradients():
@@ -125,15 +125,15 @@ class Subject:
     def _left(self, call: Call) -> dict[str, torch.Tensor]:
         """What a call may write: its arguments, the buffers, and what :meth:`written` found."""
         left = {f"input {path}": leaf for path, leaf in compat.tree_paths(call)}
-        left |= {f"buffer {place}": each for place, each in enumerate(self.buffers)}
+        left |= {f"buffer {index}": each for index, each in enumerate(self.buffers)}
         tensors = {n: v for n, v in left.items() if isinstance(v, torch.Tensor)}
         return tensors | self.written(call)
 
     def uncompared(
-        self, call: Call, plain: dict[str, Any], found: dict[str, Any]
+        self, call: Call, plain: dict[str, Any], value: dict[str, Any]
     ) -> tuple[tuple[str, ...], str]:
         """Return what of a result has no usable ``==``; and why nothing was compared, if so."""
-        names, written = uncompared(plain, found), self._left(call)
+        names, written = uncompared(plain, value), self._left(call)
         results = {n for n in plain if n not in written and not isinstance(plain[n], Opened)}
         blind = bool(names) and results <= set(names)
         texts = tuple(f"{name} ({layout_text(plain[name])})" for name in names)
@@ -190,5 +190,5 @@ def original_of(model: Any) -> Any:
 
 
 def tolerance_of(subject: Subject, call: Call, rtol: float | None, atol: float | None) -> Tolerance:
-    """What the user says; else bitwise where the kernels are the same; else by dtype."""
+    """Return the user's tolerance; else bitwise where kernels are the same; else by dtype."""
     return Tolerance(subject.same_kernels(call), rtol, atol)

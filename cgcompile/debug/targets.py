@@ -18,11 +18,11 @@ def resolved(settings: Any, function: str) -> CompilationConfig:
     """The settings that a user gave: a config, a handle, or a mapping; None: the defaults."""
     if isinstance(settings, Mapping):
         return CompilationConfig.resolve(options=settings)
-    found = settings.config if isinstance(settings, Backend) else settings
-    if found is not None and not isinstance(found, CompilationConfig):
+    result = settings.config if isinstance(settings, Backend) else settings
+    if result is not None and not isinstance(result, CompilationConfig):
         expected = "a CompilationConfig, a Backend, or a mapping of settings"
-        raise ConfigError.bad_value(name="config", where=function, value=found, expected=expected)
-    return CompilationConfig.resolve(found)
+        raise ConfigError.bad_value(name="config", where=function, value=result, expected=expected)
+    return CompilationConfig.resolve(result)
 
 
 def recorders_of(target: Any, function: str) -> list[CompiledGraph | CUDAGraphWrapper]:
@@ -57,8 +57,8 @@ def sequences_of(target: Any, function: str) -> Iterator[GraphSequence]:
     if target is None or isinstance(target, GraphSequence):
         yield from () if target is None else (target,)
         return
-    for each in recorders_of(target, function):
-        if isinstance(each, CompiledGraph):
-            yield from (recording.sequence for recording in each.recordings)
+    for recorder in recorders_of(target, function):
+        if isinstance(recorder, CompiledGraph):
+            yield from (recording.sequence for recording in recorder.recordings)
         else:
-            yield from (entry.sequence for entry in each.entries)
+            yield from (entry.sequence for entry in recorder.entries)

@@ -99,7 +99,7 @@ class Verification(Page):
     @property
     def differences(self) -> tuple[Difference, ...]:
         """All that differs, in the order of the checks."""
-        return tuple(found for check in self.checks for found in check.findings)
+        return tuple(result for check in self.checks for result in check.findings)
 
     @property
     def replays(self) -> int:
@@ -113,10 +113,10 @@ class Verification(Page):
             cells.append((check.name, *counts, check.tolerance, _result(check)))
         rows = table(cells)
         verdict = "ok" if self.ok else "not ok"
-        found = [str(each) for each in self.differences]
+        value = [str(each) for each in self.differences]
         unsaid = dict.fromkeys(name for check in self.checks for name in check.uncompared)
         rows += [f"not compared: {', '.join(unsaid)}"] if unsaid else []
-        return "\n".join([f"{self.subject}: {verdict}", *rows, *found])
+        return "\n".join([f"{self.subject}: {verdict}", *rows, *value])
 
 
 def _result(check: Check) -> str:
@@ -161,7 +161,7 @@ def wrapper_difference(
     The arguments of each eager break are compared as it leaves them, tensors and plain values, and
     what comes out in the end. Of dataclasses and plain objects what is in them is compared; what
     has no fields and no ``==`` of its own is not, with a line in the log. What the plain step
-    changes is put back before the replay: tensors among the arguments, and tensors, attributes and
+    changes is restored before the replay: tensors among the arguments, and tensors, attributes and
     containers that the model leads to, weights included. What is written elsewhere, such as a
     global or a cache that the forward context leads to, is written twice. Of a model with compiled
     code all tensors are copied, as its writes are not seen; else those that are written, the
@@ -194,10 +194,10 @@ def _wrapper_difference(
         raise DispatchError.other_breaks(
             what=wrapper.name, now=names, before=[each.name for each in breaks]
         )
-    for place, (name, given) in enumerate(watcher.seen):
-        found = tolerance.first(f"break {place} ({name})", given, replayed[place])
-        if found is not None:
-            return found
+    for index, (name, inputs) in enumerate(watcher.seen):
+        value = tolerance.first(f"break {index} ({name})", inputs, replayed[index])
+        if value is not None:
+            return value
     output = copies(named_values(entry.output))
     for name in uncompared(plain, output):
         log.warning("%s: %s of the result is not compared", wrapper.name, name)
@@ -210,11 +210,11 @@ def _entry(wrapper: CUDAGraphWrapper) -> CUDAGraphEntry:
     if context is None or context.batch_descriptor is None:
         raise DispatchError.nothing_verified(why="no forward context with a batch descriptor")
     mode, descriptor = context.cudagraph_runtime_mode, context.batch_descriptor
-    found = wrapper.entry_of(mode, descriptor)
-    if found is None:
+    result = wrapper.entry_of(mode, descriptor)
+    if result is None:
         detail = f"{wrapper.name} has nothing for {mode.name}, {descriptor}"
         raise DispatchError.nothing_verified(why=detail)
-    return found
+    return result
 
 
 class _Watcher(Breaker):
@@ -266,9 +266,9 @@ class _Watcher(Breaker):
         self._mode.switch_off()
         self._in_break = True
         try:
-            made = function(*args, **(kwargs or {}))
+            output = function(*args, **(kwargs or {}))
             self.seen.append((name, copies(named_values((args, dict(kwargs or {}))))))
-            return made
+            return output
         finally:
             self._in_break = False
             self._mode.switch_on()
@@ -278,32 +278,25 @@ CHECKS = ("exact eager against exact replay", "exact eager against padded replay
 
 
 def check_manager(
-    manager: CudaGraphManager,
-    batches: Any,
-    sets: int,
-    rtol: float | None = None,
-    atol: float | None = None,
-    refuse: bool = False,
+    manager: CudaGraphManager, batches: Any, sets: int, tolerance: Tolerance, refuse: bool
 ) -> Verification:
     """Run batches plain and exact, and on the graph that the dispatcher chooses; compare."""
-    tolerance = Tolerance(False, rtol, atol)
-    make: Callable[[int], Batch] | None = batches if callable(batches) else None
-    given = list(batches) if make is None else [make(number) for number in range(sets)]
     compared: dict[str, list[Difference | None]] = {name: [] for name in CHECKS}
-    missing = "" if given else "there are no batches"
+    batches = [batches(number) for number in range(sets)] if callable(batches) else list(batches)
+    missing = "" if batches else "there are no batches"
     wrong: list[str] = []
-    for number, batch in enumerate(given):
+    for number, batch in enumerate(batches):
         chosen = manager.dispatched(batch)
         if chosen.mode is CUDAGraphMode.NONE:
             missing = missing or f"batch {number} has no graph: {chosen.why}"
             continue
-        plain = copied(manager.run(batch, valid_modes=()))
+        expected = copied(manager.run(batch, valid_modes=()))
         replayed = _replayed(manager, batch)
         if replayed is None:
             missing = missing or f"batch {number} has a graph and does not replay it"
             continue
         name = CHECKS[chosen.descriptor.num_tokens > batch.num_tokens]
-        difference = tolerance.first("the result", plain, replayed)
+        difference = tolerance.first("the result", expected, replayed)
         if difference is not None:
             difference = _located(manager, batch, number, difference, tolerance)
             if chosen.mode is CUDAGraphMode.FULL:
@@ -312,14 +305,13 @@ def check_manager(
     if refuse:
         _refuse_full(manager, wrong)
     checks = [
-        Check(name, len(all_), len(all_), str(tolerance), tuple(f for f in all_ if f is not None))
-        for name, all_ in compared.items()
-        if all_
+        Check(name, len(sets_), len(sets_), str(tolerance), tuple(d for d in sets_ if d))
+        for name, sets_ in compared.items()
+        if sets_
     ]
     if missing:
         checks.append(Check("batches without a replay", 0, 0, "-", (), missing))
-    subject = f"{type(manager.model).__name__} in a manager"
-    return Verification(subject, tuple(checks))
+    return Verification(f"{type(manager.model).__name__} in a manager", tuple(checks))
 
 
 def _replayed(manager: CudaGraphManager, batch: Batch) -> dict[str, Any] | None:
@@ -346,7 +338,12 @@ def _located(
             manager.run(batch)
         if watcher.differences:
             return replace(watcher.differences[0][1], inputs=number)
-    return located("replay", difference, batch.num_tokens, _place(manager, batch), number)
+    chosen, real = manager.dispatched(batch), batch.num_tokens
+    cause = "an op inside has frozen a number, or padding reaches real rows"
+    if chosen.descriptor.num_tokens > real and chosen.mode is CUDAGraphMode.PIECEWISE:
+        cause = "each piece does what it does eager: padding reaches real rows"
+    what = f"{chosen.mode.name} graph for {chosen.descriptor}, {real} rows are real"
+    return located("replay", difference, real, Difference(detail=f"{what}; {cause}"), number)
 
 
 def _refuse_full(manager: CudaGraphManager, wrong: list[str]) -> None:
@@ -359,18 +356,6 @@ def _refuse_full(manager: CudaGraphManager, wrong: list[str]) -> None:
     for mode, descriptor in manager.dispatcher.plan():
         if mode is CUDAGraphMode.FULL:
             manager.dispatcher.refused(mode, descriptor, detail)
-
-
-def _place(manager: CudaGraphManager, batch: Batch) -> Difference:
-    chosen = manager.dispatched(batch)
-    what = f"{chosen.mode.name} graph for {chosen.descriptor}, {batch.num_tokens} rows are real"
-    if chosen.descriptor.num_tokens > batch.num_tokens and chosen.mode is CUDAGraphMode.PIECEWISE:
-        return Difference(
-            detail=f"{what}; each piece does what it does eager: padding reaches real rows"
-        )
-    return Difference(
-        detail=f"{what}; an op inside has frozen a number, or padding reaches real rows"
-    )
 
 
 TAILS = ("random", "nan")
@@ -394,7 +379,7 @@ def verify(
     """Run a model eager and replayed on several sets of inputs, and compare.
 
     Results are compared, and what is written of arguments and of the tensors that the model holds,
-    which is put back after each run. What ops write elsewhere, such as a global or a cache that the
+    which is restored after each run. What ops write elsewhere, such as a global or a cache that the
     forward context leads to, is written each time, and attributes that are no tensors change as by
     any call. Runs without gradients. Warms up and captures what is not captured yet. Synchronises.
 
@@ -434,7 +419,7 @@ def verify(
     require_comparison("verify", sets, rtol, atol, seed)
     sizes = sizes_given("padded_sizes", "verify", padded_sizes)
     if is_manager:
-        return check_manager(model, inputs, sets, rtol, atol, refuse)
+        return check_manager(model, inputs, sets, Tolerance(False, rtol, atol), refuse)
     subject = Subject(model, config)
     try:
         sets_ = InputSets(inputs, seed)
@@ -456,29 +441,6 @@ def verify(
 # ---------------------------------------------------------------- eager against replay
 
 
-def _replays(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolerance) -> Check:
-    def compare(number: int) -> Outcome:
-        call = inputs.fill(number)
-        missing = subject.until_replayed(call) if number == 0 else ""
-        if missing:
-            return Outcome(0, missing)
-        expected = subject.outcome(subject.original, call)
-        before = subject.counters.replays
-        found = subject.outcome(subject.call, call)
-        replays = subject.counters.replays - before
-        if not replays:  # of another layout than the first set
-            missing = subject.until_replayed(call)
-            found = subject.outcome(subject.call, call)
-            replays = int(not missing)
-        difference = _of_real_rows(tolerance, expected, found)
-        if difference is None or not replays:
-            return _equal(subject, call, replays, missing, expected, found)
-        finding = _verify_located(subject, call, number, difference, tolerance)
-        return Outcome(replays, missing, finding)
-
-    return _check("eager against replay", sets, tolerance, compare)
-
-
 class Outcome(NamedTuple):
     """Of one set of inputs: replays, why there are fewer, the difference, what is not compared."""
 
@@ -488,34 +450,46 @@ class Outcome(NamedTuple):
     uncompared: tuple[str, ...] = ()
 
 
-def _equal(
-    subject: Subject,
-    call: Call,
-    replays: int,
-    missing: str,
-    plain: dict[str, Any],
-    found: dict[str, Any],
-) -> Outcome:
-    """Of two runs that do not differ."""
-    uncompared, blind = subject.uncompared(call, plain, found)
-    return Outcome(replays, missing or blind, None, uncompared)
-
-
 def _check(name: str, sets: int, tolerance: Tolerance, compare: Callable[[int], Outcome]) -> Check:
-    replays, compared, missing = 0, 0, ""
-    uncompared: dict[str, None] = {}
-    findings: list[Difference] = []
+    """Compare each set of inputs; stop where the first one does not replay."""
+    outcomes: list[Outcome] = []
     for number in range(sets):
-        more, why, finding, unsaid = compare(number)
-        replays += more
-        compared += bool(more)
-        missing = missing or why
-        uncompared |= dict.fromkeys(unsaid)
-        findings += [] if finding is None else [finding]
-        if why and not replays:
+        outcomes.append(compare(number))
+        if outcomes[-1].missing and not any(outcome.replays for outcome in outcomes):
             break  # the others would not replay either
-    text, found = str(tolerance), tuple(findings)
-    return Check(name, compared, replays, text, found, missing, tuple(uncompared))
+    return Check(
+        name,
+        compared=sum(bool(outcome.replays) for outcome in outcomes),
+        replays=sum(outcome.replays for outcome in outcomes),
+        tolerance=str(tolerance),
+        findings=tuple(o.finding for o in outcomes if o.finding is not None),
+        missing=next((outcome.missing for outcome in outcomes if outcome.missing), ""),
+        uncompared=tuple(dict.fromkeys(name for o in outcomes for name in o.uncompared)),
+    )
+
+
+def _replays(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolerance) -> Check:
+    def compare(number: int) -> Outcome:
+        call = inputs.fill(number)
+        missing = subject.until_replayed(call) if number == 0 else ""
+        if missing:
+            return Outcome(0, missing)
+        expected = subject.outcome(subject.original, call)
+        before = subject.counters.replays
+        actual = subject.outcome(subject.call, call)
+        replays = subject.counters.replays - before
+        if not replays:  # of another layout than the first set
+            missing = subject.until_replayed(call)
+            actual = subject.outcome(subject.call, call)
+            replays = int(not missing)
+        difference = _of_real_rows(tolerance, expected, actual)
+        if difference is None or not replays:
+            uncompared, blind = subject.uncompared(call, expected, actual)
+            return Outcome(replays, missing or blind, None, uncompared)
+        finding = _verify_located(subject, call, number, difference, tolerance)
+        return Outcome(replays, missing, finding)
+
+    return _check("eager against replay", sets, tolerance, compare)
 
 
 def _verify_located(
@@ -535,7 +509,7 @@ def _verify_located(
 
 
 def _of_real_rows(
-    tolerance: Tolerance, expected: dict[str, Any], found: dict[str, Any]
+    tolerance: Tolerance, expected: dict[str, Any], value: dict[str, Any]
 ) -> Difference | None:
     """Return the first difference, with its padding rows; None if only padding rows differ."""
     context, real = callers_context(), real_rows()
@@ -543,11 +517,11 @@ def _of_real_rows(
     if real is not None and batch is not None:
         cut = [
             {n: _first_rows(v, batch.num_tokens, real) for n, v in values.items()}
-            for values in (expected, found)
+            for values in (expected, value)
         ]
         if tolerance.first("the result", *cut) is None:
             return None
-    return tolerance.first("the result", expected, found)
+    return tolerance.first("the result", expected, value)
 
 
 def _first_rows(value: Any, size: int, real: int) -> Any:
@@ -556,7 +530,7 @@ def _first_rows(value: Any, size: int, real: int) -> Any:
 
 
 def real_rows() -> int | None:
-    """How many rows the forward context says are real; None if it does not."""
+    """Return how many rows are real by the forward context; None if it does not tell."""
     context = callers_context()
     return None if context is None else context.num_unpadded_tokens
 
@@ -590,13 +564,14 @@ def _padded(
             return Outcome(0, missing)
         expected = subject.outcome(subject.original, call)
         before = subject.counters.replays
-        found = subject.outcome(subject.call, larger)
+        actual = subject.outcome(subject.call, larger)
         replays = subject.counters.replays - before
-        pairs = [(n, value) for n, value in expected.items() if n in found]
-        cut = {n: real_part(found[n], value, real) for n, value in pairs}
+        pairs = [(n, value) for n, value in expected.items() if n in actual]
+        cut = {n: real_part(actual[n], value, real) for n, value in pairs}
         difference = tolerance.first("the result", expected, cut)
         if difference is None:
-            return _equal(subject, call, replays, "", expected, cut)
+            uncompared, blind = subject.uncompared(call, expected, cut)
+            return Outcome(replays, blind, None, uncompared)
         missing = subject.until_replayed(call)
         place = (
             padding_place(subject, call, larger, real, tolerance) if not missing else Difference()
@@ -624,7 +599,7 @@ def _breakable(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolera
         missing = subject.until_replayed(call)
         if missing:
             return Outcome(0, missing)
-        found = subject.outcome(subject.call, call)
+        value = subject.outcome(subject.call, call)
         before = wrapper.counters.replays
         try:
             with _in_piecewise(call):
@@ -634,9 +609,10 @@ def _breakable(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolera
             return Outcome(0, str(error).splitlines()[0])
         replays = wrapper.counters.replays - before
         why = "" if replays else f"breakable: {wrapper.counters}"
-        difference = tolerance.first("the result", found, other)
+        difference = tolerance.first("the result", value, other)
         if difference is None or not replays:
-            return _equal(subject, call, replays, why, found, other)
+            uncompared, blind = subject.uncompared(call, value, other)
+            return Outcome(replays, why or blind, None, uncompared)
         with _in_piecewise(call):
             place = wrapper_place(wrapper, call, tolerance, subject.kept)
         return Outcome(replays, why, located("breakable", difference, real_rows(), place, number))
@@ -651,14 +627,14 @@ def _breakable(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolera
 def _in_piecewise(call: Call) -> Iterator[None]:
     """The caller's forward context, or a new one, in mode PIECEWISE."""
     context = callers_context()
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     batch = BatchDescriptor(max(rows_of(call), 1))
     if context is not None:
         names = ("attn_metadata", "num_tokens", "num_unpadded_tokens", "num_tokens_across_dp")
-        given = {n: getattr(context, n) for n in (*names, "slot_mapping", "inputs_ready")}
-        given |= context.additional
+        inputs = {n: getattr(context, n) for n in (*names, "slot_mapping", "inputs_ready")}
+        inputs |= context.additional
         batch = context.batch_descriptor or batch
     with set_forward_context(
-        **given, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=batch
+        **inputs, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=batch
     ):
         yield
