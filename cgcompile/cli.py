@@ -49,7 +49,7 @@ class Target(NamedTuple):
     kwargs: dict[str, Any]
 
     def call(self, command: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call."""
+        """Return the arguments of a call."""
         if self.args is None:
             raise CommandError.no_inputs(target=self.name, command=command)
         return self.args, self.kwargs
@@ -314,7 +314,7 @@ def _env(options: argparse.Namespace) -> Answer:
 
 
 def _answer(options: argparse.Namespace, result: Any, bad: bool, text: str | None = None) -> Answer:
-    """A value as the words ask for it; ``text``: what is printed of it, if not itself."""
+    """Write the page, and return a result as text or JSON; ``text`` replaces its own."""
     if options.html:
         try:
             result.to_html(options.html)
@@ -331,7 +331,7 @@ def _answer(options: argparse.Namespace, result: Any, bad: bool, text: str | Non
 def _config(
     given: argparse.Namespace, target: Target, recorded: bool = False
 ) -> CompilationConfig | None:
-    """The settings of a model that is to be compiled; None of one that is."""
+    """Return the settings of a model that is to be compiled; None of one that is."""
     pairs = [each.partition("=") for each in given.set]
     for pair, (key, equals, _) in zip(given.set, pairs, strict=True):
         if not (key and equals):
@@ -352,7 +352,7 @@ def _config(
 
 
 def _is_compiled(model: Any) -> bool:
-    """Whether it has settings of its own; managers have."""
+    """Return whether it has settings of its own; managers have."""
     if isinstance(model, CUDAGraphWrapper) or handle_of(model) is not None:
         return True
     return not isinstance(model, torch.nn.Module) and not inspect.isroutine(model)
@@ -401,7 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(error: BaseException) -> str:
-    """An error in words; of one that is not ours, where it comes from."""
+    """Return an error in words; of one that is not ours, where it comes from."""
     if isinstance(error, CGCompileError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -412,7 +412,7 @@ def _told(error: BaseException) -> str:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """All words of the program."""
+    """Return the parser of the program."""
     parser = argparse.ArgumentParser(
         prog="cgcompile",
         description="See what cgcompile does to a model. Also: python -m cgcompile.",
@@ -519,7 +519,7 @@ def _find(store: Store, entries: Sequence[Entry], prefix: str) -> Entry:
 
 
 def _what(entry: Entry) -> str:
-    """What was compiled, in a few words."""
+    """Return what was compiled, in a few words."""
     calls = entry.facts.get("graph", "").count(" -> ")
     what = [f"{calls} ops"] if calls else []
     what += [entry.facts[name].split()[0] for name in ("compiler", "torch") if name in entry.facts]

@@ -255,7 +255,7 @@ class _Search:
     # -------------------------------------------------------------- what they end in
 
     def _before_pieces(self, difference: Difference) -> Bisection:
-        """No piece is to blame: a pass, or the trace."""
+        """Blame a pass, or the trace, as no piece is to blame."""
         if self._right_with({}, "compiled anew"):
             detail = "traced anew it is right: what the trace holds has changed since"
         else:
@@ -292,7 +292,7 @@ class _Search:
         return right
 
     def _pass(self, name: str, settings: dict[str, Any], difference: Difference) -> Bisection:
-        """A pass is to blame: the first op that has another value without it."""
+        """Blame a pass: the first op that has another value without it."""
         place, good = Difference(), self._subject.again(**settings)
         try:
             if not good.until_replayed(self._call):
@@ -375,7 +375,7 @@ def _own_passes(config: CompilationConfig) -> list[str]:
 
 
 def minimal(items: Sequence[T_], fails: Callable[[Sequence[T_]], bool]) -> list[T_]:
-    """Some of the items that fail together and of which none can be left out."""
+    """Return some of the items that fail together and of which none can be left out."""
     result, parts = list(items), 2
     while len(result) > 1:
         size = -(-len(result) // parts)

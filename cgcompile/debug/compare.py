@@ -40,7 +40,7 @@ class Opened(NamedTuple):
 
 
 def named_values(value: Any, top: str = "") -> dict[str, Any]:
-    """The leaves of a value by their paths, such as ``['k'].scores[0]``.
+    """Return the leaves of a value by their paths, such as ``['k'].scores[0]``.
 
     Containers that pytree knows are opened, the fields of dataclasses and the attributes of plain
     objects. Each object that is opened comes before what is in it, as an :class:`Opened`.
@@ -69,7 +69,7 @@ def _open(leaf: Any, here: str, around: tuple[Any, ...], result: dict[str, Any])
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
-    """What an object has; nothing of one that is looked at as a whole."""
+    """Return what an object has; nothing of one that is looked at as a whole."""
     if is_record(leaf):
         return {name: getattr(leaf, name) for name in field_names(leaf) if hasattr(leaf, name)}
     if is_plain_value(leaf) or isinstance(leaf, _CLOSED):
@@ -80,7 +80,7 @@ def _fields(leaf: Any) -> dict[str, Any]:
 
 
 def names_compared(plain: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[str]:
-    """The names of what is to be compared, in order.
+    """Yield the names of what is to be compared, in order.
 
     An object that both have, such as one that the model keeps, is equal to itself, whatever became
     of its attributes between the two.
@@ -113,7 +113,7 @@ def alike(result: Any, expected: Any) -> bool | None:
 
 
 def value_text(value: Any) -> str:
-    """A value as messages show it."""
+    """Return a value as messages show it."""
     return str(value) if isinstance(value, Opened) else layout_text(value)
 
 
@@ -217,7 +217,7 @@ class Tolerance:
     atol: float | None = None
 
     def of(self, dtype: torch.dtype) -> tuple[float, float]:
-        """(relative, absolute) for numbers of a dtype."""
+        """Return (relative, absolute) for numbers of a dtype."""
         if self.rtol is not None or self.atol is not None:
             return self.rtol or 0.0, self.atol or 0.0
         number = dtype.to_real() if dtype.is_complex else dtype
@@ -288,7 +288,7 @@ class InputSets:
         return compat.tree_tensors(self.first)
 
     def fill(self, number: int) -> Call:
-        """The arguments of a call; the tensors of the first one are filled, if they fit."""
+        """Return the arguments of a call; the tensors of the first one are filled, if they fit."""
         if number == 0:
             return self.first
         if self._make is None:
@@ -375,7 +375,7 @@ def rows_of(call: Call) -> int:
 
 
 def padded(call: Call, size: int, tails: str, generator: torch.Generator) -> Call:
-    """The same call with ``size`` rows; those behind the real ones are random, or NaN.
+    """Return the same call with ``size`` rows; those behind the real ones are random, or NaN.
 
     Tensors whose first dimension is that of the batch are padded; integers stay in their range.
     """

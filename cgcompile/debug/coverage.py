@@ -11,7 +11,7 @@ from typing import Any
 
 from cgcompile.config import CUDAGraphMode
 from cgcompile.debug.output import Result, clipped, table, wrapped
-from cgcompile.debug.targets import counters_of, recorders_of
+from cgcompile.debug.subject import counters_of, recorders_of
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters, Reason

@@ -26,8 +26,7 @@ from cgcompile.debug.findings import KINDS, SEVERITIES, Finding, Notes, Way, fin
 from cgcompile.debug.op_observer import Case, Watch
 from cgcompile.debug.output import Page
 from cgcompile.debug.restore import Held, Snapshot, State
-from cgcompile.debug.subject import original_of
-from cgcompile.debug.targets import resolved
+from cgcompile.debug.subject import original_of, resolved
 from cgcompile.errors import (
     AddressChangedError,
     CaptureError,
@@ -98,7 +97,7 @@ class Diagnosis(Page):
         return all(each.severity == "note" for each in self.findings)
 
     def of_kind(self, kind: str) -> tuple[Finding, ...]:
-        """The findings of one kind."""
+        """Return the findings of one kind."""
         return tuple(each for each in self.findings if each.kind == kind)
 
     def __str__(self) -> str:
@@ -141,7 +140,7 @@ _FIXES = {
 
 
 def of_error(error: BaseException) -> Finding:
-    """What made an error, the deepest of its causes."""
+    """Return the finding that explains an error, by the deepest of its causes."""
     chain = list(_causes(error))
     deepest = chain[-1]
     value = (raised_at(each) or _named_line(str(each)) for each in reversed(chain))
@@ -162,7 +161,7 @@ def of_error(error: BaseException) -> Finding:
 
 
 def of_handle(handle: Any) -> list[Finding]:
-    """What the calls of a handle or of a wrapper could not do, from its counters."""
+    """Return findings from the counters of a handle or of a wrapper."""
     counters: Counters = handle.counters
     rows = counters.plain + counters.degraded
     result = [
@@ -228,7 +227,7 @@ def _of_reason(reason: Reason, detail: str, count: int) -> Finding:
 
 
 def _named_line(text: str) -> Line | None:
-    """The last line of code that a message names, such as ``(model.py:41 in forward)``."""
+    """Return the last line of code that a message names, such as ``(model.py:41 in forward)``."""
     result = list(_LINE.finditer(text))
     if not result:
         return None
@@ -257,7 +256,7 @@ class Call(NamedTuple):
         return cls(*output) if both else cls(output, {})
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        """(path such as ``input 0['mask']``, leaf) of each argument, containers opened."""
+        """Yield (path such as ``input 0['mask']``, leaf) of each argument, containers opened."""
         tops: list[tuple[str, Any]] = [(f"input {i}", each) for i, each in enumerate(self.args)]
         tops += [(f"input {name!r}", each) for name, each in self.kwargs.items()]
         for top, tree in tops:
@@ -266,7 +265,7 @@ class Call(NamedTuple):
 
 
 def check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of a model by name."""
+    """Return the arguments of a call of a model by name."""
     called = model.forward if isinstance(model, torch.nn.Module) else model
     name = getattr(model, "__qualname__", None) or type(model).__name__
     try:
@@ -292,7 +291,7 @@ def _counted(named: Sequence[tuple[str, Any]]) -> str:
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a module, or of the module of a bound method."""
+    """Yield the parameters and buffers of a module, or of the module of a bound method."""
     module = getattr(model, "__self__", model)
     if isinstance(module, torch.nn.Module):
         yield from module.named_parameters("self")
@@ -374,7 +373,7 @@ def _way(model: Any, config: CompilationConfig) -> Way:
 
 
 def _call(model: Any, call: Call) -> Any:
-    """The one place that runs the model: lines of its callers are not the model's."""
+    """Call the model, here alone: lines of the callers of this function are not the model's."""
     return model(*call.args, **call.kwargs)
 
 

@@ -20,7 +20,7 @@ from cgcompile.boundaries import Boundaries, target_name
 from cgcompile.compile import CompiledModel, check_compilable
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.debug.output import Page, clipped, human, table, wrapped
-from cgcompile.debug.targets import resolved
+from cgcompile.debug.subject import resolved
 from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.passes.nodes import (
     COMPUTING,
@@ -266,7 +266,7 @@ class SettingReport(NamedTuple):
 
 
 def settings_of(config: CompilationConfig) -> tuple[SettingReport, ...]:
-    """All settings as plain values, with where each comes from."""
+    """Return all settings as plain values, with where each comes from."""
     return tuple(
         SettingReport(name, _plain_setting(getattr(config, name)), origin)
         for name, origin in config.origins.items()
@@ -375,7 +375,7 @@ def _mode_lines(modes: ModeReport) -> Iterator[str]:
 
 
 def _table(pieces: Sequence[PieceReport]) -> Iterator[str]:
-    """A row for each piece; runs of layers are printed once."""
+    """Yield a row for each piece; runs of layers are printed once."""
     if not pieces:
         return
     rows = [("piece", "kind", "ops", "same as", "bytes out", "where, why"), *map(_row, pieces)]
@@ -395,7 +395,7 @@ def _table(pieces: Sequence[PieceReport]) -> Iterator[str]:
 
 
 def _repeated(keys: Sequence[tuple[int, bool]], index: int) -> tuple[int, int]:
-    """(period, times) of the repetition that begins there and saves the most rows."""
+    """Return (period, times) of the repetition that begins there and saves the most rows."""
     best = (1, 1)
     for period in range(1, min(16, (len(keys) - index) // 2) + 1):
         times = 1
@@ -450,7 +450,7 @@ class Reporter:
             self._at = [(size, self._symbols.numbers_with(chosen, size)) for size in sizes]
 
     def bytes(self, expression: Any) -> Bytes:
-        """An expression, its number in the traced call, and at each size."""
+        """Return an expression, its number in the traced call, and at each size."""
         at = tuple((size, _number(expression, numbers)) for size, numbers in self._at)
         traced = {symbol: n for symbol, n in self._traced.items() if n is not None}
         return Bytes(self._symbols.pretty(expression), _number(expression, traced), at)
@@ -461,7 +461,7 @@ class Reporter:
         return self.bytes(sum(dict(result).values(), sympy.Integer(0)))
 
     def pieces(self) -> tuple[PieceReport, ...]:
-        """All pieces, in order."""
+        """Return all pieces, in order."""
         return tuple(map(self._piece, self._split.pieces))
 
     def _piece(self, piece: Piece) -> PieceReport:
@@ -506,7 +506,7 @@ class Reporter:
         )
 
     def symbols(self) -> tuple[SymbolReport, ...]:
-        """The sizes that vary, in the order of the inputs."""
+        """Return the sizes that vary, in the order of the inputs."""
         names = list(self._symbols.dims.items())
         result = []
         for symbol, (name, source) in zip(self._symbols, names, strict=True):
@@ -566,7 +566,7 @@ def data_breaks(split: SplitGraph) -> tuple[GraphBreak, ...]:
 
 
 def _reads_data(node: fx.Node) -> bool:
-    """Whether a number or a size comes of data here, not of such a number or size before."""
+    """Return whether a number or a size comes of data here, not of such a number or size before."""
     inputs = {each for argument in node.all_input_nodes for each in _unbacked(argument)}
     output = _unbacked(node) - inputs
     return bool(output) and (is_symbolic_number(value(node)) or not inputs)
@@ -583,7 +583,7 @@ def _cause(why: Why) -> Cause:
 def mode_report(
     split: SplitGraph | None, config: CompilationConfig, query_lens: Sequence[int]
 ) -> ModeReport:
-    """Which CUDA graphs would serve, on a device that has them."""
+    """Return which CUDA graphs would serve, on a device that has them."""
     wanted = config.cudagraph_mode
     assert wanted is not None
     if split is None:
@@ -610,7 +610,7 @@ def mode_report(
 
 
 def _least_able(split: SplitGraph) -> str:
-    """Which boundaries go the least far into a FULL graph, in words."""
+    """Return which boundaries go the least far into a FULL graph, in words."""
     least = full_support(split)
     pieces = [piece for piece in split.pieces if piece.support is least and piece.why]
     if not pieces:
@@ -735,7 +735,7 @@ def _traced_as(
     dims: Mapping[str, Any] | None,
     shapes: str | None,
 ) -> tuple[Any, Any, Mapping[str, Any] | None, Rules]:
-    """(what to trace, settings, dimensions, rules) of a model, compiled or not."""
+    """Return (what to trace, settings, dimensions, rules) of a model, compiled or not."""
     if shapes is not None and shapes not in SHAPES:
         raise ConfigError.bad_value(
             name="dynamic_shapes", where="explain", value=shapes, expected=f"one of {SHAPES}"
@@ -768,7 +768,7 @@ def _check_dim(split: SplitGraph, dim: str | None) -> None:
 def _with_weights(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments where the weights are."""
+    """Return the arguments where the weights are."""
     module = getattr(model, "__self__", model)
     if not isinstance(module, torch.nn.Module):
         return args, kwargs

@@ -212,7 +212,7 @@ def finding(
     *,
     severity: str | None = None,
 ) -> Finding:
-    """A finding with the severity and the fix of its kind."""
+    """Return a finding with the severity and the fix of its kind."""
     advice = _ADVICE[kind]
     by_way = {Way.SPLIT: advice.split, Way.WHOLE: advice.whole, Way.UNTRACED: advice.untraced}
     fix = advice.fix.replace("{op}", repr(op))
@@ -255,7 +255,7 @@ class Notes:
             self.hush(-1)
 
     def line(self) -> Line | None:
-        """The user's line that runs now."""
+        """Return the user's line that runs now."""
         return running_line(sys._getframe(1), self._until)
 
     def here(self, kind: str, op: str, message: str, *, severity: str | None = None) -> None:

@@ -399,7 +399,7 @@ def _own_lines(piece: Piece) -> bool:
 
 
 def op_name(node: fx.Node) -> str:
-    """The op of a node, as dumps show it."""
+    """Return the op of a node, as dumps show it."""
     return target_name(node.target).replace("_VariableFunctionsClass.", "")
 
 

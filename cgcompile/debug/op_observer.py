@@ -124,12 +124,12 @@ _HEADS = 3  # dimensions of a tensor [tokens, heads, head_dim]
 
 
 def is_attention_name(name: str) -> bool:
-    """Whether a function of this name would be attention."""
+    """Return whether a function of this name would be attention."""
     return bool(_ATTENTION.search(name))
 
 
 def resembles(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
-    """(kind of finding, why) of an op that is not registered, or None."""
+    """Return (kind of finding, why) of an op that is not registered, or None."""
     if getattr(func, "namespace", "aten") in _TORCHS:
         return None
     name = short_name(func)
@@ -318,7 +318,7 @@ class Case:
         self._known: dict[Any, SplittingOp | None] = {}
 
     def match(self, function: Any) -> SplittingOp | None:
-        """The boundary that a call is, or None."""
+        """Return the boundary that a call is, or None."""
         try:
             if function not in self._known:
                 self._known[function] = self._boundaries.match_call(function)
@@ -518,5 +518,5 @@ class _Ops(compat.DispatchMode):
 
 
 def _is_off(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call of dropout returns its argument."""
+    """Return whether a call of dropout returns its argument."""
     return short_name(func) in ("dropout", "native_dropout") and len(args) > 2 and not args[2]

@@ -100,13 +100,13 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def clipped(text: str, width: int = WIDTH) -> str:
-    """At most ``width`` characters of ASCII."""
+    """Return at most ``width`` characters of ASCII."""
     text = text.encode("ascii", "backslashreplace").decode()
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def wrapped(label: str, text: str, columns: int = 6) -> list[str]:
-    """A label and text, over as many lines as it needs."""
+    """Return a label and text, over as many lines as it needs."""
     inner = text.encode("ascii", "backslashreplace").decode()
     lines = textwrap.wrap(inner, WIDTH - columns) or [""]
     rows = [f"{label:<{columns}}{lines[0]}"]
@@ -114,7 +114,7 @@ def wrapped(label: str, text: str, columns: int = 6) -> list[str]:
 
 
 def human(number: int) -> str:
-    """``1.5 GiB``: a number of bytes for people."""
+    """Return ``1.5 GiB``: a number of bytes for people."""
     result, unit = float(number), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if result < 1024 or unit == "TiB":
@@ -124,7 +124,7 @@ def human(number: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``1.2 ms``: a time for people, three digits or fewer before the unit."""
+    """Return ``1.2 ms``: a time for people, three digits or fewer before the unit."""
     if not seconds:
         return "0 s"
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
@@ -139,7 +139,7 @@ def duration(seconds: float) -> str:
 
 
 def render(template: str, result: dict[str, Any]) -> str:
-    """The page of one kind of value."""
+    """Return the page of one kind of value."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
     folder = files("cgcompile.debug") / "templates"
@@ -236,7 +236,7 @@ def times(records: Sequence[Mapping[str, Any]]) -> Times:
 
 
 def distinct(pieces: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
-    """Each piece that is the first of its structure, and how many have it."""
+    """Return each piece that is the first of its structure, and how many have it."""
     counts: dict[int, int] = {}
     for piece in pieces:
         counts[piece["same_as"]] = counts.get(piece["same_as"], 0) + 1

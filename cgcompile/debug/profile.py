@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from cgcompile.debug.output import Result, plain
-from cgcompile.debug.targets import recorders_of, sequences_of
+from cgcompile.debug.subject import recorders_of, sequences_of
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.profiling import Observed, observing
 from cgcompile.graphs.sequence import EagerSegment, GraphSequence
@@ -238,7 +238,7 @@ def _measured(result: Profile) -> Iterator[Profile]:
 
 
 def timeline(target: Any) -> tuple[CaptureRecord, ...]:
-    """What was captured, or refused, when, how long it took and how many bytes.
+    """Return what was captured, or refused, when, how long it took and how many bytes.
 
     Args:
         target: a compiled model, a :class:`cgcompile.Backend`, one of its graphs, a wrapper, a

@@ -29,7 +29,7 @@ from cgcompile.debug.explain import (
 )
 from cgcompile.debug.output import Page
 from cgcompile.debug.profile import timeline
-from cgcompile.debug.targets import counters_of, recorders_of
+from cgcompile.debug.subject import counters_of, recorders_of
 from cgcompile.graphs.host import HostGraph
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 from cgcompile.graphs.timeline import CaptureRecord
@@ -301,7 +301,7 @@ def _step(
 
 
 def _nodes(sequence: GraphSequence) -> int | None:
-    """How many operations are recorded; the driver of CUDA does not tell."""
+    """Return how many operations are recorded; the driver of CUDA does not tell."""
     graphs = [each.graph for each in sequence.segments if isinstance(each, GraphSegment)]
     counts = [len(graph.ops) for graph in graphs if isinstance(graph, HostGraph)]
     return sum(counts) if len(counts) == len(graphs) else None

@@ -51,11 +51,11 @@ class Held(NamedTuple):
         return id(self.owner), self.attribute
 
     def item(self, key: object, value: Any) -> "Held":
-        """An item of the container that is held here."""
+        """Return an item of the container that is held here."""
         return Held(f"{self.path}[{key!r}]", self.owner, self.attribute, value)
 
     def member(self, attribute: str, value: Any) -> "Held":
-        """An attribute of the object that is held here."""
+        """Return an attribute of the object that is held here."""
         return Held(f"{self.path}.{attribute}", self.value, attribute, value)
 
 
@@ -263,7 +263,7 @@ class Snapshot:
                 self._before.append((whole, whole.clone()))
 
     def was_written(self, tensor: torch.Tensor) -> bool:
-        """Whether the storage of a tensor was written."""
+        """Return whether the storage of a tensor was written."""
         return any(_address(part) in self._kept for part in _dense([tensor]))
 
     def restore(self) -> None:

@@ -1,6 +1,9 @@
-"""What is looked at: a model in any of its forms, and the eager model behind it."""
+"""The model, in any of its forms, that a function of this package is called with.
 
-from collections.abc import Callable, Iterator
+:class:`Subject` is a model to compare with eager, :func:`recorders_of` what captures for a target.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,14 +24,17 @@ from cgcompile.debug.compare import (
 )
 from cgcompile.debug.restore import State, buffers_of, copies, restored_after
 from cgcompile.errors import ConfigError
+from cgcompile.graphs.breakable import BreakableCUDAGraphCapture
 from cgcompile.graphs.guards import layout_text
+from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
-from cgcompile.runtime.compiled_graph import Observer
+from cgcompile.runtime.compiled_graph import CompiledGraph, Observer
+from cgcompile.serving.manager import CudaGraphManager
 
 
 class Subject:
-    """A model whose graphs are looked at. A plain one is compiled for the time being."""
+    """A model whose graphs are compared with the eager one; a plain model is compiled for it."""
 
     def __init__(
         self, model: Any, config: CompilationConfig | None = None, function: str = "verify"
@@ -72,7 +78,7 @@ class Subject:
         return self.wrapper.counters + Counters()
 
     def same_kernels(self, call: Call) -> bool:
-        """Whether its graphs hold the kernels of the eager model: results are equal bit for bit."""
+        """Return whether graphs hold the kernels of the eager model: results are equal bitwise."""
         config = self.config
         own = any(getattr(op, "impl", None) for op in config.splitting_ops)
         uncompiled = config.compiler == "eager" and config.mode is CompilationMode.PIECEWISE
@@ -159,7 +165,7 @@ class Subject:
             self.handle.release()
 
     def again(self, **settings: Any) -> "Subject":
-        """The original model, compiled anew with other settings."""
+        """Return the original model, compiled anew with other settings."""
         return Subject(self.original, replace(self.config, **settings))
 
 
@@ -177,7 +183,7 @@ def observed(handle: Backend | None, observer: Callable[[int], Observer]) -> Ite
 
 
 def original_of(model: Any) -> Any:
-    """The eager model behind what was compiled or wrapped."""
+    """Return the eager model behind what was compiled or wrapped."""
     while True:
         inner = compat.original_of(model)
         if inner is None:
@@ -192,3 +198,56 @@ def original_of(model: Any) -> Any:
 def tolerance_of(subject: Subject, call: Call, rtol: float | None, atol: float | None) -> Tolerance:
     """Return the user's tolerance; else bitwise where kernels are the same; else by dtype."""
     return Tolerance(subject.same_kernels(call), rtol, atol)
+
+
+# ---------------------------------------------------------------- targets of a call
+
+
+def resolved(settings: Any, function: str) -> CompilationConfig:
+    """Return settings from a config, a backend or a mapping; of None the defaults."""
+    if isinstance(settings, Mapping):
+        return CompilationConfig.resolve(options=settings)
+    result = settings.config if isinstance(settings, Backend) else settings
+    if result is not None and not isinstance(result, CompilationConfig):
+        expected = "a CompilationConfig, a Backend, or a mapping of settings"
+        raise ConfigError.bad_value(name="config", where=function, value=result, expected=expected)
+    return CompilationConfig.resolve(result)
+
+
+def recorders_of(target: Any, function: str) -> list[CompiledGraph | CUDAGraphWrapper]:
+    """Return what captures for a compiled model, a handle, a wrapper or a manager."""
+    if isinstance(target, CompiledGraph | CUDAGraphWrapper):
+        return [target]
+    if isinstance(target, CudaGraphManager):
+        compiled = [] if target.backend is None else recorders_of(target.backend, function)
+        return [*target.wrappers, *compiled]
+    handle = target if isinstance(target, Backend) else handle_of(target)
+    if handle is not None:
+        return [*handle.graphs, *handle.wrappers]
+    wrapper = getattr(target, "wrapper", None)
+    if isinstance(wrapper, CUDAGraphWrapper):
+        return [wrapper]
+    raise ConfigError.captures_nothing(function=function, found=type(target).__name__)
+
+
+def counters_of(target: Any, function: str) -> Counters:
+    """Return the counters of a target; see :func:`recorders_of`."""
+    if not isinstance(target, CompiledGraph | CUDAGraphWrapper | CudaGraphManager):
+        handle = target if isinstance(target, Backend) else handle_of(target)
+        if handle is not None:
+            return handle.counters
+    return sum([each.counters for each in recorders_of(target, function)], Counters())
+
+
+def sequences_of(target: Any, function: str) -> Iterator[GraphSequence]:
+    """Yield the recorded steps of a target, see :func:`recorders_of`, or of a raw capture."""
+    if isinstance(target, BreakableCUDAGraphCapture):
+        target = target.sequence
+    if target is None or isinstance(target, GraphSequence):
+        yield from () if target is None else (target,)
+        return
+    for recorder in recorders_of(target, function):
+        if isinstance(recorder, CompiledGraph):
+            yield from (recording.sequence for recording in recorder.recordings)
+        else:
+            yield from (entry.sequence for entry in recorder.entries)

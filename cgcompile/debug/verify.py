@@ -205,7 +205,7 @@ def _wrapper_difference(
 
 
 def _entry(wrapper: CUDAGraphWrapper) -> CUDAGraphEntry:
-    """What serves the step of the forward context."""
+    """Return what serves the step of the forward context."""
     context = callers_context()
     if context is None or context.batch_descriptor is None:
         raise DispatchError.nothing_verified(why="no forward context with a batch descriptor")
@@ -495,7 +495,7 @@ def _replays(subject: Subject, inputs: InputSets, sets: int, tolerance: Toleranc
 def _verify_located(
     subject: Subject, call: Call, number: int, difference: Difference, tolerance: Tolerance
 ) -> Difference:
-    """Where the graphs of a call part from its plain pieces, if they do."""
+    """Return where the graphs of a call part from its plain pieces, if they do."""
     if subject.wrapper is not None:
         place = wrapper_place(subject.wrapper, call, tolerance, subject.kept)
         return located("replay", difference, real_rows(), place, number)
