@@ -163,8 +163,9 @@ class State:
         self.values[held.path] = held
         value = held.value
         if isinstance(value, torch.Tensor):
-            if id(value) not in self._tensors and compat.is_plain_tensor(value):
-                self._tensors[id(value)] = TensorMemory(value, value.detach())
+            for part in _dense([value]):
+                if id(part) not in self._tensors:
+                    self._tensors[id(part)] = TensorMemory(part, part.detach())
         elif isinstance(value, (_PLAIN, _OPAQUE)) or id(value) in self._holders:
             return
         elif depth < _DEEPEST and len(self._holders) < _MOST:

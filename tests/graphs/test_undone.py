@@ -1,11 +1,13 @@
 """What a call changes is put back, wherever it is, and in the right order."""
 
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from cgcompile.debug.restore import Snapshot, State, restored_after
 
@@ -94,6 +96,30 @@ def test_a_slot_that_hides_another_one() -> None:
 
     undone(Runs(writes, held=held))
     assert (held.value, Base.value.__get__(held)) == (1, 2)
+
+
+def pair(value: float) -> TwoTensor:
+    return TwoTensor(torch.full((4,), value), torch.full((4,), value))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_tensors_inside_of_a_subclass(named: bool) -> None:
+    """Written through the subclass, seen as an op or, where it is named, not."""
+    model = Runs(lambda held: held.cache.add_(1), cache=pair(2.0))
+    state = None if named else State.of(model, ((), {}))
+    with restored_after([model.cache] if named else (), state=state):
+        model()
+        assert (model.cache.a == 3).all()
+        assert (model.cache.b == 3).all()
+    assert (model.cache.a == 2).all()
+    assert (model.cache.b == 2).all()
+
+
+def test_random_numbers_come_again() -> None:
+    with restored_after():
+        drawn = random.random(), torch.rand(2)
+    assert random.random() == drawn[0]
+    assert torch.equal(torch.rand(2), drawn[1])
 
 
 class Counting:
