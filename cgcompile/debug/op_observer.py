@@ -1,21 +1,14 @@
-"""Whether work on other streams forks from that of the call and is joined: :class:`Streams`.
-
-A capture holds the work of a stream that waits for the capturing one, if that waits for it in the
-end. Work on a stream that waits for nothing runs at once, in no graph.
-
-What looks like attention or a cache write without being registered: by names and by structure.
-
-Names decide for ops of other libraries; for those that are called otherwise, their arguments: three
-or more tensors [..., heads, head_dim] of one dtype and head_dim, one of which is written.
-
-Calls of Python that no mode of torch sees: :class:`PythonCalls`, a profile function.
-
-What a model does while it runs plain, judged op by op: :class:`Watch`.
+"""What a model does while it runs plain, judged op by op: :class:`Watch`.
 
 Three observers share one :class:`~cgcompile.debug.findings.Notes`: a function mode sees what the
 user called (``item``, ``print``, ``torch.tensor``), a dispatch mode each ATen op below it, and a
-profile function of Python what reaches neither (``torch.cuda.synchronize``, a read of the forward
-context). Ops inside of a boundary run eager, so nothing is said of them.
+profile function of Python (:class:`PythonCalls`) what reaches neither (``torch.cuda.synchronize``,
+a read of the forward context). Ops inside of a boundary run eager, and are not judged.
+
+:class:`Streams` tells whether work on other streams forks from that of the call and is joined: a
+capture holds the work of a stream that waits for the capturing one and that it waits for in the
+end. :func:`resembles` recognises attention and cache writes that are not registered, by name, or by
+three or more tensors [..., heads, head_dim] of one dtype and head_dim, one of which is written.
 """
 
 import operator
@@ -72,7 +65,7 @@ class Streams:
     def __init__(self, current: Callable[[], int]) -> None:
         self._current = current
         self._first = current()
-        self._knows: dict[int, dict[int, int]] = {self._first: {self._first: 0}}
+        self._clocks: dict[int, dict[int, int]] = {self._first: {self._first: 0}}
         self._events: dict[int, tuple[Any, dict[int, int]]] = {}  # with the event, which lives so
         self._ops: list[tuple[int, int, str, Line | None, bool]] = []
         self.blind = False
@@ -85,25 +78,25 @@ class Streams:
     def works(self, op: str, line: Line | None) -> None:
         """Note an op on the current stream, which is not that of the call."""
         stream = self._current()
-        knows = self._knows.setdefault(stream, {})
-        forked = self._first in knows
-        knows[stream] = knows.get(stream, 0) + 1
-        self._ops.append((stream, knows[stream], op, line, forked))
+        clock = self._clocks.setdefault(stream, {})
+        forked = self._first in clock
+        clock[stream] = clock.get(stream, 0) + 1
+        self._ops.append((stream, clock[stream], op, line, forked))
 
     def records(self, event: Any, stream: Any = None) -> None:
         """Note that an event is recorded on a stream, by default the current one."""
-        self._events[id(event)] = event, dict(self._knows.get(self._key(stream), {}))
+        self._events[id(event)] = event, dict(self._clocks.get(self._key(stream), {}))
 
     def waits(self, event: Any, stream: Any = None) -> None:
         """Note that a stream, by default the current one, waits for an event."""
         _, told = self._events.get(id(event), (None, {}))
-        knows = self._knows.setdefault(self._key(stream), {})
-        knows |= {each: max(count, knows.get(each, 0)) for each, count in told.items()}
+        clock = self._clocks.setdefault(self._key(stream), {})
+        clock |= {each: max(count, clock.get(each, 0)) for each, count in told.items()}
 
     def work(self) -> Iterator[Work]:
         """Yield all ops on other streams; complete at the end of the call."""
         for stream, number, op, line, forked in self._ops:
-            joined = self._knows[self._first].get(stream, 0) >= number
+            joined = self._clocks[self._first].get(stream, 0) >= number
             text = _TEXTS[forked, joined]
             if self.blind and not (forked and joined):
                 text = "another stream than the call; whether that is joined was not seen"
@@ -181,7 +174,7 @@ class PythonCalls:
             _code(torch.cuda.Event.synchronize): "torch.cuda.Event.synchronize",
             _code(torch.accelerator.synchronize): "torch.accelerator.synchronize",
         }
-        self._asks = {
+        self._tracing_checks = {
             _code(torch.compiler.is_compiling),
             _code(torch.compiler.is_dynamo_compiling),
             _code(torch.cuda.is_current_stream_capturing),
@@ -230,7 +223,7 @@ class PythonCalls:
         elif code is self._enters_stream and self._streams is None:
             text = "what is inside would run on another stream of a GPU"
             notes.here("side_stream", "torch.cuda.stream", text, severity="note")
-        elif code in self._asks:
+        elif code in self._tracing_checks:
             self._guard(frame.f_back)
         elif code in self._reads:
             text = f"{code.co_name}() outside of a splitting op: a graph keeps this step's context"
@@ -254,10 +247,10 @@ class PythonCalls:
         if self._streams is not None:
             self._streams.blind = True
 
-    def _guard(self, asker: FrameType | None) -> None:
+    def _guard(self, caller: FrameType | None) -> None:
         """A frame has got an answer to whether it is traced or captured."""
-        if asker is not None and is_users_file(asker.f_code.co_filename):
-            self.notes.guarded.add((asker.f_code.co_filename, asker.f_code.co_name))
+        if caller is not None and is_users_file(caller.f_code.co_filename):
+            self.notes.guarded.add((caller.f_code.co_filename, caller.f_code.co_name))
 
     def _returned(self, frame: FrameType, what: Any) -> None:
         code = frame.f_code

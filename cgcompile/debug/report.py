@@ -1,12 +1,8 @@
-"""What :func:`cgcompile.report` tells of a running model: :class:`Overview`, a frozen value.
+"""``cgcompile.report(model, path)``: one page about a model that runs. It looks, changes nothing.
 
-``gather.py`` makes it, ``page.py`` shows it. The rule: whatever stands on the page is in here.
-
-``cgcompile.report(model, path)``: one page about a model that runs. It looks, changes nothing.
-
-What of the page comes from where: pieces from the split of each compiled graph, recorded steps and
-their times from what captured them, batches from the statistics of managers, settings from the
-configuration, versions from the process.
+Pieces come from the split of each compiled graph, recorded steps and their times from what captured
+them, batches from the statistics of managers, settings from the configuration, versions from the
+process. The rule: all that is on the page is in :class:`Overview`.
 """
 
 from collections import Counter
@@ -40,6 +36,7 @@ from cgcompile.serving import CudaGraphManager
 from cgcompile.settings import checked, sizes_given
 
 VERSION = 1  # of the schema of Overview.to_dict()
+_NOTHING = "Nothing was compiled yet: call the model, then ask again."
 
 
 @dataclass(frozen=True)
@@ -224,7 +221,7 @@ def report(
         memory=_memory(target, recorders),
         settings=settings_of(config),
         environment=tuple(Fact(*each) for each in versions().items()),
-        notes=tuple(_notes(target, recorders)),
+        notes=() if recorders else (_NOTHING,),
     )
     if path is not None:
         result.to_html(path)
@@ -253,18 +250,18 @@ def _name_of(target: Any) -> str:
 
 
 def _graph(index: int, graph: CompiledGraph, reporter: Reporter) -> GraphReport:
-    output = graph.compilation
+    compilation = graph.compilation
     return GraphReport(
         index=index,
         device=str(graph.split.device),
         pieces=reporter.pieces(),
         symbols=reporter.symbols(),
         totals=reporter.totals(),
-        compiled=output.compiled,
-        loaded=output.loaded,
-        shared=output.shared,
-        failed=output.failed,
-        compile_seconds=output.seconds,
+        compiled=compilation.compiled,
+        loaded=compilation.loaded,
+        shared=compilation.shared,
+        failed=compilation.failed,
+        compile_seconds=compilation.seconds,
     )
 
 
@@ -335,8 +332,3 @@ def _memory(target: Any, recorders: Sequence[Any]) -> tuple[Memory, ...]:
     buffers = sum(pool.nbytes for pool in pools.values()) - held - staging
     result = {"pools": held, "staging": staging, "buffers": buffers}
     return tuple(Memory(*each) for each in result.items())
-
-
-def _notes(target: Any, recorders: Sequence[Any]) -> Iterable[str]:
-    if not recorders:
-        yield "Nothing was compiled yet: call the model, then ask again."
