@@ -152,39 +152,37 @@ class _Search:
         before = subject.counters.replays
         difference = self._first_wrong(sets)
         if difference is None:
-            result = self._result("", (), "", None)
+            result = self._result("", None)
         elif subject.wrapper is not None:
-            kept = subject.kept
-            place = wrapper_place(subject.wrapper, self._call, self._tolerance, kept)
+            place = wrapper_place(subject.wrapper, self._call, self._tolerance, subject.kept)
             finding = self._located("replay", difference, place)
-            result = self._result("replay", (place.piece,) if place.piece else (), "", finding)
+            result = self._result("replay", finding, (place.piece,) if place.piece else ())
         else:
             result = self._stages(difference)
         replays = subject.counters.replays - before
         return replace(result, replays=replays)
 
     def _result(
-        self, stage: str, pieces: Sequence[str], culprit: str, finding: Difference | None
+        self, stage: str, finding: Difference | None, pieces: Sequence[str] = (), culprit: str = ""
     ) -> Bisection:
         steps = tuple(self.steps)
         return Bisection(self._subject.name, stage, tuple(pieces), culprit, finding, steps, 0)
-
-    def _note(self, text: str) -> None:
-        self.steps.append(text)
 
     def _first_wrong(self, sets: int) -> Difference | None:
         """Go to the first set of inputs whose replay is wrong."""
         for number in range(sets):
             self._number, self._call = number, self._inputs.fill(number)
             self._expected = self._subject.outcome(self._subject.original, self._call)
-            value = self._subject.outcome(self._subject.call, self._call)
-            difference = self._tolerance.first("the result", self._expected, value)
-            self._note(f"inputs {number}, all replayed: {'wrong' if difference else 'right'}")
+            actual = self._subject.outcome(self._subject.call, self._call)
+            difference = self._tolerance.first("the result", self._expected, actual)
+            self.steps.append(
+                f"inputs {number}, all replayed: {'wrong' if difference else 'right'}"
+            )
             if difference is not None:
                 return difference
-            unsaid, _ = self._subject.uncompared(self._call, self._expected, value)
+            unsaid, _ = self._subject.uncompared(self._call, self._expected, actual)
             if unsaid:
-                self._note(f"not compared: {', '.join(unsaid)}")
+                self.steps.append(f"not compared: {', '.join(unsaid)}")
         return None
 
     # -------------------------------------------------------------- the stages
@@ -203,12 +201,10 @@ class _Search:
         return self._replay(result, difference)
 
     def _wrong_with(self, way: PieceMode, some: Sequence[Item]) -> bool:
-        base = (
-            {} if way is PieceMode.COMPILED else dict.fromkeys(self._compiled, PieceMode.COMPILED)
-        )
         names = ", ".join(map(self._name, some))
-        what = "compiled" if way is PieceMode.COMPILED else "replayed"
-        return self._wrong({**base, **dict.fromkeys(some, way)}, f"{what}: {names}")
+        others = self._compiled if way is PieceMode.REPLAYED else ()
+        ways = {**dict.fromkeys(others, PieceMode.COMPILED), **dict.fromkeys(some, way)}
+        return self._wrong(ways, f"{way.value}: {names}")
 
     def _name(self, item: Item) -> str:
         graphs = {number for number, _ in self._captured + self._compiled}
@@ -230,9 +226,9 @@ class _Search:
             return run
 
         with self._subject.observed(of):
-            value = self._subject.outcome(self._subject.call, self._call)
-        wrong = self._tolerance.first("the result", self._expected, value) is not None
-        self._note(f"{what}: {'wrong' if wrong else 'right'}")
+            actual = self._subject.outcome(self._subject.call, self._call)
+        wrong = self._tolerance.first("the result", self._expected, actual) is not None
+        self.steps.append(f"{what}: {'wrong' if wrong else 'right'}")
         return wrong
 
     def _list_pieces(self) -> None:
@@ -266,7 +262,7 @@ class _Search:
                     return self._pass(name, settings, difference)
             detail = "the traced graph computes something else than the model does"
         finding = self._located("tracing", difference, Difference(detail=detail))
-        return self._result("tracing", (), "", finding)
+        return self._result("tracing", finding)
 
     def _removable(self) -> list[str]:
         """Return the names of the passes that the model can be compiled without."""
@@ -281,14 +277,14 @@ class _Search:
         try:
             other = self._subject.again(**settings)
         except CGCompileError as error:
-            self._note(f"{what}: {str(error).splitlines()[0]}")
+            self.steps.append(f"{what}: {str(error).splitlines()[0]}")
             return False
         try:
             outcome = other.outcome(other.call, self._call)
         finally:
             other.release()
         right = self._tolerance.first("the result", self._expected, outcome) is None
-        self._note(f"{what}: {'right' if right else 'wrong'}")
+        self.steps.append(f"{what}: {'right' if right else 'wrong'}")
         return right
 
     def _pass(self, name: str, settings: dict[str, Any], difference: Difference) -> Bisection:
@@ -305,7 +301,7 @@ class _Search:
         what = "a pass of yours" if own else "a pass of cgcompile"
         place = replace(place, detail=f"{what}, {name}, changes it")
         finding = self._located("pass", difference, place)
-        return self._result("pass", (place.piece,) if place.piece else (), name, finding)
+        return self._result("pass", finding, (place.piece,) if place.piece else (), name)
 
     def _changed_node(self, bad: Nodes, right: Nodes) -> fx.Node | None:
         """Return the first node that has another value with the pass, or the new one it reads."""
@@ -326,7 +322,7 @@ class _Search:
         if finding is None or finding.piece == WHOLE:
             place = Difference(piece=", ".join(names))
             finding = self._located("compilation", difference, place)
-        return self._result("compilation", names, "", finding)
+        return self._result("compilation", finding, names)
 
     def _replay(self, items: list[Item], difference: Difference) -> Bisection:
         names = [self._name(item) for item in items]
@@ -335,16 +331,16 @@ class _Search:
             finding = self._located("replay", difference, Difference(piece=", ".join(names)))
         if items[0][1] < 0:
             if finding.piece == WHOLE:
-                return self._in_pieces() or self._result("replay", names, "", finding)
+                return self._in_pieces() or self._result("replay", finding, names)
             names = [finding.piece]
-        return self._result("replay", names, "", finding)
+        return self._result("replay", finding, names)
 
     def _in_pieces(self) -> Bisection | None:
         """The same where the model is captured in pieces, now; a FULL graph has none to tell of."""
         other = self._subject.again(cudagraph_mode=CUDAGraphMode.PIECEWISE)
         try:
             missing = other.until_replayed(self._inputs.first)
-            self._note(f"captured anew, in pieces: {missing or 'replays'}")
+            self.steps.append(f"captured anew, in pieces: {missing or 'replays'}")
             search = _Search(other, self._inputs, self._tolerance)
             result = None if missing else search.run(self._number + 1)
             self.steps += search.steps

@@ -58,8 +58,8 @@ class Work(NamedTuple):
 class Streams:
     """What the streams of one call do, and which waits for which.
 
-    A stream that waits for an event knows of all that its stream had done, and knew of, when the
-    event was recorded.
+    A stream that waits for an event is ordered after all that the stream of the event had done, or
+    was ordered after, when the event was recorded.
     """
 
     def __init__(self, current: Callable[[], int]) -> None:
@@ -89,9 +89,9 @@ class Streams:
 
     def waits(self, event: Any, stream: Any = None) -> None:
         """Note that a stream, by default the current one, waits for an event."""
-        _, told = self._events.get(id(event), (None, {}))
+        _, recorded = self._events.get(id(event), (None, {}))
         clock = self._clocks.setdefault(self._key(stream), {})
-        clock |= {each: max(count, clock.get(each, 0)) for each, count in told.items()}
+        clock |= {each: max(count, clock.get(each, 0)) for each, count in recorded.items()}
 
     def work(self) -> Iterator[Work]:
         """Yield all ops on other streams; complete at the end of the call."""
@@ -240,8 +240,8 @@ class PythonCalls:
     def _ordered(self, code: CodeType, frame: FrameType) -> None:
         """An event is recorded or waited for: all waits of streams go through these."""
         if self._streams is not None:
-            told = (self._streams.records, self._streams.waits)[self._orders.index(code)]
-            told(frame.f_locals["self"], frame.f_locals["stream"])
+            note = (self._streams.records, self._streams.waits)[self._orders.index(code)]
+            note(frame.f_locals["self"], frame.f_locals["stream"])
 
     def _missed(self) -> None:
         if self._streams is not None:
