@@ -212,7 +212,7 @@ class _Search:
         return piece if len(graphs) < 2 else f"graph {item[0]} {piece}"
 
     def _wrong(self, ways: dict[Item, PieceMode], what: str) -> bool:
-        """Whether the step is wrong where its pieces run in these ways, others uncompiled."""
+        """Return whether the step is wrong with pieces run in these ways, others uncompiled."""
 
         def of(number: int) -> Observer:
             def run(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
@@ -232,7 +232,7 @@ class _Search:
         return wrong
 
     def _list_pieces(self) -> None:
-        """The pieces of all steps that the call replays."""
+        """List the pieces of all steps that the call replays."""
 
         def of(number: int) -> Observer:
             def run(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
@@ -273,7 +273,7 @@ class _Search:
         return [name for name in names if name not in config.disabled_passes]
 
     def _right_with(self, settings: dict[str, Any], what: str) -> bool:
-        """Whether the original model, compiled anew with other settings, gives what eager gives."""
+        """Return whether the model, compiled anew with other settings, gives what eager gives."""
         try:
             other = self._subject.again(**settings)
         except CGCompileError as error:

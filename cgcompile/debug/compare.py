@@ -263,7 +263,7 @@ def copied(result: Any) -> dict[str, Any]:
 
 
 def without_gradients() -> AbstractContextManager[Any]:
-    """No gradients inside; inference mode stays as it is."""
+    """Return a context without gradients; inference mode stays as it is."""
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
@@ -336,7 +336,7 @@ def _layouts(call: Call) -> list[Any]:
 
 
 def refill(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Other numbers of the same kind: of equal mean and spread, or integers of the same range.
+    """Fill a tensor with numbers of equal mean and spread, or integers of the same range.
 
     Weights, and tensors whose elements share memory, stay as they are.
     """
@@ -350,7 +350,7 @@ def refill(tensor: torch.Tensor, generator: torch.Generator) -> None:
 def random_like(
     tensor: torch.Tensor, shape: Sequence[int], generator: torch.Generator
 ) -> torch.Tensor:
-    """Random numbers like those of ``tensor``, on the CPU: of its mean and spread, or its range."""
+    """Return random numbers on the CPU, of the mean and spread of ``tensor``, or of its range."""
     shape, device = tuple(shape), "cpu"
     numbers = tensor.detach().cpu()
     if numbers.dtype is torch.bool:
@@ -370,7 +370,7 @@ def random_like(
 
 
 def rows_of(call: Call) -> int:
-    """How many rows the batch has: the first dimension of the first tensor that has one; else 0."""
+    """Return the rows of the batch: the first dimension of the first tensor that has one; or 0."""
     return next((len(each) for each in compat.tree_tensors(call) if each.dim()), 0)
 
 

@@ -70,7 +70,7 @@ class Diagnosis(Page):
     @classmethod
     @checked
     def of(cls, model: str, device: str, findings: Iterable[Finding]) -> "Diagnosis":
-        """Sorted."""
+        """Return a diagnosis with sorted findings."""
         ordered = sorted(findings, key=lambda each: SEVERITIES.index(each.severity))
         return cls(model, device, tuple(ordered))
 
@@ -246,7 +246,7 @@ class Call(NamedTuple):
 
     @classmethod
     def prepared(cls, prepare: Callable[[], Any]) -> "Call":
-        """What a function that makes inputs gives: a tuple, a dict, both, or one argument."""
+        """Return what a function makes as inputs: a tuple, a dict, both, or one argument."""
         output = prepare()
         if isinstance(output, dict):
             return cls((), output)
@@ -276,7 +276,7 @@ def check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def forward_line(model: Any) -> Line | None:
-    """The line in which the function that a call of a model runs begins, if it is the user's."""
+    """Return the first line of the function that a call of a model runs, if it is the user's."""
     function = model.forward if isinstance(model, torch.nn.Module) else model
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or not is_users_file(code.co_filename):

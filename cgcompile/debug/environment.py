@@ -69,7 +69,7 @@ def environment() -> Environment:
 
 
 def versions() -> dict[str, str]:
-    """Versions of all that takes part, and what the machine is; quick to ask."""
+    """Versions of all that takes part, and what the machine is; cheap."""
     result = {"cgcompile": __version__, **compat.versions()}
     result["python"] = platform.python_version()
     result["system"] = platform.platform()

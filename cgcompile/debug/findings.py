@@ -247,7 +247,7 @@ class Notes:
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
-        """Around what runs eager, or is reported already."""
+        """Collect nothing inside: it runs eager, or is reported already."""
         self.hush(1)
         try:
             yield
@@ -259,14 +259,14 @@ class Notes:
         return running_line(sys._getframe(1), self._until)
 
     def here(self, kind: str, op: str, message: str, *, severity: str | None = None) -> None:
-        """A finding about what runs now."""
+        """Add a finding about what runs now."""
         if self.listens:
             self.about(self.line(), kind, op, message, severity=severity)
 
     def about(
         self, line: Line | None, kind: str, op: str, message: str, *, severity: str | None = None
     ) -> None:
-        """A finding about what has run in a line.
+        """Add a finding about what has run in a line.
 
         Only a note, where the code asks whether it is traced or captured: it may not do so then.
         """
@@ -283,7 +283,7 @@ class Notes:
         *,
         severity: str | None = None,
     ) -> None:
-        """A finding about a line, or about none."""
+        """Add a finding about a line, or about no line."""
         key = (kind, source[:2] if source is not None else op)
         if key in self._found:
             self._found[key] = replace(self._found[key], count=self._found[key].count + 1)

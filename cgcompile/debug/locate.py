@@ -58,7 +58,7 @@ def run_step(
     """Run a recorded step once, each piece in its way. It is one execution of the step.
 
     Pieces that are not captured run as they are. In a FULL graph there are no pieces: it is
-    replayed if any is to be, and ``after`` is told nothing.
+    replayed if any is to be, and ``after`` is not called.
     """
     replayed = {index for index, way in ways.items() if way is PieceMode.REPLAYED}
     if replayed and recording.batch.mode is CUDAGraphMode.FULL:
@@ -70,7 +70,7 @@ def run_step(
 
 
 def left_by(piece: Piece) -> list[str]:
-    """The names of what a piece makes, memory that it only allocates included, and writes."""
+    """Return the names of what a piece makes, allocated memory included, and of what it writes."""
     return [*piece.outputs, *written_inputs(piece)]
 
 
@@ -116,7 +116,7 @@ class _Mixed:
         return self._recording.in_context(step)(*self._inputs)
 
     def _zeroed(self) -> dict[int, list[str]]:
-        """The values of which a replay zeroes the rows that are not real, by the piece after."""
+        """Return the values whose padding rows a replay zeroes, by the piece before that."""
         result: dict[int, list[str]] = {}
         pairs = zip(self._program.split.pieces, self._recording.sequence.segments, strict=False)
         for piece, segment in pairs:
@@ -373,7 +373,7 @@ def first_node(
 
 
 def filled_outputs(piece: Piece) -> list[str]:
-    """The outputs of a piece that hold something: some are memory for the next piece to write."""
+    """Return the outputs that hold values: others are memory for the next piece to write."""
     (results,) = piece.module.graph.output_node().args
     assert isinstance(results, (tuple, list))
     pairs = zip(piece.outputs, results, strict=True)
@@ -393,7 +393,7 @@ def place_of(piece: Piece, node: fx.Node | None, detail: str = "") -> Difference
 
 
 def _own_lines(piece: Piece) -> bool:
-    """Whether the lines of its nodes are its own: equal pieces share those of the first one."""
+    """Return whether the lines of the nodes are its own: equal pieces share those of the first."""
     lines = [user_line(node) for node in piece.module.graph.nodes]
     return not piece.lines or piece.lines[0] in lines
 

@@ -105,9 +105,9 @@ class Subject:
     # -------------------------------------------------------------- running
 
     def written(self, call: Call) -> dict[str, torch.Tensor]:
-        """The weights and other tensors of the model, no buffers, that a call writes, by path.
+        """Return the tensors of the model, without buffers, that a call writes, by path.
 
-        Such as a cache that is an attribute. Found once, by a run of the eager model.
+        Such as a cache that is an attribute. The eager model runs once to find them.
         """
         if self._written is None:
             args, kwargs = call
@@ -129,7 +129,7 @@ class Subject:
             return copies({**result, **self._left(call)})
 
     def _left(self, call: Call) -> dict[str, torch.Tensor]:
-        """What a call may write: its arguments, the buffers, and what :meth:`written` found."""
+        """Return what a call may write: arguments, buffers, and what :meth:`written` returns."""
         left = {f"input {path}": leaf for path, leaf in compat.tree_paths(call)}
         left |= {f"buffer {index}": each for index, each in enumerate(self.buffers)}
         tensors = {n: v for n, v in left.items() if isinstance(v, torch.Tensor)}
@@ -146,7 +146,7 @@ class Subject:
         return texts, "nothing that it returns can be compared" if blind else ""
 
     def until_replayed(self, call: Call) -> str:
-        """Warm and capture a call until it replays; why it does not, or empty."""
+        """Warm up and capture a call until it replays; return why it does not, or empty text."""
         for _ in range(self.config.num_warmups + 3):
             before = self.counters
             self.outcome(self.call, call)
