@@ -1,20 +1,8 @@
-"""What a command of the command line looks at: :func:`load` of ``module:function``.
+"""The command line: ``python -m cgcompile``, or ``cgcompile`` where the package is installed.
 
-The function takes nothing and returns a model and its inputs, in one of these forms:
-
-=============================================== ==================================================
-``(model, args)``                               ``args`` a tuple or list, or one tensor
-``(model, args, kwargs)``                       ``kwargs`` a dict
-``{"model": ..., "args": ..., "kwargs": ...}``  the last two may be left out
-a model or a manager alone                      one that has run; for ``report`` and ``doctor``
-=============================================== ==================================================
-
-The commands that look at a model: ``explain``, ``doctor``, ``verify``, ``report``.
-
-And ``env``. Each makes a value that has ``to_dict()`` and prints; this file is words and choices.
-The rule: a command answers with lines and a status, and prints nothing itself.
-
-The command line: ``python -m cgcompile``, or ``cgcompile`` where the package is installed.
+``explain``, ``doctor``, ``verify`` and ``report`` look at a model: at what ``module:function``
+makes, see :data:`TARGET`. ``env`` describes this process, ``cache`` the compiled pieces on disk.
+The rule: a command returns an :class:`Answer`, lines and a status, and prints nothing itself.
 """
 
 import argparse
@@ -22,13 +10,11 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -45,6 +31,7 @@ from cgcompile.debug.coverage import coverage
 from cgcompile.debug.doctor import check_arguments, doctor
 from cgcompile.debug.environment import environment
 from cgcompile.debug.explain import explain
+from cgcompile.debug.output import table
 from cgcompile.debug.report import report
 from cgcompile.debug.subject import original_of
 from cgcompile.debug.verify import verify
@@ -53,16 +40,8 @@ from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.pieces.cache import Entry, Store, cache_folder
 
 
-@dataclass(frozen=True)
-class Target:
-    """What the function returned.
-
-    Attributes:
-        name: as it was given: ``module:function``.
-        model: what to look at.
-        args: of a call; None if there was a model alone.
-        kwargs: of a call.
-    """
+class Target(NamedTuple):
+    """What the function of a target returned; ``args`` is None for a model alone."""
 
     name: str
     model: Any
@@ -70,11 +49,7 @@ class Target:
     kwargs: dict[str, Any]
 
     def call(self, command: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call.
-
-        Raises:
-            CommandError: there are none.
-        """
+        """Return the arguments of a call."""
         if self.args is None:
             raise CommandError.no_inputs(target=self.name, command=command)
         return self.args, self.kwargs
@@ -129,21 +104,21 @@ def _at(path: Path) -> ModuleType:
 
 
 def _function(module: ModuleType, where: str, name: str) -> Any:
-    found = getattr(module, name, None)
-    if not callable(found):
+    result = getattr(module, name, None)
+    if not callable(result):
         known = [each for each, value in vars(module).items() if inspect.isfunction(value)]
         own = [each for each in known if vars(module)[each].__module__ == module.__name__]
         raise CommandError.no_function(module=where, name=name, known=sorted(own))
-    return found
+    return result
 
 
 def _called(target: str, function: Any) -> Any:
-    inner = original_of(function)  # a model says what it takes, and is as callable as a function
+    inner = original_of(function)
     try:
         # A decorator may give what the function inside of it takes.
         taking = inner.forward if isinstance(inner, nn.Module) else inner
         signature = inspect.signature(taking, follow_wrapped=False)
-    except ValueError:  # of something that is not written in Python: nobody says
+    except ValueError:  # it is not written in Python
         return function()
     try:
         signature.bind()
@@ -152,34 +127,32 @@ def _called(target: str, function: Any) -> Any:
     return function()
 
 
-def _checked(target: str, found: Any) -> Target:
-    if isinstance(found, dict):
-        if "model" not in found or set(found) - {"model", "args", "kwargs"}:
+def _checked(target: str, result: Any) -> Target:
+    """Return the target that a result of the function stands for."""
+    args: Any = None
+    kwargs: Any = {}
+    model, wrong = result, ""
+    if isinstance(result, dict):
+        if "model" not in result or set(result) - {"model", "args", "kwargs"}:
             raise CommandError.bad_result(
-                target=target, found=f"a dict with the keys {sorted(found)}"
+                target=target, found=f"a dict with the keys {sorted(result)}"
             )
-        args = found.get("args", () if "kwargs" in found else None)
-        return _made(target, found["model"], args, found.get("kwargs", {}))
-    if isinstance(found, tuple):
-        if len(found) not in (2, 3):
-            raise CommandError.bad_result(target=target, found=f"a tuple of {len(found)}")
-        return _made(target, found[0], found[1], found[2] if len(found) == 3 else {})
-    return _made(target, found, None, {})
-
-
-def _made(target: str, model: Any, args: Any, kwargs: Any) -> Target:
+        model, kwargs = result["model"], result.get("kwargs", {})
+        args = result.get("args", () if "kwargs" in result else None)
+    elif isinstance(result, tuple):
+        if len(result) not in (2, 3):
+            raise CommandError.bad_result(target=target, found=f"a tuple of {len(result)}")
+        model, args, kwargs = result if len(result) == 3 else (*result, {})
     if isinstance(args, torch.Tensor):
         args = (args,)
     if args is not None and not isinstance(args, (tuple, list)):
-        raise CommandError.bad_result(target=target, found=f"args of type {type(args).__name__}")
-    if not isinstance(kwargs, dict):
-        raise CommandError.bad_result(
-            target=target, found=f"kwargs of type {type(kwargs).__name__}"
-        )
-    if model is None or isinstance(model, (str, int, float, torch.Tensor)):
-        raise CommandError.bad_result(
-            target=target, found=f"a model of type {type(model).__name__}"
-        )
+        wrong = f"args of type {type(args).__name__}"
+    elif not isinstance(kwargs, dict):
+        wrong = f"kwargs of type {type(kwargs).__name__}"
+    elif model is None or isinstance(model, (str, int, float, torch.Tensor)):
+        wrong = f"a model of type {type(model).__name__}"
+    if wrong:
+        raise CommandError.bad_result(target=target, found=wrong)
     return Target(target, model, None if args is None else tuple(args), kwargs)
 
 
@@ -205,46 +178,46 @@ class Answer(NamedTuple):
 
 
 def add_commands(commands: Any) -> None:
-    """Add the parsers.
-
-    Args:
-        commands: what ``ArgumentParser.add_subparsers`` returned.
-    """
-    looks = (
-        ("explain", _explain, "what would be split where, and why; runs nothing", "a graph break"),
-        ("doctor", _doctor, "what CUDA graphs cannot hold, with the line and the fix", "a finding"),
-        ("verify", _verify, "eager against replayed, on several inputs", "a difference"),
-        ("report", _report, "one page: split, graphs, coverage, timeline, settings", "no replay"),
+    """Add the parsers of the commands that look at a model, and of ``env``."""
+    explain_ = _look(
+        commands,
+        "explain",
+        "what would be split where, and why; runs nothing",
+        "model.py:make --set splitting_ops=mylib::attend --html split.html",
+        "a graph break",
     )
-    for name, run, about, bad in looks:
-        example = {
-            "explain": "model.py:make --set splitting_ops=mylib::attend --html split.html",
-            "doctor": "mylib.models:decoder --json",
-            "verify": "model.py:make --set compiler=aot --sets 5",
-            "report": "model.py:make --html report.html",
-        }[name]
-        last = [TARGET, CPU] if name in ("verify", "report") else [TARGET.rstrip()]
-        parser = commands.add_parser(
-            name,
-            help=about,
-            description=f"{about[0].upper()}{about[1:]}.",
-            epilog="\n".join([*last, STATUS.format(bad), f"Example: cgcompile {name} {example}"]),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.add_argument("target", metavar="TARGET", help="what makes the model; see below")
-        parser.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="a setting, as in options of torch.compile; may be repeated",
-        )
-        parser.add_argument("--json", action="store_true", help="as JSON, not as text")
-        help = "write a page there as well"
-        parser.add_argument("--html", type=_page, metavar="PATH", help=help)
-        parser.set_defaults(run=run)
-        if name in _ADD:
-            _ADD[name](parser)
+    explain_.set_defaults(run=_explain)
+    doctor_ = _look(
+        commands,
+        "doctor",
+        "what CUDA graphs cannot hold, with the line and the fix",
+        "mylib.models:decoder --json",
+        "a finding",
+    )
+    doctor_.set_defaults(run=_doctor)
+    verify_ = _look(
+        commands,
+        "verify",
+        "eager against replayed, on several inputs",
+        "model.py:make --set compiler=aot --sets 5",
+        "a difference",
+        CPU,
+    )
+    verify_.add_argument("--sets", type=_count, default=3, help="sets of inputs (default: 3)")
+    verify_.add_argument("--rtol", type=float, help="relative tolerance; left out: by dtype")
+    verify_.add_argument("--atol", type=float, help="absolute tolerance; left out: by dtype")
+    verify_.set_defaults(run=_verify)
+    report_ = _look(
+        commands,
+        "report",
+        "one page: split, graphs, coverage, timeline, settings",
+        "model.py:make --html report.html",
+        "no replay",
+        CPU,
+    )
+    help = "calls of the model before the report (default: 4)"
+    report_.add_argument("--calls", type=_count, default=4, help=help)
+    report_.set_defaults(run=_report)
     env = commands.add_parser(
         "env",
         help="versions, machine, cache and settings, for an issue",
@@ -254,6 +227,25 @@ def add_commands(commands: Any) -> None:
     )
     env.add_argument("--json", action="store_true", help="as JSON, not as text")
     env.set_defaults(run=_env)
+
+
+def _look(commands: Any, name: str, about: str, example: str, bad: str, *more: str) -> Any:
+    """Add the parser of a command that looks at a model; ``bad``: what exit status 1 means."""
+    last = [TARGET, *more] if more else [TARGET.rstrip()]
+    last += [STATUS.format(bad), f"Example: cgcompile {name} {example}"]
+    parser = commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        epilog="\n".join(last),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", metavar="TARGET", help="what makes the model; see below")
+    help = "a setting, as in options of torch.compile; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
+    parser.add_argument("--json", action="store_true", help="as JSON, not as text")
+    parser.add_argument("--html", type=_page, metavar="PATH", help="write a page there as well")
+    return parser
 
 
 def _count(text: str) -> int:
@@ -269,99 +261,81 @@ def _page(text: str) -> Path:
     return path
 
 
-def _for_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sets", type=_count, default=3, help="sets of inputs (default: 3)")
-    parser.add_argument("--rtol", type=float, help="relative tolerance; left out: by dtype")
-    parser.add_argument("--atol", type=float, help="absolute tolerance; left out: by dtype")
-
-
-def _for_report(parser: argparse.ArgumentParser) -> None:
-    help = "calls of the model before the report (default: 4)"
-    parser.add_argument("--calls", type=_count, default=4, help=help)
-
-
-_ADD = {"verify": _for_verify, "report": _for_report}
-
-
 # ---------------------------------------------------------------- the commands
 
 
-def _explain(given: argparse.Namespace) -> Answer:
-    with load(given.target) as target:
+def _explain(options: argparse.Namespace) -> Answer:
+    with load(options.target) as target:
         args, kwargs = target.call("explain")
-        config = _config(given, target)
-        found = explain(target.model, *args, config=config, **kwargs)
-    return _answer(given, found, bool(found.breaks))
+        config = _config(options, target)
+        result = explain(target.model, *args, config=config, **kwargs)
+    return _answer(options, result, bool(result.breaks))
 
 
-def _doctor(given: argparse.Namespace) -> Answer:
-    with load(given.target) as target, torch.no_grad():
-        config = _config(given, target)
+def _doctor(options: argparse.Namespace) -> Answer:
+    with load(options.target) as target, torch.no_grad():
+        config = _config(options, target)
         args, kwargs = ((), {}) if config is None and target.args is None else target.call("doctor")
-        found = doctor(target.model, *args, config=config, **kwargs)
-    return _answer(given, found, not found.ok)
+        result = doctor(target.model, *args, config=config, **kwargs)
+    return _answer(options, result, not result.ok)
 
 
-def _verify(given: argparse.Namespace) -> Answer:
-    with load(given.target) as target:
+def _verify(options: argparse.Namespace) -> Answer:
+    with load(options.target) as target:
         args, kwargs = target.call("verify")
         inputs: Any = args if not kwargs else check_arguments(target.model, args, kwargs)
-        config = _config(given, target, recorded=True)
-        tolerance = {"rtol": given.rtol, "atol": given.atol}
-        found = verify(target.model, inputs, config=config, sets=given.sets, **tolerance)
-    return _answer(given, found, not found.ok)
+        config = _config(options, target, recorded=True)
+        tolerance = {"rtol": options.rtol, "atol": options.atol}
+        result = verify(target.model, inputs, config=config, sets=options.sets, **tolerance)
+    return _answer(options, result, not result.ok)
 
 
-def _report(given: argparse.Namespace) -> Answer:
-    with load(given.target) as target, torch.inference_mode():
-        model, config = target.model, _config(given, target, recorded=True)
+def _report(options: argparse.Namespace) -> Answer:
+    with load(options.target) as target, torch.inference_mode():
+        model, config = target.model, _config(options, target, recorded=True)
         if config is not None:
             model = compile(model, config)
         if target.args is not None or config is not None:
             args, kwargs = target.call("report")
-            for _ in range(given.calls):
+            for _ in range(options.calls):
                 model(*args, **kwargs)
-        found = report(model)
+        result = report(model)
         served = coverage(model)
-    text = f"{found.title}:\n{served}"
-    return _answer(given, found, not found.counters.replays, text)
+    text = f"{result.title}:\n{served}"
+    return _answer(options, result, not result.counters.replays, text)
 
 
-def _env(given: argparse.Namespace) -> Answer:
-    found = environment()
-    return Answer([json.dumps(found.to_dict(), indent=2) if given.json else str(found)])
+def _env(options: argparse.Namespace) -> Answer:
+    result = environment()
+    return Answer([result.to_json() if options.json else str(result)])
 
 
 # ---------------------------------------------------------------- their parts
 
 
-def _answer(given: argparse.Namespace, found: Any, bad: bool, text: str | None = None) -> Answer:
-    """A value as the words ask for it; ``text``: what is printed of it, if not itself."""
-    if given.html:
+def _answer(options: argparse.Namespace, result: Any, bad: bool, text: str | None = None) -> Answer:
+    """Write the page, and return a result as text or JSON; ``text`` replaces its own."""
+    if options.html:
         try:
-            found.to_html(given.html)
+            result.to_html(options.html)
         except OSError as error:
             raise CommandError.no_page(
-                path=str(given.html), why=error.strerror or str(error)
+                path=str(options.html), why=error.strerror or str(error)
             ) from error
-    if given.json:
-        return Answer([found.to_json()], int(bad))
-    page = [f"page: {given.html}"] if given.html else []
-    return Answer([str(found) if text is None else text, *page], int(bad))
+    if options.json:
+        return Answer([result.to_json()], int(bad))
+    page = [f"page: {options.html}"] if options.html else []
+    return Answer([str(result) if text is None else text, *page], int(bad))
 
 
 def _config(
     given: argparse.Namespace, target: Target, recorded: bool = False
 ) -> CompilationConfig | None:
-    """The settings of a model that is to be compiled; None of one that is.
-
-    Args:
-        recorded: tensors on the CPU are recorded by the host recorder, if nobody says otherwise.
-    """
+    """Return the settings of a model that is to be compiled; None of one that is."""
     pairs = [each.partition("=") for each in given.set]
-    for each, (key, equals, _) in zip(given.set, pairs, strict=True):
+    for pair, (key, equals, _) in zip(given.set, pairs, strict=True):
         if not (key and equals):
-            raise CommandError.bad_setting(given=each)
+            raise CommandError.bad_setting(given=pair)
     config = CompilationConfig.resolve(options={key: value for key, _, value in pairs})
     try:
         Boundaries(config.splitting_ops)
@@ -378,7 +352,7 @@ def _config(
 
 
 def _is_compiled(model: Any) -> bool:
-    """Whether it has settings of its own; managers have."""
+    """Return whether it has settings of its own; managers have."""
     if isinstance(model, CUDAGraphWrapper) or handle_of(model) is not None:
         return True
     return not isinstance(model, torch.nn.Module) and not inspect.isroutine(model)
@@ -405,9 +379,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0; 1 after a finding, a difference or an error, which was printed; 2 after
         words that cannot be, such as a target, a setting or a key that does not exist.
     """
-    given = command_line().parse_args(arguments)
+    options = command_line().parse_args(arguments)
     try:
-        answer = given.run(given)
+        answer = options.run(options)
         for line in answer.lines:
             print(line)
     except BrokenPipeError:  # the reader has seen enough
@@ -415,11 +389,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except SystemExit as error:  # of the user's code, whose statuses are not ours
         print(f"cgcompile: {_told(error)}", file=sys.stderr)
-        if given.traceback:
+        if options.traceback:
             traceback.print_exception(error)
         return 1
     except Exception as error:  # of the user's code as well
-        if given.traceback:
+        if options.traceback:
             raise
         print(f"cgcompile: {_told(error)}", file=sys.stderr)
         return 2 if isinstance(error, (CommandError, ConfigError)) else 1
@@ -427,7 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(error: BaseException) -> str:
-    """An error in words; of one that is not ours, where it comes from."""
+    """Return an error in words; of one that is not ours, where it comes from."""
     if isinstance(error, CGCompileError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -438,7 +412,7 @@ def _told(error: BaseException) -> str:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """All words of the program."""
+    """Return the parser of the program."""
     parser = argparse.ArgumentParser(
         prog="cgcompile",
         description="See what cgcompile does to a model. Also: python -m cgcompile.",
@@ -454,73 +428,65 @@ def command_line() -> argparse.ArgumentParser:
         "--dir", type=Path, help="the folder; left out: that of CGCOMPILE_CACHE_DIR, or the default"
     )
     listing = actions.add_parser("list", parents=[folder], help="one line per entry")
-    listing.set_defaults(run=lambda given: Answer(_list(given)))
+    listing.set_defaults(run=lambda options: Answer(_list(options)))
     clear = actions.add_parser("clear", parents=[folder], help="remove entries; asks nothing")
     clear.add_argument("keys", nargs="*", metavar="KEY", help="beginnings of keys; none: all")
-    clear.set_defaults(run=lambda given: Answer(_clear(given)))
+    clear.set_defaults(run=lambda options: Answer(_clear(options)))
     why = actions.add_parser(
         "why", parents=[folder], help="what an entry depends on, or in what two entries differ"
     )
     why.add_argument("key", metavar="KEY", help="the beginning of a key")
     why.add_argument("other", metavar="KEY2", nargs="?", help="of another one")
     why.add_argument("--full", action="store_true", help=f"facts of more than {_LINES} lines too")
-    why.set_defaults(run=lambda given: Answer(_why(given)))
+    why.set_defaults(run=lambda options: Answer(_why(options)))
     return parser
 
 
 # ---------------------------------------------------------------- the actions
 
 
-def _list(given: argparse.Namespace) -> Iterator[str]:
-    store = _store(given)
+def _list(options: argparse.Namespace) -> Iterator[str]:
+    store = _store(options)
     entries = sorted(store.entries(), key=lambda each: -each.created)
     rows = [("key", "kind", "bytes", "age", "what", "line")]
-    rows += [
-        (
-            each.key[:_SHOWN],
-            each.kind,
-            str(each.size),
-            _age(time.time() - each.created),
-            _what(each),
-            each.notes.get("line", ""),
-        )
-        for each in entries
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows if entries else []:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    for entry in entries:
+        key, age = entry.key[:_SHOWN], _age(time.time() - entry.created)
+        line = entry.notes.get("line", "")
+        rows.append((key, entry.kind, str(entry.size), age, _what(entry), line))
+    if entries:
+        yield from table(rows)
     total = sum(each.size for each in entries)
     yield f"{len(entries)} entries, {total} bytes in {store.folder}"
 
 
-def _clear(given: argparse.Namespace) -> Iterator[str]:
-    store = _store(given)
+def _clear(options: argparse.Namespace) -> Iterator[str]:
+    store = _store(options)
     entries = list(store.entries())
-    wanted = [_find(store, entries, prefix) for prefix in given.keys] if given.keys else entries
+    wanted = [_find(store, entries, prefix) for prefix in options.keys] if options.keys else entries
     removed = [each for each in wanted if store.remove(each)]
-    for each in removed:
-        yield f"removed {each.kind} {each.key[:_SHOWN]}  {each.notes.get('line', '')}".rstrip()
+    for entry in removed:
+        yield f"removed {entry.kind} {entry.key[:_SHOWN]}  {entry.notes.get('line', '')}".rstrip()
     yield f"{len(removed)} entries removed from {store.folder}"
-    if not given.keys:
+    if not options.keys:
         yield f"{store.remove_rubbish()} damaged or half written files removed"
         yield f"{store.remove_work()} folders of kernels removed"
     kept = [each for each in wanted if each not in removed]
-    for each in kept:
-        yield f"could not remove {each.kind} {each.key[:_SHOWN]}"
+    for entry in kept:
+        yield f"could not remove {entry.kind} {entry.key[:_SHOWN]}"
 
 
-def _why(given: argparse.Namespace) -> Iterator[str]:
-    store = _store(given)
+def _why(options: argparse.Namespace) -> Iterator[str]:
+    store = _store(options)
     entries = list(store.entries())
-    one = _find(store, entries, given.key)
-    if given.other is None:
+    one = _find(store, entries, options.key)
+    if options.other is None:
         yield f"{one.kind} {one.key}"
         for title, rows in (("depends on", one.facts), ("notes", one.notes)):
             yield f"{title}:"
             for name, text in rows.items():
-                yield from _fact(name, text, given.full)
+                yield from _fact(name, text, options.full)
         return
-    other = _find(store, entries, given.other)
+    other = _find(store, entries, options.other)
     names = dict.fromkeys([*one.facts, *other.facts])
     differing = [name for name in names if one.facts.get(name) != other.facts.get(name)]
     if one.kind != other.kind:
@@ -534,26 +500,26 @@ def _why(given: argparse.Namespace) -> Iterator[str]:
 # ---------------------------------------------------------------- their parts
 
 
-def _store(given: argparse.Namespace) -> Store:
-    folder = given.dir or cache_folder(CompilationConfig())
+def _store(options: argparse.Namespace) -> Store:
+    folder = options.dir or cache_folder(CompilationConfig())
     if folder is None:
         raise CommandError.caching_is_off()
     return Store(folder)
 
 
 def _find(store: Store, entries: Sequence[Entry], prefix: str) -> Entry:
-    found = [each for each in entries if each.key.startswith(prefix)]
-    if not found:
+    result = [each for each in entries if each.key.startswith(prefix)]
+    if not result:
         raise CommandError.unknown_entry(prefix=prefix, folder=str(store.folder))
-    if len(found) > 1:
+    if len(result) > 1:
         raise CommandError.ambiguous_entry(
-            prefix=prefix, keys=[each.key[: max(_SHOWN, 16)] for each in found]
+            prefix=prefix, keys=[each.key[: max(_SHOWN, 16)] for each in result]
         )
-    return found[0]
+    return result[0]
 
 
 def _what(entry: Entry) -> str:
-    """What was compiled, in a few words."""
+    """Return what was compiled, in a few words."""
     calls = entry.facts.get("graph", "").count(" -> ")
     what = [f"{calls} ops"] if calls else []
     what += [entry.facts[name].split()[0] for name in ("compiler", "torch") if name in entry.facts]

@@ -242,6 +242,13 @@ CALLS: dict[str, Valid] = {
         {"reason": "other weights"},
     ),
     "Counters": lambda: (cgcompile.Counters, {}),
+    "Bisection.to_json": lambda: (
+        cgcompile.Bisection("m", "", (), "", None, (), 0).to_json,
+        {},
+    ),
+    "Difference.to_json": lambda: (cgcompile.Difference().to_json, {}),
+    "Finding.to_json": lambda: (cgcompile.Finding("k", "note", "m", "f", "-").to_json, {}),
+    "Profile.to_json": lambda: (cgcompile.Profile().to_json, {}),
     "Coverage.to_json": lambda: (cgcompile.coverage(manager()).to_json, {}),
     "CudaGraphManager": lambda: (
         serving.CudaGraphManager,

@@ -61,7 +61,7 @@ note  all tensors are on the CPU, so copies between host and device cannot be to
 def test_explain_tells_a_break(run: Any) -> None:
     status, out, _ = run("explain", "reads", "--json")
     found = json.loads(out)
-    assert [each["door"] for each in found["breaks"]] == ["torch.compile"]
+    assert [each["entry_point"] for each in found["breaks"]] == ["torch.compile"]
     assert status == 1
 
 

@@ -124,7 +124,9 @@ def test_wheel_and_editable_install_import(tree: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("cgcompile.passes.pipeline ")
         where = done.stdout.split()[1]
-        page = "from cgcompile.debug.explanation import render; print(render('diagnosis', {'model': 'm', "
+        page = (
+            "from cgcompile.debug.output import render; print(render('diagnosis', {'model': 'm', "
+        )
         page += "'device': 'cpu', 'ok': True, 'findings': []})[-7:])"
         done = subprocess.run(
             [str(environment / "bin" / "python"), "-c", page],

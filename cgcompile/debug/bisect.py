@@ -1,16 +1,14 @@
-"""The pass that makes a result wrong: :func:`wrong_pass`.
+"""Which part of a step makes its result wrong: :func:`bisect`.
 
-Which part of a step makes its result wrong: :func:`bisect`.
-
-The step is run in several ways: as the eager model, with uncompiled pieces, with compiled pieces
-that are not captured, and replayed. Between the last right way and the first wrong one, delta
-debugging finds the pieces; the op is the one that makes the first value that differs.
+The step runs in several ways: as the eager model, with uncompiled pieces, with compiled pieces that
+are not captured, and replayed. Between the last right way and the first wrong one, delta debugging
+finds the pieces; the op is the one that makes the first value that differs. Where uncompiled pieces
+are wrong too, the model is compiled without each pass in turn.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import fx
 
@@ -20,24 +18,21 @@ from cgcompile.debug.compare import (
     Difference,
     InputSets,
     Tolerance,
-    plain,
     require_comparison,
-    without_gradients,
 )
 from cgcompile.debug.locate import (
     WHOLE,
     Nodes,
-    Parting,
     PieceMode,
-    Step,
     Watcher,
-    finding_of,
-    made,
-    nodes_of,
+    first_node,
+    located,
+    nodes_seen,
     place_of,
     run_step,
 )
-from cgcompile.debug.restore import put_back
+from cgcompile.debug.output import Result
+from cgcompile.debug.restore import restored_after
 from cgcompile.debug.subject import Subject, tolerance_of
 from cgcompile.debug.verify import real_rows, wrapper_place
 from cgcompile.errors import CGCompileError, DispatchError
@@ -46,116 +41,13 @@ from cgcompile.passes.nodes import COMPUTING
 from cgcompile.runtime.compiled_graph import Observer
 from cgcompile.settings import checked_but
 
-Note = Callable[[str], None]
-
-
-def removable(subject: Subject) -> list[str]:
-    """The names of the passes that the model can be compiled without."""
-    config = subject.config
-    if config.mode is not CompilationMode.PIECEWISE or subject.wrapper is not None:
-        return []
-    names = [str(each.name) for each in (*config.graph_passes, *config.piece_passes)]
-    return [n for n in dict.fromkeys([*names, *OPTIONAL]) if n not in config.disabled_passes]
-
-
-def wrong_pass(
-    subject: Subject,
-    call: Call,
-    expected: dict[str, Any],
-    tolerance: Tolerance,
-    note: Note,
-) -> tuple[str, Difference] | None:
-    """(its name, the first op that it makes wrong); None if no single pass is to blame.
-
-    The original model is compiled without each pass in turn.
-
-    Args:
-        subject: the model, wrong with uncompiled pieces as well.
-        call: its arguments.
-        expected: what eager leaves.
-        tolerance: how close numbers must be.
-        note: told of each step.
-    """
-    own = [str(each.name) for each in (*subject.config.graph_passes, *subject.config.piece_passes)]
-    for name in removable(subject):
-        settings = {"disabled_passes": (*subject.config.disabled_passes, name)}
-        if anew(subject, call, expected, tolerance, settings, note, f"without pass {name}"):
-            other = subject.again(**settings)
-            try:
-                place = _place(subject, other, call, tolerance)
-            finally:
-                other.release()
-            what = "a pass of yours" if name in own else "a pass of cgcompile"
-            return name, replace(place, detail=f"{what}, {name}, changes it")
-    return None
-
-
-def anew(
-    subject: Subject,
-    call: Call,
-    expected: dict[str, Any],
-    tolerance: Tolerance,
-    settings: dict[str, Any],
-    note: Note,
-    what: str = "compiled anew",
-) -> bool:
-    """Whether the original model, compiled anew with other settings, gives what eager gives."""
-    try:
-        other = subject.again(**settings)
-    except CGCompileError as error:
-        note(f"{what}: {str(error).splitlines()[0]}")
-        return False
-    try:
-        found = other.outcome(other.call, call)
-    finally:
-        other.release()
-    right = tolerance.first("the result", expected, found) is None
-    note(f"{what}: {'right' if right else 'wrong'}")
-    return right
-
-
-def _place(subject: Subject, good: Subject, call: Call, tolerance: Tolerance) -> Difference:
-    """The first node that has another value with the pass, or the new one that it reads."""
-    if good.until_replayed(call):
-        return Difference()
-    bad_nodes, good_nodes = _nodes(subject, call), _nodes(good, call)
-    for (step, bad), (_, right) in zip(bad_nodes, good_nodes, strict=False):
-        for piece in step.split.pieces:
-            if piece.index in bad and piece.index in right:
-                node = _first(bad[piece.index], right[piece.index], tolerance)
-                if node is not None:
-                    return place_of(piece, node)
-    return Difference()
-
-
-def _nodes(subject: Subject, call: Call) -> list[tuple[Step, dict[int, Nodes]]]:
-    watcher = Watcher(tolerance=Tolerance())
-    with subject.observed(watcher.of):
-        subject.outcome(subject.call, call)
-    with put_back(subject.kept), without_gradients():
-        return [(step, nodes_of(step)) for step in watcher.seen]
-
-
-def _first(bad: Nodes, right: Nodes, tolerance: Tolerance) -> fx.Node | None:
-    known = {node.name: leaves for node, leaves in right.made.items()}
-    for node, leaves in bad.made.items():
-        if node.name not in known:
-            continue
-        if tolerance.first(node.name, known[node.name], leaves) is None:
-            continue
-        new = [n for n in node.all_input_nodes if n.op in COMPUTING and n.name not in known]
-        return new[0] if new else node
-    new = [node for node in bad.made if node.name not in known]
-    return new[-1] if new else None
-
-
 T_ = TypeVar("T_")
 Item = tuple[int, int]
 """(number of the compiled graph, index of the piece); -1 is all of a FULL graph."""
 
 
 @dataclass(frozen=True)
-class Bisection:
+class Bisection(Result):
     """What :func:`cgcompile.bisect` found; ``print`` it.
 
     Attributes:
@@ -170,6 +62,8 @@ class Bisection:
         replays: how many replays took part.
     """
 
+    computed: ClassVar[tuple[str, ...]] = ("ok",)
+
     subject: str
     stage: str
     pieces: tuple[str, ...]
@@ -182,14 +76,6 @@ class Bisection:
     def ok(self) -> bool:
         """Whether nothing differs, and something was replayed."""
         return not self.stage and bool(self.replays)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {"ok": self.ok, **plain(self)}
-
-    def to_json(self) -> str:
-        """:meth:`to_dict` as JSON text."""
-        return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
         rows = [
@@ -214,7 +100,7 @@ def bisect(
 ) -> Bisection:
     """Find the piece, and the op, that make the result of a model wrong.
 
-    What runs is put back after it, as :func:`cgcompile.verify` says. Synchronises. Runs the step
+    State is restored after each run, as by :func:`cgcompile.verify`. Synchronises. Runs the step
     some dozens of times.
 
     Args:
@@ -235,19 +121,17 @@ def bisect(
     require_comparison("bisect", sets, rtol, atol, seed)
     subject = Subject(model, config, "bisect")
     try:
-        given = InputSets(inputs, seed)
-        with put_back(given.tensors):
-            return _Search(subject, given, tolerance_of(subject, given.first, rtol, atol)).run(sets)
+        arguments = InputSets(inputs, seed)
+        with restored_after(arguments.tensors):
+            return _Search(
+                subject, arguments, tolerance_of(subject, arguments.first, rtol, atol)
+            ).run(sets)
     finally:
         subject.release()
 
 
 class _Search:
-    """One bisection.
-
-    Attributes:
-        steps: what was tried, with its outcome.
-    """
+    """One bisection."""
 
     def __init__(self, subject: Subject, inputs: InputSets, tolerance: Tolerance) -> None:
         self._subject = subject
@@ -268,39 +152,37 @@ class _Search:
         before = subject.counters.replays
         difference = self._first_wrong(sets)
         if difference is None:
-            found = self._result("", (), "", None)
+            result = self._result("", None)
         elif subject.wrapper is not None:
-            kept = subject.kept
-            place = wrapper_place(subject.wrapper, self._call, self._tolerance, kept)
-            finding = made("replay", self._number, difference, real_rows(), place)
-            found = self._result("replay", (place.piece,) if place.piece else (), "", finding)
+            place = wrapper_place(subject.wrapper, self._call, self._tolerance, subject.kept)
+            finding = self._located("replay", difference, place)
+            result = self._result("replay", finding, (place.piece,) if place.piece else ())
         else:
-            found = self._stages(difference)
+            result = self._stages(difference)
         replays = subject.counters.replays - before
-        return replace(found, replays=replays)
+        return replace(result, replays=replays)
 
     def _result(
-        self, stage: str, pieces: Sequence[str], culprit: str, finding: Difference | None
+        self, stage: str, finding: Difference | None, pieces: Sequence[str] = (), culprit: str = ""
     ) -> Bisection:
         steps = tuple(self.steps)
         return Bisection(self._subject.name, stage, tuple(pieces), culprit, finding, steps, 0)
-
-    def _note(self, text: str) -> None:
-        self.steps.append(text)
 
     def _first_wrong(self, sets: int) -> Difference | None:
         """Go to the first set of inputs whose replay is wrong."""
         for number in range(sets):
             self._number, self._call = number, self._inputs.fill(number)
             self._expected = self._subject.outcome(self._subject.original, self._call)
-            found = self._subject.outcome(self._subject.call, self._call)
-            difference = self._tolerance.first("the result", self._expected, found)
-            self._note(f"inputs {number}, all replayed: {'wrong' if difference else 'right'}")
+            actual = self._subject.outcome(self._subject.call, self._call)
+            difference = self._tolerance.first("the result", self._expected, actual)
+            self.steps.append(
+                f"inputs {number}, all replayed: {'wrong' if difference else 'right'}"
+            )
             if difference is not None:
                 return difference
-            unsaid, _ = self._subject.uncompared(self._call, self._expected, found)
+            unsaid, _ = self._subject.uncompared(self._call, self._expected, actual)
             if unsaid:
-                self._note(f"not compared: {', '.join(unsaid)}")
+                self.steps.append(f"not compared: {', '.join(unsaid)}")
         return None
 
     # -------------------------------------------------------------- the stages
@@ -311,18 +193,18 @@ class _Search:
             return self._before_pieces(difference)
         compiled = dict.fromkeys(self._compiled, PieceMode.COMPILED)
         if self._wrong(compiled, "all pieces compiled, not captured"):
-            found = minimal(self._compiled, lambda some: self._wrong_with(PieceMode.COMPILED, some))
-            return self._compilation(found, difference)
-        found = minimal(self._captured, lambda some: self._wrong_with(PieceMode.REPLAYED, some))
-        return self._replay(found, difference)
+            result = minimal(
+                self._compiled, lambda some: self._wrong_with(PieceMode.COMPILED, some)
+            )
+            return self._compilation(result, difference)
+        result = minimal(self._captured, lambda some: self._wrong_with(PieceMode.REPLAYED, some))
+        return self._replay(result, difference)
 
     def _wrong_with(self, way: PieceMode, some: Sequence[Item]) -> bool:
-        base = (
-            {} if way is PieceMode.COMPILED else dict.fromkeys(self._compiled, PieceMode.COMPILED)
-        )
         names = ", ".join(map(self._name, some))
-        what = "compiled" if way is PieceMode.COMPILED else "replayed"
-        return self._wrong({**base, **dict.fromkeys(some, way)}, f"{what}: {names}")
+        others = self._compiled if way is PieceMode.REPLAYED else ()
+        ways = {**dict.fromkeys(others, PieceMode.COMPILED), **dict.fromkeys(some, way)}
+        return self._wrong(ways, f"{way.value}: {names}")
 
     def _name(self, item: Item) -> str:
         graphs = {number for number, _ in self._captured + self._compiled}
@@ -330,7 +212,7 @@ class _Search:
         return piece if len(graphs) < 2 else f"graph {item[0]} {piece}"
 
     def _wrong(self, ways: dict[Item, PieceMode], what: str) -> bool:
-        """Whether the step is wrong where its pieces run in these ways, others uncompiled."""
+        """Return whether the step is wrong with pieces run in these ways, others uncompiled."""
 
         def of(number: int) -> Observer:
             def run(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
@@ -344,13 +226,13 @@ class _Search:
             return run
 
         with self._subject.observed(of):
-            found = self._subject.outcome(self._subject.call, self._call)
-        wrong = self._tolerance.first("the result", self._expected, found) is not None
-        self._note(f"{what}: {'wrong' if wrong else 'right'}")
+            actual = self._subject.outcome(self._subject.call, self._call)
+        wrong = self._tolerance.first("the result", self._expected, actual) is not None
+        self.steps.append(f"{what}: {'wrong' if wrong else 'right'}")
         return wrong
 
     def _list_pieces(self) -> None:
-        """The pieces of all steps that the call replays."""
+        """List the pieces of all steps that the call replays."""
 
         def of(number: int) -> Observer:
             def run(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
@@ -369,92 +251,141 @@ class _Search:
     # -------------------------------------------------------------- what they end in
 
     def _before_pieces(self, difference: Difference) -> Bisection:
-        """No piece is to blame: a pass, or the trace."""
-        note = self._note
-        stale = anew(self._subject, self._call, self._expected, self._tolerance, {}, note)
-        args = self._subject, self._call, self._expected, self._tolerance, note
-        found = None if stale else wrong_pass(*args)
-        if found is None:
+        """Blame a pass, or the trace, as no piece is to blame."""
+        if self._right_with({}, "compiled anew"):
+            detail = "traced anew it is right: what the trace holds has changed since"
+        else:
+            config = self._subject.config
+            for name in self._removable():
+                settings = {"disabled_passes": (*config.disabled_passes, name)}
+                if self._right_with(settings, f"without pass {name}"):
+                    return self._pass(name, settings, difference)
             detail = "the traced graph computes something else than the model does"
-            if stale:
-                detail = "traced anew it is right: what the trace holds has changed since"
-            finding = self._made("tracing", difference, Difference(detail=detail))
-            return self._result("tracing", (), "", finding)
-        name, place = found
-        finding = self._made("pass", difference, place)
-        return self._result("pass", (place.piece,) if place.piece else (), name, finding)
+        finding = self._located("tracing", difference, Difference(detail=detail))
+        return self._result("tracing", finding)
+
+    def _removable(self) -> list[str]:
+        """Return the names of the passes that the model can be compiled without."""
+        config = self._subject.config
+        if config.mode is not CompilationMode.PIECEWISE or self._subject.wrapper is not None:
+            return []
+        names = dict.fromkeys([*_own_passes(config), *OPTIONAL])
+        return [name for name in names if name not in config.disabled_passes]
+
+    def _right_with(self, settings: dict[str, Any], what: str) -> bool:
+        """Return whether the model, compiled anew with other settings, gives what eager gives."""
+        try:
+            other = self._subject.again(**settings)
+        except CGCompileError as error:
+            self.steps.append(f"{what}: {str(error).splitlines()[0]}")
+            return False
+        try:
+            outcome = other.outcome(other.call, self._call)
+        finally:
+            other.release()
+        right = self._tolerance.first("the result", self._expected, outcome) is None
+        self.steps.append(f"{what}: {'right' if right else 'wrong'}")
+        return right
+
+    def _pass(self, name: str, settings: dict[str, Any], difference: Difference) -> Bisection:
+        """Blame a pass: the first op that has another value without it."""
+        place, good = Difference(), self._subject.again(**settings)
+        try:
+            if not good.until_replayed(self._call):
+                runs = [nodes_seen(subject, self._call) for subject in (self._subject, good)]
+                first = first_node(runs[0], runs[1], self._changed_node)
+                place = place if first is None else place_of(*first)
+        finally:
+            good.release()
+        own = name in _own_passes(self._subject.config)
+        what = "a pass of yours" if own else "a pass of cgcompile"
+        place = replace(place, detail=f"{what}, {name}, changes it")
+        finding = self._located("pass", difference, place)
+        return self._result("pass", finding, (place.piece,) if place.piece else (), name)
+
+    def _changed_node(self, bad: Nodes, right: Nodes) -> fx.Node | None:
+        """Return the first node that has another value with the pass, or the new one it reads."""
+        known = {node.name: leaves for node, leaves in right.made.items()}
+        for node, leaves in bad.made.items():
+            if node.name not in known:
+                continue
+            if self._tolerance.first(node.name, known[node.name], leaves) is None:
+                continue
+            new = [n for n in node.all_input_nodes if n.op in COMPUTING and n.name not in known]
+            return new[0] if new else node
+        new = [node for node in bad.made if node.name not in known]
+        return new[-1] if new else None
 
     def _compilation(self, items: list[Item], difference: Difference) -> Bisection:
-        parting = self._parting(items, "compilation")
         names = [self._name(item) for item in items]
-        if parting is None or parting.piece is None:
-            finding = self._made("compilation", difference, Difference(piece=", ".join(names)))
-            return self._result("compilation", names, "", finding)
-        finding = finding_of(parting, self._number)
-        return self._result("compilation", names, "", finding)
+        finding = self._watched(items, "compilation")
+        if finding is None or finding.piece == WHOLE:
+            place = Difference(piece=", ".join(names))
+            finding = self._located("compilation", difference, place)
+        return self._result("compilation", finding, names)
 
     def _replay(self, items: list[Item], difference: Difference) -> Bisection:
         names = [self._name(item) for item in items]
-        parting = self._parting(items, "replay")
-        if parting is None:
-            finding = self._made("replay", difference, Difference(piece=", ".join(names)))
-        else:
-            finding = finding_of(parting, self._number)
+        finding = self._watched(items, "replay")
+        if finding is None:
+            finding = self._located("replay", difference, Difference(piece=", ".join(names)))
         if items[0][1] < 0:
             if finding.piece == WHOLE:
-                return self._in_pieces() or self._result("replay", names, "", finding)
+                return self._in_pieces() or self._result("replay", finding, names)
             names = [finding.piece]
-        return self._result("replay", names, "", finding)
+        return self._result("replay", finding, names)
 
     def _in_pieces(self) -> Bisection | None:
         """The same where the model is captured in pieces, now; a FULL graph has none to tell of."""
         other = self._subject.again(cudagraph_mode=CUDAGraphMode.PIECEWISE)
         try:
             missing = other.until_replayed(self._inputs.first)
-            self._note(f"captured anew, in pieces: {missing or 'replays'}")
+            self.steps.append(f"captured anew, in pieces: {missing or 'replays'}")
             search = _Search(other, self._inputs, self._tolerance)
-            found = None if missing else search.run(self._number + 1)
+            result = None if missing else search.run(self._number + 1)
             self.steps += search.steps
-            if found is None or not found.stage:
+            if result is None or not result.stage:
                 return None
-            return replace(found, subject=self._subject.name, steps=tuple(self.steps))
+            return replace(result, subject=self._subject.name, steps=tuple(self.steps))
         finally:
             other.release()
 
-    def _made(self, stage: str, difference: Difference, place: Difference) -> Difference:
-        return made(stage, self._number, difference, real_rows(), place)
+    def _located(self, stage: str, difference: Difference, place: Difference) -> Difference:
+        return located(stage, difference, real_rows(), place, self._number)
 
-    def _parting(self, items: list[Item], stage: str) -> Parting | None:
-        """Where the step parts from the plain one, in one of the graphs of these pieces."""
+    def _watched(self, items: list[Item], stage: str) -> Difference | None:
+        """Return where one of the graphs of these pieces differs from its plain form."""
         watcher = Watcher(self._tolerance)
         with self._subject.observed(watcher.of):
             self._subject.outcome(self._subject.call, self._call)
         graphs = {number for number, _ in items}
-        found = [p for p in watcher.partings if p.stage == stage and p.step.graph in graphs]
-        return found[0] if found else None
+        for number, difference in watcher.differences:
+            if number in graphs and difference.stage == stage:
+                return replace(difference, inputs=self._number)
+        return None
+
+
+def _own_passes(config: CompilationConfig) -> list[str]:
+    """Return the names of the passes that the user added."""
+    return [str(step.name) for step in (*config.graph_passes, *config.piece_passes)]
 
 
 def minimal(items: Sequence[T_], fails: Callable[[Sequence[T_]], bool]) -> list[T_]:
-    """Some of the items that fail together and of which none can be left out.
-
-    Args:
-        items: that fail together.
-        fails: whether some of them, in order, do; asked about log(n) times for one culprit.
-    """
-    found, parts = list(items), 2
-    while len(found) > 1:
-        size = -(-len(found) // parts)
-        chunks = [found[at : at + size] for at in range(0, len(found), size)]
+    """Return some of the items that fail together and of which none can be left out."""
+    result, parts = list(items), 2
+    while len(result) > 1:
+        size = -(-len(result) // parts)
+        chunks = [result[at : at + size] for at in range(0, len(result), size)]
         smaller = next((chunk for chunk in chunks if fails(chunk)), None)
         if smaller is not None:
-            found, parts = smaller, 2
+            result, parts = smaller, 2
             continue
-        rests = [[each for each in found if each not in chunk] for chunk in chunks]
+        rests = [[each for each in result if each not in chunk] for chunk in chunks]
         rest = next((rest for rest in rests if len(chunks) > 2 and fails(rest)), None)
         if rest is not None:
-            found, parts = rest, max(parts - 1, 2)
+            result, parts = rest, max(parts - 1, 2)
             continue
-        if len(chunks) == len(found):
+        if len(chunks) == len(result):
             break
-        parts = min(2 * parts, len(found))
-    return found
+        parts = min(2 * parts, len(result))
+    return result

@@ -1,16 +1,12 @@
-"""Values by their paths, dataclasses and plain objects opened: :func:`named_values`.
+"""Compare two runs of a step: values by their paths, tolerances, and sets of inputs.
 
-Whoever compares two runs of a step compares what is in their results: an object that each run makes
-anew is never the same object. What cannot be compared at all is neither right nor wrong, and said.
-
-Values of two runs compared: :class:`Difference`, :class:`Tolerance`.
-
-Sets of inputs: made by the caller, or the same tensors filled with other random numbers.
+Compared are the leaves of results, with dataclasses and plain objects opened: an object that each
+run makes anew is never the same object. What has no fields and no usable ``==`` is neither equal
+nor different, and is named as not compared.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile import torch_compat as compat
+from cgcompile.debug.output import Result
+from cgcompile.debug.restore import copies
 from cgcompile.graphs.arena import comparable, numbers_as_bytes
 from cgcompile.graphs.guards import Slots, is_plain_value, layout_text, same_value
 from cgcompile.graphs.outputs import field_names, is_record
@@ -31,13 +29,7 @@ _CLOSED += (FunctionType, MethodType, BuiltinFunctionType)  # code: its attribut
 
 
 class Opened(NamedTuple):
-    """An object whose fields are values of their own.
-
-    Attributes:
-        value: the object.
-        names: of its fields.
-        inside: the names of all values that are in it.
-    """
+    """An object whose fields are values of their own."""
 
     value: Any
     names: tuple[str, ...]
@@ -48,40 +40,36 @@ class Opened(NamedTuple):
 
 
 def named_values(value: Any, top: str = "") -> dict[str, Any]:
-    """The leaves of a value by their paths, such as ``['k'].scores[0]``.
+    """Return the leaves of a value by their paths, such as ``['k'].scores[0]``.
 
     Containers that pytree knows are opened, the fields of dataclasses and the attributes of plain
     objects. Each object that is opened comes before what is in it, as an :class:`Opened`.
-
-    Args:
-        value: of any kind.
-        top: the path of the value itself, if it is no container.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for path, leaf in compat.tree_paths(value):
-        _open(leaf, path or top, (), found)
-    return found
+        _open(leaf, path or top, (), result)
+    return result
 
 
-def _open(leaf: Any, here: str, around: tuple[Any, ...], found: dict[str, Any]) -> None:
-    found[here] = leaf
-    levels = [len(around) - place for place, each in enumerate(around) if each is leaf]
+def _open(leaf: Any, here: str, around: tuple[Any, ...], result: dict[str, Any]) -> None:
+    result[here] = leaf
+    levels = [len(around) - index for index, each in enumerate(around) if each is leaf]
     if levels:
-        found[here] = f"the object {levels[0]} levels up"
+        result[here] = f"the object {levels[0]} levels up"
         return
     fields = _fields(leaf) if len(around) < _DEEPEST else {}
     if not fields:
         return
     inside: dict[str, Any] = {}
-    for name, each in fields.items():
-        for path, inner in compat.tree_paths(each):
+    for name, value in fields.items():
+        for path, inner in compat.tree_paths(value):
             _open(inner, f"{here}.{name}{path}", (*around, leaf), inside)
-    found[here] = Opened(leaf, tuple(sorted(fields)), tuple(inside))
-    found |= inside
+    result[here] = Opened(leaf, tuple(sorted(fields)), tuple(inside))
+    result |= inside
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
-    """What an object has; nothing of one that is looked at as a whole."""
+    """Return what an object has; nothing of one that is looked at as a whole."""
     if is_record(leaf):
         return {name: getattr(leaf, name) for name in field_names(leaf) if hasattr(leaf, name)}
     if is_plain_value(leaf) or isinstance(leaf, _CLOSED):
@@ -91,52 +79,52 @@ def _fields(leaf: Any) -> dict[str, Any]:
     return {**slots, **attributes} if isinstance(attributes, dict) else slots
 
 
-def names_compared(plain: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
-    """The names of what is to be compared, in order.
+def names_compared(plain: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of what is to be compared, in order.
 
     An object that both have, such as one that the model keeps, is equal to itself, whatever became
     of its attributes between the two.
     """
     kept: set[str] = set()
     for name, value in plain.items():
-        other = found.get(name)
+        other = result.get(name)
         if isinstance(value, Opened) and isinstance(other, Opened) and value.value is other.value:
             kept.update(value.inside)
         elif name not in kept:
             yield name
 
 
-def alike(found: Any, expected: Any) -> bool | None:
-    """Whether two values that are no tensors are equal; None if nobody can tell."""
-    if isinstance(found, Opened) and isinstance(expected, Opened):
-        return type(found.value) is type(expected.value) and found.names == expected.names
-    if same_value(found, expected):
+def alike(result: Any, expected: Any) -> bool | None:
+    """Return whether two values that are no tensors are equal; None if that is unknown."""
+    if isinstance(result, Opened) and isinstance(expected, Opened):
+        return type(result.value) is type(expected.value) and result.names == expected.names
+    if same_value(result, expected):
         return True
-    if type(found) is not type(expected) or is_plain_value(expected):
+    if type(result) is not type(expected) or is_plain_value(expected):
         return False
     own: Any = type(expected).__eq__
     if callable(expected) or own is object.__eq__:
         return None
     try:
-        same = found == expected
+        same = result == expected
     except Exception:  # of the user's code
         return None
     return same if isinstance(same, bool) else None
 
 
 def value_text(value: Any) -> str:
-    """A value as messages show it."""
+    """Return a value as messages show it."""
     return str(value) if isinstance(value, Opened) else layout_text(value)
 
 
-def uncompared(plain: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of what nobody can compare: objects without fields and without an own ``==``."""
+def uncompared(plain: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of objects without fields and without an ``==`` of their own."""
     return tuple(
         name
-        for name in names_compared(plain, found)
-        if name in found
+        for name in names_compared(plain, result)
+        if name in result
         and not isinstance(plain[name], torch.Tensor)
-        and alike(found[name], plain[name]) is None
+        and alike(result[name], plain[name]) is None
     )
 
 
@@ -151,7 +139,7 @@ _NARROW = (0.2, 0.1)  # what has eight bits and less
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Result):
     """The first value in which a run differs from the plain one.
 
     Attributes:
@@ -181,11 +169,6 @@ class Difference:
     largest: float = math.nan
     detail: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: lists for tuples, None for NaN."""
-        found: dict[str, Any] = plain(self)
-        return found
-
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.piece, self.op)))
         rows = [f"wrong by {self.stage}, inputs {self.inputs}: {where or 'location unknown'}"]
@@ -197,59 +180,27 @@ class Difference:
         return "\n".join(rows)
 
 
-def first_difference(
-    piece: str,
-    plain: Mapping[str, Any],
-    replayed: Mapping[str, Any],
-    rtol: float,
-    atol: float,
-) -> Difference | None:
-    """Compare values of the same names; synchronises.
-
-    Values without a usable ``==`` are no difference; see ``opened.uncompared``.
-
-    Args:
-        piece: the part of the step that has them.
-        plain: as the plain step made them.
-        replayed: as the replay made them.
-        rtol: relative tolerance; 0 for bitwise.
-        atol: absolute tolerance.
-    """
-    for name in names_compared(plain, replayed):
-        expected: Any = plain[name]
-        found: Any = replayed.get(name)
-        tensor = isinstance(expected, torch.Tensor)
-        same = _same_kind(found, expected) if tensor else alike(found, expected) is not False
-        if name not in replayed or not same:
-            now = value_text(found) if name in replayed else "nothing"
-            text = f"{now} in the replay, {value_text(expected)} in the plain step"
-            return Difference(piece=piece, value=name, detail=text)
-        if tensor and not _close(found, expected, rtol, atol):
-            return _of_numbers(piece, name, expected, found, rtol, atol)
-    return None
+def _same_kind(result: Any, expected: torch.Tensor) -> bool:
+    kind = isinstance(result, torch.Tensor)
+    return kind and (result.shape, result.dtype) == (expected.shape, expected.dtype)
 
 
-def _same_kind(found: Any, expected: torch.Tensor) -> bool:
-    kind = isinstance(found, torch.Tensor)
-    return kind and (found.shape, found.dtype) == (expected.shape, expected.dtype)
-
-
-def _close(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> bool:
+def _close(result: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> bool:
     if rtol == atol == 0.0:
-        return torch.equal(numbers_as_bytes(found), numbers_as_bytes(expected))
-    pair = comparable(found), comparable(expected)
+        return torch.equal(numbers_as_bytes(result), numbers_as_bytes(expected))
+    pair = comparable(result), comparable(expected)
     return torch.allclose(*pair, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def _of_numbers(
-    piece: str, name: str, plain: torch.Tensor, found: torch.Tensor, rtol: float, atol: float
+    piece: str, name: str, plain: torch.Tensor, result: torch.Tensor, rtol: float, atol: float
 ) -> Difference:
     wide = torch.complex128 if plain.dtype.is_complex else torch.float64
-    found, plain = found.to(wide), plain.to(wide)
-    wrong = ~torch.isclose(found, plain, rtol=rtol, atol=atol, equal_nan=True)
-    if rtol == atol == 0.0 and not found.is_complex():
-        wrong |= found.signbit() != plain.signbit()  # -0.0 is not 0.0
-    largest = (found - plain).abs()[wrong].max().item() if wrong.any() else 0.0
+    result, plain = result.to(wide), plain.to(wide)
+    wrong = ~torch.isclose(result, plain, rtol=rtol, atol=atol, equal_nan=True)
+    if rtol == atol == 0.0 and not result.is_complex():
+        wrong |= result.signbit() != plain.signbit()  # -0.0 is not 0.0
+    largest = (result - plain).abs()[wrong].max().item() if wrong.any() else 0.0
     flat = wrong.reshape(wrong.shape[0], -1).any(1) if wrong.dim() else wrong.reshape(1)
     rows = tuple(flat.nonzero()[:8, 0].tolist())
     count, total = int(wrong.sum()), wrong.numel()
@@ -259,20 +210,14 @@ def _of_numbers(
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much numbers may differ.
-
-    Attributes:
-        exact: not at all, where ``rtol`` and ``atol`` do not say otherwise.
-        rtol: relative; None: by dtype.
-        atol: absolute; None: by dtype.
-    """
+    """How much numbers may differ."""
 
     exact: bool = False
     rtol: float | None = None
     atol: float | None = None
 
     def of(self, dtype: torch.dtype) -> tuple[float, float]:
-        """(relative, absolute) for numbers of a dtype."""
+        """Return (relative, absolute) for numbers of a dtype."""
         if self.rtol is not None or self.atol is not None:
             return self.rtol or 0.0, self.atol or 0.0
         number = dtype.to_real() if dtype.is_complex else dtype
@@ -281,16 +226,29 @@ class Tolerance:
         return BY_DTYPE.get(number, _NARROW)
 
     def first(
-        self, where: str, plain: Mapping[str, Any], found: Mapping[str, Any]
+        self, piece: str, expected: Mapping[str, Any], actual: Mapping[str, Any]
     ) -> Difference | None:
-        """The first value that differs; see :func:`first_difference`."""
-        for name in names_compared(plain, found):
-            value = plain[name]
-            tensor = isinstance(value, torch.Tensor)
-            rtol, atol = self.of(value.dtype) if tensor else (0.0, 0.0)
-            difference = first_difference(where, {name: value}, found, rtol, atol)
+        """Return the first value of a piece, or of the result, that differs; synchronises."""
+        for name in names_compared(expected, actual):
+            difference = self._difference(piece, name, expected[name], actual)
             if difference is not None:
                 return difference
+        return None
+
+    def _difference(
+        self, piece: str, name: str, expected: Any, values: Mapping[str, Any]
+    ) -> Difference | None:
+        actual: Any = values.get(name)
+        tensor = isinstance(expected, torch.Tensor)
+        same = _same_kind(actual, expected) if tensor else alike(actual, expected) is not False
+        if name not in values or not same:
+            now = value_text(actual) if name in values else "nothing"
+            text = f"{now} in the replay, {value_text(expected)} in the plain step"
+            return Difference(piece=piece, value=name, detail=text)
+        if tensor:
+            rtol, atol = self.of(expected.dtype)
+            if not _close(actual, expected, rtol, atol):
+                return _of_numbers(piece, name, expected, actual, rtol, atol)
         return None
 
     def __str__(self) -> str:
@@ -299,41 +257,14 @@ class Tolerance:
         return "bitwise" if self.exact else "by dtype"
 
 
-def uncomparable(
-    plain: Mapping[str, Any], found: Mapping[str, Any], written: Collection[str]
-) -> tuple[tuple[str, ...], bool]:
-    """Return what of a result has no usable ``==``, in words, and whether that is all of it.
-
-    Args:
-        plain: what the plain step returned and wrote.
-        found: likewise of another run.
-        written: the names of what was written.
-    """
-    names = uncompared(plain, found)
-    results = [n for n in plain if n not in written and not isinstance(plain[n], Opened)]
-    said = tuple(f"{name} ({layout_text(plain[name])})" for name in names)
-    return said, bool(names) and set(results) <= set(names)
-
-
-def named(result: Any) -> dict[str, Any]:
-    """The values in a result by their paths."""
-    return named_values(result, "result")
+def copied(result: Any) -> dict[str, Any]:
+    """Return copies of the values in a result by their paths."""
+    return copies(named_values(result, "result"))
 
 
 def without_gradients() -> AbstractContextManager[Any]:
-    """No gradients inside; inference mode stays as it is."""
+    """Return a context without gradients; inference mode stays as it is."""
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-
-
-def plain(value: Any) -> Any:
-    """A frozen value as dicts, lists, text and numbers; None for what JSON has no number for."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, (tuple, list)):
-        return [plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 MOST_SETS = 2**20
@@ -342,16 +273,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class InputSets:
-    """The arguments of several calls. Tensors of equal layout stay the same objects.
-
-    Args:
-        inputs: a tensor, a sequence of positional arguments, a mapping of keyword arguments, or a
-            callable that makes one of these from the number of the set.
-        seed: of the random numbers; what the caller's generators draw is not changed.
-
-    Attributes:
-        first: arguments of the first call.
-    """
+    """The arguments of several calls. Tensors of equal layout stay the same objects."""
 
     def __init__(self, inputs: Any, seed: int = 0) -> None:
         self._make: Callable[[int], Any] | None = None
@@ -366,7 +288,7 @@ class InputSets:
         return compat.tree_tensors(self.first)
 
     def fill(self, number: int) -> Call:
-        """The arguments of a call; the tensors of the first one are filled, if they fit."""
+        """Return the arguments of a call; the tensors of the first one are filled, if they fit."""
         if number == 0:
             return self.first
         if self._make is None:
@@ -374,10 +296,10 @@ class InputSets:
             for tensor in self.tensors:
                 refill(tensor, generator)
             return self.first
-        made = _call(self._make(number))
-        if _layouts(made) != _layouts(self.first):
-            return made
-        for tensor, new in zip(self.tensors, compat.tree_tensors(made), strict=True):
+        output = _call(self._make(number))
+        if _layouts(output) != _layouts(self.first):
+            return output
+        for tensor, new in zip(self.tensors, compat.tree_tensors(output), strict=True):
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(new)
         return self.first
@@ -398,11 +320,7 @@ def _call(inputs: Any) -> Call:
 def require_comparison(
     where: str, sets: int, rtol: float | None, atol: float | None, seed: int
 ) -> None:
-    """Refuse numbers that a comparison cannot use.
-
-    Raises:
-        ConfigError: names the number.
-    """
+    """Refuse numbers that a comparison cannot use."""
     require_whole("sets", where, sets, 1, MOST_SETS)
     require_whole("seed", where, seed, -(2**63), 2**63 - 1)
     for name, value in (("rtol", rtol), ("atol", atol)):
@@ -418,7 +336,7 @@ def _layouts(call: Call) -> list[Any]:
 
 
 def refill(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Other numbers of the same kind: of equal mean and spread, or integers of the same range.
+    """Fill a tensor with numbers of equal mean and spread, or integers of the same range.
 
     Weights, and tensors whose elements share memory, stay as they are.
     """
@@ -432,32 +350,32 @@ def refill(tensor: torch.Tensor, generator: torch.Generator) -> None:
 def random_like(
     tensor: torch.Tensor, shape: Sequence[int], generator: torch.Generator
 ) -> torch.Tensor:
-    """Random numbers like those of ``tensor``, on the CPU: of its mean and spread, or its range."""
+    """Return random numbers on the CPU, of the mean and spread of ``tensor``, or of its range."""
     shape, device = tuple(shape), "cpu"
-    given = tensor.detach().cpu()
-    if given.dtype is torch.bool:
+    numbers = tensor.detach().cpu()
+    if numbers.dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
-    if not given.dtype.is_floating_point and not given.dtype.is_complex:
-        low, high = int(given.min()), int(given.max())
+    if not numbers.dtype.is_floating_point and not numbers.dtype.is_complex:
+        low, high = int(numbers.min()), int(numbers.max())
         return torch.randint(low, high + 1, shape, generator=generator, device=device).to(
-            given.dtype
+            numbers.dtype
         )
-    wide = given.to(torch.complex128 if given.dtype.is_complex else torch.float64)
+    wide = numbers.to(torch.complex128 if numbers.dtype.is_complex else torch.float64)
     spread = float(wide.std(correction=0)) if wide.numel() > 1 else 1.0
     mean = wide.mean()
-    made = torch.randn(shape, generator=generator, dtype=wide.dtype)
+    output = torch.randn(shape, generator=generator, dtype=wide.dtype)
     if not torch.isfinite(torch.as_tensor(spread)) or spread == 0.0:
         spread, mean = 1.0, torch.zeros((), dtype=wide.dtype)
-    return (made * spread + mean).to(given.dtype)
+    return (output * spread + mean).to(numbers.dtype)
 
 
 def rows_of(call: Call) -> int:
-    """How many rows the batch has: the first dimension of the first tensor that has one; else 0."""
+    """Return the rows of the batch: the first dimension of the first tensor that has one; or 0."""
     return next((len(each) for each in compat.tree_tensors(call) if each.dim()), 0)
 
 
 def padded(call: Call, size: int, tails: str, generator: torch.Generator) -> Call:
-    """The same call with ``size`` rows; those behind the real ones are random, or NaN.
+    """Return the same call with ``size`` rows; those behind the real ones are random, or NaN.
 
     Tensors whose first dimension is that of the batch are padded; integers stay in their range.
     """
@@ -471,5 +389,5 @@ def padded(call: Call, size: int, tails: str, generator: torch.Generator) -> Cal
             tail.fill_(float("nan"))
         return torch.cat([leaf.detach(), tail])
 
-    found: Call = compat.tree_map(pad, call)
-    return found
+    result: Call = compat.tree_map(pad, call)
+    return result

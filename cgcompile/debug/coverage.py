@@ -4,23 +4,20 @@ One kind of value for compiled models, managers and encoder managers. What is co
 not what was planned: the rows add up to all steps (or items) there were.
 """
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cgcompile.config import CUDAGraphMode
-from cgcompile.debug.explanation import clipped, plain, table, wrapped
-from cgcompile.debug.targets import counters_of, recorders_of
+from cgcompile.debug.output import Result, clipped, table, wrapped
+from cgcompile.debug.subject import counters_of, recorders_of
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.reasons import Counters
+from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
-from cgcompile.runtime.recording import Recording
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.statistics import Row
-from cgcompile.settings import checked, require_whole
 
 VERSION = 1  # of the schema of Coverage.to_dict()
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -39,7 +36,7 @@ class CoverageRow:
         captured: whether the graph is there now; None without one.
         hits: steps that ran so, or items of an encoder; the capturing step included.
         padding: the share of their rows that was padding, 0.0 to 1.0; None where none ran, or
-            where nobody says how many rows were real.
+            where the number of real rows is unknown.
         reason: the name of a :class:`cgcompile.Reason`: why there was no graph; None on a graph.
         detail: the last of that reason, in words; of a graph, which of several it is that were
             captured for one key, each for inputs or weights that lie elsewhere.
@@ -75,14 +72,14 @@ class CounterReport:
     plain: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, found: Counters) -> "CounterReport":
-        plain = sorted((reason.value, count) for reason, count in found.plain.items())
-        numbers = found.calls, found.captures, found.replays, found.failures
+    def of(cls, result: Counters) -> "CounterReport":
+        plain = sorted((reason.value, count) for reason, count in result.plain.items())
+        numbers = result.calls, result.captures, result.replays, result.failures
         return cls(*numbers, tuple(plain))
 
 
 @dataclass(frozen=True)
-class Coverage:
+class Coverage(Result):
     """What graphs were worth. ``print`` it.
 
     Attributes:
@@ -94,7 +91,7 @@ class Coverage:
             by reason; they stand in ``rows`` as well.
         total: the sum of all hits.
         on_graphs: of these, on graphs.
-        padding: the share of rows that was padding on graphs; None where nobody says.
+        padding: the share of rows that was padding on graphs; None where it is unknown.
         counters: of the calls of the model.
     """
 
@@ -107,17 +104,6 @@ class Coverage:
     on_graphs: int
     padding: float | None
     counters: CounterReport
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data: dicts by field name, lists, text, numbers, bools and None."""
-        return {each.name: plain(getattr(self, each.name)) for each in fields(self)}
-
-    @checked
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as JSON text; ``version`` in it tells the schema."""
-        if indent is not None:
-            require_whole("indent", "to_json", indent, 0, 64)
-        return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
         share = "" if self.padding is None else f", {self.padding:.1%} of their rows padding"
@@ -141,7 +127,7 @@ def coverage(model: Any) -> Coverage:
         The numbers of this moment. Nothing synchronises.
 
     Raises:
-        ConfigError: none of these.
+        ConfigError: ``model`` is not one of these.
     """
     if isinstance(model, CudaGraphManager):
         return _of_manager(model)
@@ -162,37 +148,22 @@ def coverage(model: Any) -> Coverage:
 
 # ---------------------------------------------------------------- models
 
-# A row, its real rows and all its rows; None where nobody says.
+# A row, its real rows and all its rows; real rows are None where they are unknown.
 _Counted = tuple[CoverageRow, int | None, int]
 
 
 def _compiled(graph: CompiledGraph, part: str) -> Iterator[_Counted]:
     for recording in graph.recordings:
-        batch = recording.batch
-        size = batch.descriptor.num_tokens
-        stats = recording.sequence.stats
-        ran = (stats.replays + 1) * size  # a capture is of the padded size, whoever asks
+        batch, stats = recording.batch, recording.sequence.stats
+        hits = stats.replays + 1
+        descriptor, size = batch.descriptor, batch.descriptor.num_tokens
+        ran = hits * size  # a capture is of the padded size
         real = None if batch.own_context else ran - stats.padding
-        yield (
-            CoverageRow(
-                part,
-                _tokens(size),
-                batch.mode.name,
-                _key(recording),
-                not recording.void,
-                stats.replays + 1,
-                _share(real, ran),
-            ),
-            real,
-            ran,
-        )
-
-
-def _key(recording: Recording) -> str:
-    """The key of a graph, without what only this library put into it."""
-    batch = recording.batch
-    found = batch.descriptor._replace(extra=()) if batch.own_context else batch.descriptor
-    return str(found)
+        if batch.own_context:  # without what this library put into the key
+            descriptor = descriptor._replace(extra=())
+        key, captured = str(descriptor), not recording.void
+        tokens, share = _tokens(size), _share(real, ran)
+        yield CoverageRow(part, tokens, batch.mode.name, key, captured, hits, share), real, ran
 
 
 def _wrapper(wrapper: CUDAGraphWrapper) -> Iterator[_Counted]:
@@ -206,51 +177,52 @@ def _wrapper(wrapper: CUDAGraphWrapper) -> Iterator[_Counted]:
 
 
 def _numbered(rows: list[CoverageRow]) -> list[CoverageRow]:
-    """Graphs of one key are told apart."""
+    """Tell graphs of one key apart."""
     total = Counter((row.part, row.mode, row.graph) for row in rows)
     seen: Counter[tuple[str, str, str | None]] = Counter()
-    made = []
+    numbered = []
     for row in rows:
         key = (row.part, row.mode, row.graph)
         seen[key] += 1
         which = f"capture {seen[key]} of {total[key]}: of inputs or weights of its own"
-        made.append(row if total[key] == 1 else replace(row, detail=which))
-    return made
+        numbered.append(row if total[key] == 1 else replace(row, detail=which))
+    return numbered
 
 
-def _of_parts(found: list[_Counted], counters: Counters) -> Coverage:
-    rows = _numbered([row for row, _, _ in found])
+def _of_parts(counted: list[_Counted], counters: Counters) -> Coverage:
+    rows = _numbered([row for row, _, _ in counted])
     gone = counters.captures + counters.replays - sum(row.hits for row in rows)
     if gone:
         detail = "graphs that were dropped, or wait for their inputs to come back"
         rows.append(CoverageRow("", "", "-", "-", False, gone, None, None, detail))
-    for reason, count in counters.plain.items():
-        detail = counters.details.get(reason, "")
-        rows.append(CoverageRow("", "", "NONE", None, None, count, None, reason.value, detail))
-    lesser = [
-        CoverageRow(
-            "", "", "-", None, None, n, None, reason.value, counters.details.get(reason, "")
-        )
-        for reason, n in counters.degraded.items()
-    ]
-    known = [(real, ran) for _, real, ran in found if real is not None]
+    rows += _reasons("NONE", counters.plain, counters)
+    lesser = _reasons("-", counters.degraded, counters)
+    known = [(real, ran) for _, real, ran in counted if real is not None]
     share = _share(sum(real for real, _ in known), sum(ran for _, ran in known))
     return _coverage("model", "steps", rows, lesser, share, counters)
+
+
+def _reasons(mode: str, counts: Counter[Reason], counters: Counters) -> list[CoverageRow]:
+    return [
+        CoverageRow(
+            "", "", mode, None, None, n, None, reason.value, counters.details.get(reason, "")
+        )
+        for reason, n in counts.items()
+    ]
 
 
 # ---------------------------------------------------------------- managers
 
 
 def _of_manager(manager: CudaGraphManager) -> Coverage:
-    rows, lesser = [], []
+    rows: list[CoverageRow] = []
+    lesser: list[CoverageRow] = []
     counted = manager.statistics.rows()
-    for each in counted:
-        if each.reason is None or each.mode == "NONE":
-            rows.append(_dispatched(manager, each))
-        else:
-            lesser.append(_dispatched(manager, each))
-    on_graphs = [each for each in counted if each.graph is not None]
-    share = _share(sum(each.real for each in on_graphs), sum(each.ran for each in on_graphs))
+    for row in counted:
+        same = row.reason is None or row.mode == "NONE"
+        (rows if same else lesser).append(_dispatched(manager, row))
+    on_graphs = [row for row in counted if row.graph is not None]
+    share = _share(sum(row.real for row in on_graphs), sum(row.ran for row in on_graphs))
     return _coverage("manager", "steps", rows, lesser, share, manager.counters)
 
 
@@ -272,31 +244,23 @@ def _dispatched(manager: CudaGraphManager, row: Row) -> CoverageRow:
 
 
 def _of_encoder(manager: EncoderCudaGraphManager) -> Coverage:
-    found = manager.statistics.as_dict()
-    ran = {(each["path"], each["budget"]): each for each in found["graphs"]}
+    statistics = manager.statistics.as_dict()
+    ran = {(graph["path"], graph["budget"]): graph for graph in statistics["graphs"]}
     captured = {(key.path, key.budget) for key in manager.budget_graphs}
     budgets = manager.token_budgets
     paths = budgets if isinstance(budgets, dict) else {"default": budgets}
     rows = []
     for path, sizes in paths.items():
         for least, budget in zip([0, *sizes], sizes, strict=False):
-            each = ran.get((path, budget), {"items": 0, "tokens": 0, "padded_tokens": 0})
-            share = _share(each["tokens"], each["padded_tokens"])
-            rows.append(
-                CoverageRow(
-                    path,
-                    f"{least + 1}..{budget} tokens",
-                    "FULL",
-                    f"budget {budget}",
-                    (path, budget) in captured,
-                    each["items"],
-                    share,
-                )
-            )
-    for each in found["eager"]:
-        span = _tokens(each["least_tokens"], each["most_tokens"])
-        count, why = each["items"], each["reason"]
-        rows.append(CoverageRow(each["path"], span, "NONE", None, None, count, None, why))
+            graph = ran.get((path, budget), {"items": 0, "tokens": 0, "padded_tokens": 0})
+            share = _share(graph["tokens"], graph["padded_tokens"])
+            span, key = f"{least + 1}..{budget} tokens", f"budget {budget}"
+            there, items = (path, budget) in captured, graph["items"]
+            rows.append(CoverageRow(path, span, "FULL", key, there, items, share))
+    for eager in statistics["eager"]:
+        span = _tokens(eager["least_tokens"], eager["most_tokens"])
+        path, items, reason = eager["path"], eager["items"], eager["reason"]
+        rows.append(CoverageRow(path, span, "NONE", None, None, items, None, reason))
     real, padded = manager.statistics.tokens()
     return _coverage("encoder", "items", rows, [], _share(real, padded), manager.counters)
 
@@ -329,25 +293,23 @@ def _share(real: int | None, ran: int) -> float | None:
     return 1 - real / ran if real is not None and ran else None
 
 
-def _tokens(least: int, most: int | None = None) -> str:
-    if most not in (None, least):
-        return f"{least}..{most} tokens"
+def _tokens(least: int, limit: int | None = None) -> str:
+    if limit not in (None, least):
+        return f"{least}..{limit} tokens"
     return "1 token" if least == 1 else f"{least} tokens"
 
 
-def _lines(rows: Iterable[CoverageRow]) -> list[str]:
-    found = list(rows)
+def _lines(rows: Sequence[CoverageRow]) -> list[str]:
     cells = [("part", "batches", "mode", "graph", "padding", "hits")]
-    for row in found:
+    for row in rows:
         share = "-" if row.padding is None else f"{row.padding:.1%}"
         graph = row.graph if row.captured is not False else f"{row.graph} (not there)"
         cells.append((row.part, row.batches, row.mode, graph or "-", share, str(row.hits)))
-    shown = [place for place in range(6) if any(line[place] for line in cells[1:])]
-    lines = table([tuple(line[place] for place in shown) for line in cells])
-    text = [clipped(lines[0])]
-    for row, line in zip(found, lines[1:], strict=True):
+    columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
+    lines = table(list(zip(*columns, strict=True)))
+    text = [clipped(lines[0])] if lines else []
+    for row, line in zip(rows, lines[1:], strict=True):
         text.append(clipped(line))
         if row.reason is not None or row.detail:
-            why = f"{row.reason}: {row.detail}" if row.reason and row.detail else row.reason
-            text += wrapped("", why or row.detail, 10)
+            text += wrapped("", ": ".join(filter(None, (row.reason, row.detail))), 10)
     return text

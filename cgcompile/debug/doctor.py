@@ -1,15 +1,9 @@
-""":class:`Diagnosis`: what :func:`cgcompile.doctor` found, as a value that prints and is JSON.
+"""What will break or cost in CUDA graphs, before anything is captured: :func:`doctor`.
 
-After the fact: what made a capture fail, from the error or from the counters of a handle.
-
-What can be said of a call before it runs: its arguments, its weights, and the mode it is in.
-
-:func:`doctor`: what will break or cost, found before anything is captured.
-
-The model runs plain, twice, while :mod:`~cgcompile.debug.op_observer` looks on; everything that it
-changes is put back. The rules are those of the split (``passes/capturable.py``), of the host
-recorder (``graphs/host.py``) and of the registry of boundaries. Read on in ``arguments``,
-``state``, ``advice``, and for errors that have happened in ``failures``.
+The model runs plain, twice, while :mod:`~cgcompile.debug.op_observer` observes its ops, and all
+that it changes is restored. The rules are those of the split (``passes/capturable.py``), of the
+host recorder (``graphs/host.py``) and of the registry of boundaries. After the fact,
+:meth:`Diagnosis.of_error` and the counters of a handle name the same kinds of finding.
 """
 
 import inspect
@@ -28,20 +22,11 @@ from cgcompile.boundaries import Boundaries
 from cgcompile.compile import CompiledModel, check_compilable
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import callers_context
-from cgcompile.debug.explanation import Shown
 from cgcompile.debug.findings import KINDS, SEVERITIES, Finding, Notes, Way, finding
 from cgcompile.debug.op_observer import Case, Watch
-from cgcompile.debug.restore import (
-    Change,
-    Memory,
-    Place,
-    RandomState,
-    State,
-    changes,
-    uncompile_parts,
-)
-from cgcompile.debug.subject import original_of
-from cgcompile.debug.targets import resolved
+from cgcompile.debug.output import Page
+from cgcompile.debug.restore import Held, Snapshot, State
+from cgcompile.debug.subject import original_of, resolved
 from cgcompile.errors import (
     AddressChangedError,
     CaptureError,
@@ -61,11 +46,11 @@ from cgcompile.reasons import EXPECTED, Counters, Reason
 from cgcompile.settings import checked, checked_but
 from cgcompile.tracing.dynamic_dims import bind_arguments
 
-VERSION = 1  # of to_dict(); a key that goes or changes its meaning makes it another one
+VERSION = 1  # of to_dict(); raised when a key goes or changes its meaning
 
 
 @dataclass(frozen=True)
-class Diagnosis(Shown):
+class Diagnosis(Page):
     """What was found, the worst first; ``print`` it.
 
     Attributes:
@@ -75,6 +60,8 @@ class Diagnosis(Shown):
     """
 
     template: ClassVar[str] = "diagnosis"
+    computed: ClassVar[tuple[str, ...]] = ("version", "ok")
+    version: ClassVar[int] = VERSION
 
     model: str
     device: str
@@ -83,7 +70,7 @@ class Diagnosis(Shown):
     @classmethod
     @checked
     def of(cls, model: str, device: str, findings: Iterable[Finding]) -> "Diagnosis":
-        """Sorted."""
+        """Return a diagnosis with sorted findings."""
         ordered = sorted(findings, key=lambda each: SEVERITIES.index(each.severity))
         return cls(model, device, tuple(ordered))
 
@@ -110,32 +97,22 @@ class Diagnosis(Shown):
         return all(each.severity == "note" for each in self.findings)
 
     def of_kind(self, kind: str) -> tuple[Finding, ...]:
-        """The findings of one kind."""
+        """Return the findings of one kind."""
         return tuple(each for each in self.findings if each.kind == kind)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values: ``version``, ``model``, ``device``, ``ok``, ``findings``."""
-        return {
-            "version": VERSION,
-            "model": self.model,
-            "device": self.device,
-            "ok": self.ok,
-            "findings": [each.to_dict() for each in self.findings],
-        }
 
     def __str__(self) -> str:
         start = f"{self.model}:" if self.device == "-" else f"{self.model} on {self.device}:"
         if not self.findings:
             return f"{start} nothing found"
-        found = [each.severity for each in self.findings]
-        counts = [(name, found.count(name)) for name in SEVERITIES if name in found]
+        result = [each.severity for each in self.findings]
+        counts = [(name, result.count(name)) for name in SEVERITIES if name in result]
         words = ", ".join(f"{n} {name}{'s' if n > 1 else ''}" for name, n in counts)
         return "\n".join([f"{start} {words}", *map(str, self.findings)])
 
 
 # What CUDA and torch say where a captured stream would have to be waited for.
 _REFUSALS = ("stream is capturing", "streamcapture", "capturing stream")
-# What torch says where one is written, or kept for gradients, in another mode; reading is fine.
+# In torch's error where one is written, or kept for gradients, in another mode; reading is fine.
 _INFERENCE = "inference tensor"
 _LINE = re.compile(
     r"\((?P<file>[^()\s]+\.py):(?P<line>\d+) in (?P<function>\w+|<\w+>)(?:: (?P<code>.*))?\)"
@@ -163,65 +140,48 @@ _FIXES = {
 
 
 def of_error(error: BaseException) -> Finding:
-    """What made an error, the deepest of its causes.
-
-    Args:
-        error: with its traceback.
-    """
+    """Return the finding that explains an error, by the deepest of its causes."""
     chain = list(_causes(error))
     deepest = chain[-1]
-    found = (raised_at(each) or _named_line(str(each)) for each in reversed(chain))
-    line = next((each for each in found if each is not None), None)
+    value = (raised_at(each) or _named_line(str(each)) for each in reversed(chain))
+    line = next((each for each in value if each is not None), None)
     message, _, rest = str(deepest).strip().partition("\n")
     op = getattr(deepest, "op", "") or "-"
     kind = _kind(deepest, op)
-    if kind == "capture_failed" and not any(_is_of_graphs(each) for each in chain):
+    if kind == "capture_failed" and not any(
+        isinstance(e, CGCompileError) or came_by_us(e) for e in chain
+    ):
         text = f"{type(deepest).__name__}: {message}" if message else type(deepest).__name__
         return Finding("forward_raised", "error", text, _UNRELATED, op, line)
-    made = finding(kind, Way.UNTRACED, op, message or type(deepest).__name__, line)
-    ours = isinstance(deepest, CGCompileError) and rest.strip()
-    return replace(made, severity="error", fix=" ".join(rest.split()) if ours else made.fix)
+    result = finding(
+        kind, Way.UNTRACED, op, message or type(deepest).__name__, line, severity="error"
+    )
+    has_fix = isinstance(deepest, CGCompileError) and rest.strip()
+    return replace(result, fix=" ".join(rest.split())) if has_fix else result
 
 
 def of_handle(handle: Any) -> list[Finding]:
-    """What the calls of a handle or of a wrapper could not do, from its counters.
-
-    Args:
-        handle: a :class:`cgcompile.Backend` or a :class:`cgcompile.CUDAGraphWrapper`.
-    """
+    """Return findings from the counters of a handle or of a wrapper."""
     counters: Counters = handle.counters
     rows = counters.plain + counters.degraded
-    found = [
+    result = [
         _of_reason(reason, counters.details.get(reason, ""), count)
         for reason, count in rows.items()
         if reason not in EXPECTED
     ]
-    return sorted(found, key=lambda each: (-each.count, each.kind))
+    return sorted(result, key=lambda each: (-each.count, each.kind))
 
 
 def is_of_inference_tensors(error: BaseException) -> bool:
-    """Whether a tensor made in inference mode was written, or needed for gradients, outside of it.
-
-    Args:
-        error: what the model raised.
-    """
+    """Return whether a tensor of inference mode was written, or needed for gradients, outside."""
     return isinstance(error, RuntimeError) and _INFERENCE in str(error).lower()
 
 
-def name_of(handle: Any) -> str:
-    """What a handle or a wrapper is called in a report."""
-    return "Backend" if isinstance(handle, Backend) else str(handle.name)
-
-
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__
-
-
-def _is_of_graphs(error: BaseException) -> bool:
-    return isinstance(error, CGCompileError) or came_by_us(error)
+    result: BaseException | None = error
+    while result is not None:
+        yield result
+        result = result.__cause__
 
 
 def _kind(error: BaseException, op: str) -> str:
@@ -247,10 +207,10 @@ def _kind(error: BaseException, op: str) -> str:
 def _kind_of_op(op: str) -> str:
     if "generator" in op:
         return "generator"
-    found: Any = torch.ops
+    result: Any = torch.ops
     for part in op.partition(" ")[0].split("."):
-        found = getattr(found, part, None)
-    shape = torch.Tag.dynamic_output_shape in getattr(found, "tags", ())
+        result = getattr(result, part, None)
+    shape = torch.Tag.dynamic_output_shape in getattr(result, "tags", ())
     return "data_dependent_shape" if shape or op.endswith("with a mask") else "host_sync"
 
 
@@ -261,18 +221,17 @@ def _of_reason(reason: Reason, detail: str, count: int) -> Finding:
     kind = _kind_of_op(op) if failed and named else reason.value
     line = _named_line(detail)
     if kind in KINDS:
-        made = finding(kind, Way.SPLIT, op, detail, line, severity="break")
-        return replace(made, count=count)
+        return replace(finding(kind, Way.SPLIT, op, detail, line, severity="break"), count=count)
     fix = _FIXES.get(reason, "See cgcompile.Reason for what it means.")
     return Finding(kind, "break", detail, fix, op, line, count)
 
 
 def _named_line(text: str) -> Line | None:
-    """The last line of code that a message names, such as ``(model.py:41 in forward)``."""
-    found = list(_LINE.finditer(text))
-    if not found:
+    """Return the last line of code that a message names, such as ``(model.py:41 in forward)``."""
+    result = list(_LINE.finditer(text))
+    if not result:
         return None
-    last = found[-1]
+    last = result[-1]
     return Line(last["file"], int(last["line"]), last["function"], last["code"] or "")
 
 
@@ -287,17 +246,17 @@ class Call(NamedTuple):
 
     @classmethod
     def prepared(cls, prepare: Callable[[], Any]) -> "Call":
-        """What a function that makes inputs gives: a tuple, a dict, both, or one argument."""
-        made = prepare()
-        if isinstance(made, dict):
-            return cls((), made)
-        if not isinstance(made, tuple):
-            return cls((made,), {})
-        both = len(made) == 2 and isinstance(made[0], tuple) and isinstance(made[1], dict)
-        return cls(*made) if both else cls(made, {})
+        """Return what a function makes as inputs: a tuple, a dict, both, or one argument."""
+        output = prepare()
+        if isinstance(output, dict):
+            return cls((), output)
+        if not isinstance(output, tuple):
+            return cls((output,), {})
+        both = len(output) == 2 and isinstance(output[0], tuple) and isinstance(output[1], dict)
+        return cls(*output) if both else cls(output, {})
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        """(path such as ``input 0['mask']``, leaf) of each argument, containers opened."""
+        """Yield (path such as ``input 0['mask']``, leaf) of each argument, containers opened."""
         tops: list[tuple[str, Any]] = [(f"input {i}", each) for i, each in enumerate(self.args)]
         tops += [(f"input {name!r}", each) for name, each in self.kwargs.items()]
         for top, tree in tops:
@@ -306,27 +265,18 @@ class Call(NamedTuple):
 
 
 def check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of a model by name.
-
-    Args:
-        model: a module, a method or a function.
-        args: of the call.
-        kwargs: of the call.
-
-    Raises:
-        ArgumentsError: it does not take these.
-    """
+    """Return the arguments of a call of a model by name."""
     called = model.forward if isinstance(model, torch.nn.Module) else model
     name = getattr(model, "__qualname__", None) or type(model).__name__
     try:
         signature = inspect.signature(called)
-    except ValueError:  # of something that is not written in Python: nobody says
+    except ValueError:  # it is not written in Python
         return dict(kwargs)
     return dict(bind_arguments(name, signature, args, kwargs).arguments)
 
 
 def forward_line(model: Any) -> Line | None:
-    """The line in which the function that a call of a model runs begins, if it is the user's."""
+    """Return the first line of the function that a call of a model runs, if it is the user's."""
     function = model.forward if isinstance(model, torch.nn.Module) else model
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or not is_users_file(code.co_filename):
@@ -334,117 +284,18 @@ def forward_line(model: Any) -> Line | None:
     return line_at(code, code.co_firstlineno)
 
 
-def look_at_call(notes: Notes, model: Any, call: Call, device: torch.device, varies: bool) -> None:
-    """Findings about arguments and weights.
-
-    Args:
-        notes: where they go.
-        model: a module or a function.
-        call: its arguments.
-        device: of the graph.
-        varies: a second call will show which numbers change, so that nothing is said of them here.
-    """
-    source = forward_line(model)
-    weights = list(named_weights(model))
-    for path, leaf in call.leaves():
-        if isinstance(leaf, torch.Tensor):
-            _look_at_input(notes, path, leaf, device, source)
-        elif isinstance(leaf, (int, float)) and not isinstance(leaf, bool) and not varies:
-            text = f"it is {leaf!r}: a graph, and a trace, holds the number that it saw"
-            notes.add("host_argument", path, text, source)
-    away = [(path, each) for path, each in weights if each.device != device]
-    if away:
-        path, first = away[0]
-        kind = "cpu_tensor" if first.device == _CPU else "other_device"
-        text = f"{_counted(away)} on {first.device}; a graph of this model is on {device}"
-        notes.add(kind, path, text, source)
-    _look_at_gradients(notes, [*call.leaves(), *weights], source)
-
-
-def _look_at_input(
-    notes: Notes, path: str, leaf: torch.Tensor, device: torch.device, source: Line | None
-) -> None:
-    if leaf.layout is not torch.strided or not compat.is_plain_tensor(leaf):
-        kind = with_article(type(leaf).__name__)
-        text = f"it is {kind} of layout {leaf.layout}, which no graph takes"
-        notes.add("unsupported_input", path, text, source)
-    elif leaf.device != device and (leaf.dim() or leaf.device != _CPU):
-        kind = "cpu_tensor" if leaf.device == _CPU else "other_device"
-        text = f"it is on {leaf.device}; a graph of this model is on {device}"
-        notes.add(kind, path, text, source)
-
-
-def _look_at_gradients(notes: Notes, named: Sequence[tuple[str, Any]], source: Line | None) -> None:
-    tensors = [(path, leaf) for path, leaf in named if isinstance(leaf, torch.Tensor)]
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        due = [(path, each) for path, each in tensors if each.requires_grad]
-        if due:
-            text = f"grad mode is on, and {_counted(due)} requiring grad: steps run without graphs"
-            notes.add("gradients", due[0][0], text, source)
-
-
 def _counted(named: Sequence[tuple[str, Any]]) -> str:
-    """``input 0 is`` or ``self.weight and 3 more are``."""
+    """Return ``input 0 is`` or ``self.weight and 3 more are``."""
     more = len(named) - 1
     return f"{named[0][0]} and {more} more are" if more else f"{named[0][0]} is"
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a module, or of the module of a bound method."""
+    """Yield the parameters and buffers of a module, or of the module of a bound method."""
     module = getattr(model, "__self__", model)
     if isinstance(module, torch.nn.Module):
         yield from module.named_parameters("self")
         yield from module.named_buffers("self")
-
-
-def compare_calls(
-    notes: Notes, model: Any, first: Call, second: Call, memory: Memory, config: CompilationConfig
-) -> None:
-    """Findings about what differs between two prepared calls.
-
-    Args:
-        notes: where they go.
-        model: a module or a function.
-        first: the call that was run.
-        second: made while the first one's inputs still live.
-        memory: knows what the first call has written.
-        config: says what becomes of inputs that moved.
-    """
-    source = forward_line(model)
-    now = dict(second.leaves())
-    if set(now) != set(dict(first.leaves())):
-        text = "two calls have arguments of another number, name or nesting"
-        notes.add("changing_argument", "the arguments", text, source)
-        return
-    for path, before in first.leaves():
-        after = now[path]
-        if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
-            _compare_tensors(notes, path, before, after, memory, config, source)
-        elif is_plain_value(before) and not same_value(after, before):
-            text = f"it is {layout_text(before)} in one call and {layout_text(after)} in the next"
-            notes.add("changing_argument", path, text, source)
-
-
-def _compare_tensors(
-    notes: Notes,
-    path: str,
-    before: torch.Tensor,
-    after: torch.Tensor,
-    memory: Memory,
-    config: CompilationConfig,
-    source: Line | None,
-) -> None:
-    if before.shape != after.shape or before.data_ptr() == after.data_ptr():
-        return
-    where = f"it is at {before.data_ptr():#x} in one call and at {after.data_ptr():#x} in the next"
-    if memory.was_written(before):
-        text = f"{where}, and forward writes it: each address has graphs of its own"
-        notes.add("rebound_input", path, text, source)
-        return
-    context = callers_context()
-    fixed = context is not None and context.cudagraph_runtime_mode is not CUDAGraphMode.NONE
-    strict = fixed and config.on_input_change == "raise"
-    notes.add("moving_input", path, where, source, severity="error" if strict else None)
 
 
 @checked_but("config", "prepare")
@@ -461,15 +312,13 @@ def doctor(
     and forward context of the caller; nothing is captured, and what is compiled runs uncompiled
     (but for a class whose ``forward`` is decorated with ``cgcompile.compile``, which shows as an
     error of the trace). Where the model calls a function that ``torch.compile`` made and that is
-    none of its parts, such as one that is decorated, all threads run uncompiled until it returns,
-    as torch has one switch for it. Tensors that the call writes, attributes,
-    containers and random generators that it reaches from the model and the arguments are put back,
-    bitwise. Not seen, and not put
-    back: what a kernel writes that torch does not know (a Triton kernel or an extension called
-    directly), and state in globals. Where a Python profiler is active, calls that reach no op
-    (``torch.cuda.synchronize``) are not seen. Takes the time of two plain calls, and memory for
-    what is written. Synchronises. What the split makes of a traced model is
-    a question for a trace, not for this.
+    not one of its parts, such as a decorated one, all threads run uncompiled until it returns, as
+    torch has one switch for it. Tensors that the call writes, attributes, containers and random
+    generators that it reaches from the model and the arguments are restored, bitwise. Not seen, and
+    not restored: what a kernel writes that torch does not know (a Triton kernel or an extension
+    called directly), and state in globals. Where a Python profiler is active, calls that reach no
+    op (``torch.cuda.synchronize``) are not seen. Takes the time of two plain calls, and memory for
+    what is written. Synchronises. :func:`cgcompile.explain` shows what the split makes of it.
 
     Args:
         model: a module or function, compiled or not; or, without arguments, a ``Backend`` or a
@@ -489,9 +338,11 @@ def doctor(
         ConfigError: something that is no model, settings or ``prepare`` that cannot be.
         ArgumentsError: the model does not take these arguments; a ``TypeError``.
     """
-    handle = _ran(model)
+    own_counters = isinstance(model, (Backend, CUDAGraphWrapper))
+    handle = model if own_counters else handle_of(model)
     if handle is not None and not (args or kwargs or prepare):
-        return Diagnosis.of(name_of(handle), "-", of_handle(handle))
+        name = "Backend" if isinstance(handle, Backend) else str(handle.name)
+        return Diagnosis.of(name, "-", of_handle(handle))
     if isinstance(model, type) or not callable(original_of(model)):
         check_compilable(model, "doctor")  # any other callable is taken as a function
     if prepare is not None and not callable(prepare):
@@ -508,17 +359,10 @@ def doctor(
     return examination.run(compare=prepare is not None)
 
 
-def _ran(model: Any) -> Any:
-    """What has counters, if a model has any."""
-    if isinstance(model, (Backend, CUDAGraphWrapper)):
-        return model
-    return handle_of(model)
-
-
-def _settings(model: Any, given: Any) -> CompilationConfig:
-    if given is None and isinstance(model, CUDAGraphWrapper):
+def _settings(model: Any, inputs: Any) -> CompilationConfig:
+    if inputs is None and isinstance(model, CUDAGraphWrapper):
         return model.config
-    return resolved(given if given is not None else handle_of(model), "doctor")
+    return resolved(inputs if inputs is not None else handle_of(model), "doctor")
 
 
 def _way(model: Any, config: CompilationConfig) -> Way:
@@ -529,58 +373,54 @@ def _way(model: Any, config: CompilationConfig) -> Way:
 
 
 def _call(model: Any, call: Call) -> Any:
-    """The one place that runs the model: lines of its callers are not the model's."""
+    """Call the model, here alone: lines of the callers of this function are not the model's."""
     return model(*call.args, **call.kwargs)
 
 
 class _Examination:
-    """One look at a model."""
+    """Looks at one model: at its arguments, at two plain calls, and at what they leave."""
 
     def __init__(self, model: Any, config: CompilationConfig, first: Call, second: Call) -> None:
         self._model = original_of(model)
+        self._source = forward_line(self._model)
         self._config = config
         self._first, self._second = first, second
         self._notes = Notes(_way(model, config), _call.__code__)
         self._device = devices_of(getattr(self._model, "__self__", self._model), *first)[0]
         self._before = State.of(self._model, first, second)
-        self._random = RandomState(self._device)
-        self._memory = Memory(self._before.tensors)
+        self._snapshot = Snapshot(self._before.tensors)
         ops, builtin = config.splitting_ops, config.builtin_splitting_ops
         device = capture_device(self._device, config.capture_device)
         self._case = Case(
             self._notes,
             Boundaries(ops, builtin=builtin),
             self._device,
-            self._memory,
-            device.stream_key if device is not None else _one_stream,
+            self._snapshot,
+            device.stream_key if device is not None else lambda: 0,
         )
         self._ran: list[set[CodeType]] = []  # of each call
 
     def run(self, *, compare: bool) -> Diagnosis:
-        """Look at the arguments, run the model twice, compare, and put everything back."""
-        look_at_call(self._notes, self._model, self._first, self._device, compare)
+        """Look at the arguments, run the model twice, compare, and restore everything."""
+        self._look_at_call(varies=compare)
         try:
-            uncompile_parts(self._before)
+            self._before.uncompile()
             start = State.of(self._model, self._first, self._second)
             if self._runs(self._first):
                 between = State.of(self._model, self._second)
                 self._notes.closed = True
                 if compare:
-                    first, second = self._first, self._second
-                    memory, config = self._memory, self._config
-                    compare_calls(self._notes, self._model, first, second, memory, config)
+                    self._compare_calls()
                 if self._runs(self._second):
                     after = State.of(self._model, self._second)
                     self._compare_state(start, between, after)
         finally:
             with ExitStack() as stack:  # each, whatever the others raise; the last comes first
-                stack.callback(self._random.put_back)
-                stack.callback(self._memory.put_back)
-                stack.callback(self._before.put_back)
+                stack.callback(self._snapshot.restore)
+                stack.callback(self._before.restore)
                 if self._device.type == "cuda":  # the model may have used streams of its own
                     torch.cuda.synchronize(self._device)
-        model = self._model
-        name = getattr(model, "__qualname__", None) or type(model).__name__
+        name = getattr(self._model, "__qualname__", None) or type(self._model).__name__
         return Diagnosis.of(name, str(self._device), self._notes)
 
     def _runs(self, call: Call) -> bool:
@@ -603,34 +443,104 @@ class _Examination:
             return False
         return True
 
+    def _add(self, kind: str, about: str, text: str, severity: str | None = None) -> None:
+        """Add a finding about the call as a whole."""
+        self._notes.add(kind, about, text, self._source, severity=severity)
+
+    # -------------------------------------------------------------- before the calls
+
+    def _look_at_call(self, *, varies: bool) -> None:
+        """Add findings about arguments and weights; numbers are compared later if they vary."""
+        weights, leaves = list(named_weights(self._model)), list(self._first.leaves())
+        for path, leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                self._look_at_input(path, leaf)
+            elif isinstance(leaf, (int, float)) and not isinstance(leaf, bool) and not varies:
+                text = f"it is {leaf!r}: a graph, and a trace, holds the number that it saw"
+                self._add("host_argument", path, text)
+        away = [(path, weight) for path, weight in weights if weight.device != self._device]
+        if away:
+            device = away[0][1].device
+            text = f"{_counted(away)} on {device}; a graph of this model is on {self._device}"
+            self._add(self._kind_of_device(device), away[0][0], text)
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            tensors = [(p, leaf) for p, leaf in leaves if isinstance(leaf, torch.Tensor)] + weights
+            due = [(path, tensor) for path, tensor in tensors if tensor.requires_grad]
+            if due:
+                text = f"grad mode is on, and {_counted(due)} requiring grad"
+                self._add("gradients", due[0][0], f"{text}: steps run without graphs")
+
+    def _look_at_input(self, path: str, leaf: torch.Tensor) -> None:
+        if not compat.is_plain_tensor(leaf):
+            kind = with_article(type(leaf).__name__)
+            text = f"it is {kind} of layout {leaf.layout}, which no graph takes"
+            self._add("unsupported_input", path, text)
+        elif leaf.device != self._device and (leaf.dim() or leaf.device != _CPU):
+            text = f"it is on {leaf.device}; a graph of this model is on {self._device}"
+            self._add(self._kind_of_device(leaf.device), path, text)
+
+    def _kind_of_device(self, device: torch.device) -> str:
+        return "cpu_tensor" if device == _CPU else "other_device"
+
+    # -------------------------------------------------------------- between and after them
+
+    def _compare_calls(self) -> None:
+        """Add findings about what differs between the arguments of two prepared calls."""
+        now = dict(self._second.leaves())
+        if set(now) != set(dict(self._first.leaves())):
+            text = "two calls have arguments of another number, name or nesting"
+            self._add("changing_argument", "the arguments", text)
+            return
+        for path, before in self._first.leaves():
+            after = now[path]
+            if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
+                self._compare_tensors(path, before, after)
+            elif is_plain_value(before) and not same_value(after, before):
+                values = f"{layout_text(before)} in one call and {layout_text(after)} in the next"
+                self._add("changing_argument", path, f"it is {values}")
+
+    def _compare_tensors(self, path: str, before: torch.Tensor, after: torch.Tensor) -> None:
+        one, other = before.data_ptr(), after.data_ptr()
+        if before.shape != after.shape or one == other:
+            return
+        text = f"it is at {one:#x} in one call and at {other:#x} in the next"
+        if self._snapshot.was_written(before):
+            text = f"{text}, and forward writes it: each address has graphs of its own"
+            self._add("rebound_input", path, text)
+            return
+        context = callers_context()
+        fixed = context is not None and context.cudagraph_runtime_mode is not CUDAGraphMode.NONE
+        strict = fixed and self._config.on_input_change == "raise"
+        self._add("moving_input", path, text, "error" if strict else None)
+
     def _compare_state(self, start: State, between: State, after: State) -> None:
-        each_call = {change.place.key for change in changes(between, after)}
-        for change in changes(between, after):
-            kind, text = _what_changed(change)
-            self._add(kind, text, change, self._ran[-1])
-        for change in changes(start, between):
-            place = change.place
-            if place.key not in each_call and place.path.startswith("self.") and place.attribute:
-                self._add("lazy_attribute", "the first call sets it", change, self._ran[0])
+        each_call = set()
+        for before, held in between.changes(after):
+            each_call.add(held.key)
+            kind, text = _what_changed(before, held.value)
+            self._add_change(kind, text, held, self._ran[-1])
+        for _, held in start.changes(between):
+            if held.key not in each_call and held.path.startswith("self.") and held.attribute:
+                self._add_change("lazy_attribute", "the first call sets it", held, self._ran[0])
 
-    def _add(self, kind: str, text: str, change: Change, ran: set[CodeType]) -> None:
-        line = _store_line(change.place, self._model, ran) or forward_line(self._model)
-        self._notes.add(kind, change.place.path, text, line)
+    def _add_change(self, kind: str, text: str, held: Held, ran: set[CodeType]) -> None:
+        line = _store_line(held, self._model, ran) or self._source
+        self._notes.add(kind, held.path, text, line)
 
 
-def _store_line(place: Place, model: Any, ran: set[CodeType]) -> Line | None:
+def _store_line(held: Held, model: Any, ran: set[CodeType]) -> Line | None:
     """Return the first user line that assigns an attribute, else the first that names it.
 
     Read from the source of what ran: methods of its owner, then the model's forward, then the rest.
     """
-    kinds = [vars(kind).items() for kind in type(place.owner).__mro__]
+    kinds = [vars(kind).items() for kind in type(held.owner).__mro__]
     methods = [method for items in kinds for name, method in items if name != "__init__"]
     methods.append(model.forward if isinstance(model, torch.nn.Module) else model)
     own = [getattr(inspect.unwrap(each), "__code__", None) for each in methods if callable(each)]
     rest = sorted(ran - {*own}, key=lambda code: (code.co_filename, code.co_firstlineno))
     codes = [each for each in (*own, *rest) if each in ran and is_users_file(each.co_filename)]
-    named = rf"\.{re.escape(place.attribute)}\b"
-    for pattern in (rf"{named}.*[^=!<>]=([^=]|$)", named) if place.attribute else ():
+    named = rf"\.{re.escape(held.attribute)}\b"
+    for pattern in (rf"{named}.*[^=!<>]=([^=]|$)", named) if held.attribute else ():
         for code in codes:
             with suppress(OSError):  # no source
                 lines, first = inspect.getsourcelines(code)
@@ -640,13 +550,8 @@ def _store_line(place: Place, model: Any, ran: set[CodeType]) -> Line | None:
     return None
 
 
-def _one_stream() -> int:
-    return 0
-
-
-def _what_changed(change: Change) -> tuple[str, str]:
-    """(kind, text) of something that is another one after each call."""
-    before, after = change.before, change.after
+def _what_changed(before: Any, after: Any) -> tuple[str, str]:
+    """Return (kind, text) of a value that each call replaces."""
     if not isinstance(after, torch.Tensor):
         return "changing_attribute", f"it was {before!r} before a call and is {after!r} after it"
     if not isinstance(before, torch.Tensor):

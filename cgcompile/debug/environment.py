@@ -5,21 +5,21 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
+from cgcompile.debug.output import Result
 from cgcompile.pieces.cache import Store, cache_folder
 from cgcompile.settings import ENV_PREFIX
 from cgcompile.version import __version__
 
 
 @dataclass(frozen=True)
-class Environment:
+class Environment(Result):
     """What this process runs on; ``print`` it into an issue.
 
     Attributes:
@@ -34,10 +34,6 @@ class Environment:
     private: Mapping[str, bool]
     cache: Mapping[str, str | int | None]
     settings: Mapping[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, by section."""
-        return asdict(self)
 
     def __str__(self) -> str:
         missing = [name for name, there in self.private.items() if not there]
@@ -55,11 +51,7 @@ class Environment:
 
 
 def environment() -> Environment:
-    """Look at this process: versions, private names of torch, cache, settings.
-
-    Raises:
-        ConfigError: a variable of the environment is no setting, or has a bad value.
-    """
+    """Look at this process: versions, private names of torch, cache, settings."""
     folder = cache_folder(CompilationConfig())
     kept = [] if folder is None else list(Store(folder).entries())
     return Environment(
@@ -77,29 +69,29 @@ def environment() -> Environment:
 
 
 def versions() -> dict[str, str]:
-    """Versions of all that takes part, and what the machine is; quick to ask."""
-    found = {"cgcompile": __version__, **compat.versions()}
-    found["python"] = platform.python_version()
-    found["system"] = platform.platform()
-    found["driver"], found["gpu"] = "none", "none"
+    """Versions of all that takes part, and what the machine is; cheap."""
+    result = {"cgcompile": __version__, **compat.versions()}
+    result["python"] = platform.python_version()
+    result["system"] = platform.platform()
+    result["driver"], result["gpu"] = "none", "none"
     if torch.cuda.is_available():
-        found["driver"] = _driver()
+        result["driver"] = _driver()
         count, first = torch.cuda.device_count(), torch.cuda.get_device_properties(0)
-        found["gpu"] = f"{count} x {first.name}, {first.major}.{first.minor}"
-    return found
+        result["gpu"] = f"{count} x {first.name}, {first.major}.{first.minor}"
+    return result
 
 
 def _driver() -> str:
     """``580.65, CUDA 13.0``: of the driver for CUDA devices; the second is the newest it runs."""
     number = ctypes.c_int()
-    found = []
+    result = []
     try:
-        found += re.findall(
+        result += re.findall(
             r"Module +(\d[\d.]+)", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
         )[:1]
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):  # another system, or ROCm
         pass
     if number.value:
-        found.append(f"CUDA {number.value // 1000}.{number.value % 1000 // 10}")
-    return ", ".join(found) or "unknown"
+        result.append(f"CUDA {number.value // 1000}.{number.value % 1000 // 10}")
+    return ", ".join(result) or "unknown"

@@ -1,14 +1,14 @@
-"""From a split graph to the values of an explanation.
-
-``cgcompile.explain(model, *args)``: what would be split where, and why, before anything runs.
+"""What would be split where, and why, before anything runs: :func:`explain`.
 
 The call is traced as :func:`cgcompile.compile` traces it, on tensors without memory, and split as
-the settings say; then the trace is forgotten. So it needs no GPU, and no memory for the weights.
+the settings require; then the trace is forgotten. So it needs no GPU, and no memory for weights.
+:class:`Reporter` turns a split into the values of an :class:`Explanation`. Fields are text,
+numbers and tuples of such; a change of a field raises ``VERSION``.
 """
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import sympy
 import torch
@@ -19,21 +19,8 @@ from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import Boundaries, target_name
 from cgcompile.compile import CompiledModel, check_compilable
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
-from cgcompile.debug.explanation import (
-    VERSION,
-    Bytes,
-    Cause,
-    Explanation,
-    GraphBreak,
-    ModeReport,
-    PieceReport,
-    SourceLine,
-    SymbolReport,
-    Totals,
-    ValueReport,
-    settings_of,
-)
-from cgcompile.debug.targets import resolved
+from cgcompile.debug.output import Page, clipped, human, table, wrapped
+from cgcompile.debug.subject import resolved
 from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.passes.nodes import (
     COMPUTING,
@@ -43,6 +30,7 @@ from cgcompile.passes.nodes import (
     user_line,
     value,
 )
+from cgcompile.passes.printer import count
 from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.stitch import check_sizes, split_as_set
@@ -55,95 +43,455 @@ from cgcompile.tracing.preview import Look
 from cgcompile.tracing.trace_cache import SHAPES, Rules
 
 
-class Reporter:
-    """Reports about one split.
+class SourceLine(NamedTuple):
+    """A line of the user's.
 
-    Args:
-        split: the split.
-        sizes: sizes of the batch dimension for which bytes are wanted as numbers.
-        dim: which dimension they speak of; None if the graph has one alone.
-
-    Raises:
-        ConfigError: sizes are given, and it is not clear of which dimension.
+    Attributes:
+        where: ``model.py:41 in forward``.
+        code: the line itself; empty where the file is not there.
     """
 
-    def __init__(self, split: SplitGraph, sizes: Sequence[int], dim: str | None) -> None:
+    where: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.code}" if self.code else self.where
+
+
+class Cause(NamedTuple):
+    """Why something is as it is.
+
+    Attributes:
+        reason: the name of a :class:`cgcompile.Reason`, such as ``splitting_op``.
+        detail: what it is about, in words.
+    """
+
+    reason: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A number of bytes.
+
+    Attributes:
+        expression: in the symbols ``s0``, ``s1``, ..., such as ``256*s0``.
+        traced: with the sizes of the call that was looked at; None where only data tells.
+        at: (size, bytes) for each wanted size of the batch dimension; bytes are None where the
+            model's guards exclude the size.
+    """
+
+    expression: str
+    traced: int | None
+    at: tuple[tuple[int, int | None], ...] = ()
+
+    def __str__(self) -> str:
+        numbers = [] if self.traced is None else [f"{human(self.traced)} as traced"]
+        numbers += [f"{n}: {'refused' if b is None else human(b)}" for n, b in self.at]
+        if self.traced is not None and self.expression == str(self.traced):
+            numbers = [human(self.traced)]
+        return f"{self.expression} B" + (f" ({', '.join(numbers)})" if numbers else "")
+
+
+@dataclass(frozen=True)
+class ValueReport:
+    """Something that goes into a piece or comes out of it.
+
+    Attributes:
+        name: unique in the explanation; the same name is the same value.
+        shape: sizes, as expressions of the symbols; None if it is no tensor.
+        dtype: such as ``bf16`` or ``f32``; None if it is no tensor.
+        device: where it is; None if it is no tensor.
+        bytes: of its elements; None if it is no tensor.
+        storage: of the memory that a view of it keeps alive; None if it is no tensor.
+        source: where the caller has it, such as ``model.layers.0.weight``; None for results.
+        static: at a fixed address: a parameter, a buffer or an attribute of a module.
+        written: some piece may write its memory.
+    """
+
+    name: str
+    shape: tuple[str, ...] | None
+    dtype: str | None
+    device: str | None
+    bytes: Bytes | None
+    storage: Bytes | None
+    source: str | None
+    static: bool
+    written: bool
+
+
+@dataclass(frozen=True)
+class PieceReport:
+    """One piece, in the order of execution.
+
+    Attributes:
+        index: its position.
+        name: ``piece_3``, as in logs and messages.
+        captured: whether CUDA graphs may hold it; else it runs eager.
+        why: why it runs eager; empty if it is captured.
+        support: name of the :class:`cgcompile.AttentionCGSupport`: how far it goes into a FULL
+            graph.
+        num_ops: nodes that compute.
+        source: the user's lines: of the boundary, or of the first node.
+        inputs: what it takes.
+        outputs: what it returns.
+        bytes_in: of the memory behind its inputs that are not static.
+        bytes_out: of the memory behind its outputs.
+        same_as: index of the first piece of equal structure; its own if it is the first.
+        compiled: whether the compiler of pieces gets it.
+        uncompiled: why a captured piece is not compiled; None if it is.
+    """
+
+    index: int
+    name: str
+    captured: bool
+    why: tuple[Cause, ...]
+    support: str
+    num_ops: int
+    source: tuple[SourceLine, ...]
+    inputs: tuple[ValueReport, ...]
+    outputs: tuple[ValueReport, ...]
+    bytes_in: Bytes
+    bytes_out: Bytes
+    same_as: int
+    compiled: bool
+    uncompiled: str | None
+
+
+@dataclass(frozen=True)
+class SymbolReport:
+    """A size that varies.
+
+    Attributes:
+        name: ``s0``.
+        source: the dimension that it stands for, such as ``x.size()[0]``.
+        traced: its number in the call that was looked at; None if nothing was assumed of it.
+        least: the least number that it may stand for.
+        most: the largest; None if there is no bound.
+        guards: what the model's code assumed of it.
+    """
+
+    name: str
+    source: str
+    traced: int | None
+    least: int
+    most: int | None
+    guards: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over all pieces.
+
+    Attributes:
+        pieces: how many there are.
+        captured: of them.
+        eager: of them.
+        distinct: of different structure.
+        compiled: distinct pieces that the compiler gets.
+        ops: nodes that compute.
+        crossing: bytes of the memory behind all that pieces hand on, each once.
+        static: bytes of parameters, buffers and attributes that pieces read, each once.
+    """
+
+    pieces: int
+    captured: int
+    eager: int
+    distinct: int
+    compiled: int
+    ops: int
+    crossing: Bytes
+    static: Bytes
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A place where Dynamo ends a graph.
+
+    What comes behind the first break is not known: Dynamo goes on only after running what is
+    before it.
+
+    Attributes:
+        entry_point: ``"cgcompile.compile"``: the call does not become one graph at all;
+            ``"torch.compile"``: it breaks there under torch's default settings alone.
+        what: Dynamo's reason in one line.
+        hints: of Dynamo.
+        source: the user's line; None if torch has none.
+        fix: what to do.
+    """
+
+    entry_point: str
+    what: str
+    hints: tuple[str, ...]
+    source: SourceLine | None
+    fix: str
+
+
+@dataclass(frozen=True)
+class ModeReport:
+    """Which CUDA graphs would serve steps, as far as boundaries allow.
+
+    Attributes:
+        asked: the ``cudagraph_mode`` of the settings.
+        result: what :class:`cgcompile.CudagraphDispatcher` makes of it for such boundaries.
+        without_context: the runtime mode of a call without a forward context.
+        support: how far the least able boundary goes into a FULL graph; None if nothing was traced.
+        lost: why ``result`` is less than was asked for; empty if it is not.
+    """
+
+    asked: str
+    result: str
+    without_context: str | None
+    support: str | None
+    lost: tuple[Cause, ...]
+
+
+class SettingReport(NamedTuple):
+    """One setting.
+
+    Attributes:
+        name: of it.
+        value: what holds: text, a number, a bool, None or a list of such.
+        origin: ``default``, ``environment``, ``options`` or ``mode`` of ``torch.compile``, or
+            ``argument``.
+    """
+
+    name: str
+    value: Any
+    origin: str
+
+
+def settings_of(config: CompilationConfig) -> tuple[SettingReport, ...]:
+    """Return all settings as plain values, with where each comes from."""
+    return tuple(
+        SettingReport(name, _plain_setting(getattr(config, name)), origin)
+        for name, origin in config.origins.items()
+    )
+
+
+def _plain_setting(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain_setting, value))
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    return str(getattr(value, "name", None) or getattr(value, "__qualname__", None) or value)
+
+
+VERSION = 2  # of the schema of Explanation.to_dict()
+
+
+@dataclass(frozen=True)
+class Explanation(Page):
+    """What would be split where, and why. ``print`` it.
+
+    Attributes:
+        version: of the schema of :meth:`to_dict`; raised with each change of it.
+        model: the name of what was looked at.
+        device: where its tensors are. ``meta`` stands for the device that captures.
+        traced: whether one graph was made of the call. If not there are no pieces, and ``breaks``
+            or ``notes`` say why.
+        pieces: in order of execution.
+        symbols: the sizes that vary.
+        totals: sums; None if nothing was traced.
+        breaks: where Dynamo would end a graph.
+        modes: which CUDA graphs would serve.
+        settings: all of them, with where each comes from.
+        notes: what else a reader should know, in sentences.
+        split: the split graph itself, with FX modules and fake values; None if nothing was traced.
+            No part of equality, of :meth:`to_dict` or of JSON. ``print(explanation.split)`` shows
+            all values that cross.
+    """
+
+    template: ClassVar[str] = "explanation"
+
+    version: int
+    model: str
+    device: str | None
+    traced: bool
+    pieces: tuple[PieceReport, ...]
+    symbols: tuple[SymbolReport, ...]
+    totals: Totals | None
+    breaks: tuple[GraphBreak, ...]
+    modes: ModeReport
+    settings: tuple[SettingReport, ...]
+    notes: tuple[str, ...]
+    split: SplitGraph | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+# ---------------------------------------------------------------- as text
+
+
+def _lines(result: Explanation) -> Iterator[str]:
+    """Yield the lines of an explanation: totals, sizes, mode, pieces, breaks, settings, notes."""
+    yield from _total_lines(result.model, result.totals)
+    for symbol in result.symbols:
+        limit = "" if symbol.most is None else f" <= {symbol.most}"
+        traced = "" if symbol.traced is None else f", traced with {symbol.traced}"
+        text = f"{symbol.least} <= {symbol.name}{limit}, {symbol.name} = {symbol.source}{traced}"
+        yield from wrapped("size", "; ".join([text, *symbol.guards]))
+    yield from _mode_lines(result.modes)
+    yield from _table(result.pieces)
+    for graph_break in result.breaks:
+        yield from wrapped("break", f"in {graph_break.entry_point}: {graph_break.what}")
+        source = [] if graph_break.source is None else [f"at {graph_break.source}"]
+        for text in (*source, *graph_break.hints, f"Fix: {graph_break.fix}"):
+            yield from wrapped("", text)
+    for name, setting, origin in result.settings:
+        if origin != "default":
+            yield from wrapped("set", f"{name} = {setting!r} ({origin})")
+    for note in result.notes:
+        yield from wrapped("note", note)
+
+
+def _total_lines(model: str, totals: Totals | None) -> Iterator[str]:
+    if totals is None:
+        yield f"{model}: no pieces"
+        return
+    yield clipped(
+        f"{model}: {count(totals.pieces, 'piece')}: {totals.captured} captured, "
+        f"{totals.eager} eager; {totals.distinct} distinct, {totals.compiled} to compile; "
+        f"{count(totals.ops, 'op')}"
+    )
+    yield from wrapped("bytes", f"{totals.crossing} cross")
+    yield from wrapped("", f"{totals.static} static")
+
+
+def _mode_lines(modes: ModeReport) -> Iterator[str]:
+    text = modes.result if modes.asked == modes.result else f"{modes.asked} -> {modes.result}"
+    if modes.without_context is not None:
+        text += f"; without a forward context {modes.without_context}"
+    if modes.support is not None:
+        text += f"; boundaries allow FULL graphs: {modes.support}"
+    yield from wrapped("mode", text)
+    for cause in modes.lost:
+        yield from wrapped("", str(cause))
+
+
+def _table(pieces: Sequence[PieceReport]) -> Iterator[str]:
+    """Yield a row for each piece; runs of layers are printed once."""
+    if not pieces:
+        return
+    rows = [("piece", "kind", "ops", "same as", "bytes out", "where, why"), *map(_row, pieces)]
+    keys = [(piece.same_as, piece.captured) for piece in pieces]
+    lines = table(rows)
+    yield clipped(lines[0])
+    place = 0
+    while place < len(keys):
+        period, times = _repeated(keys, place)
+        for offset in range(period):
+            yield from _piece_lines(pieces[place + offset], lines[place + offset + 1])
+        if times > 1:
+            first, last = place + period, place + period * times - 1
+            span = f"piece_{first} .. piece_{last}"
+            yield f"{span}  the same {count(period, 'piece')} {times - 1} times more"
+        place += period * times
+
+
+def _repeated(keys: Sequence[tuple[int, bool]], index: int) -> tuple[int, int]:
+    """Return (period, times) of the repetition that begins there and saves the most rows."""
+    best = (1, 1)
+    for period in range(1, min(16, (len(keys) - index) // 2) + 1):
+        times = 1
+        while (
+            keys[index + period * times : index + period * (times + 1)]
+            == (keys[index : index + period])
+        ):
+            times += 1
+        if times > 2 and period * (times - 1) > best[0] * (best[1] - 1):
+            best = (period, times)
+    return best
+
+
+def _row(piece: PieceReport) -> tuple[str, ...]:
+    where = str(piece.source[0]) if piece.source else "-"
+    same = "-" if piece.same_as == piece.index else f"piece_{piece.same_as}"
+    size, kind = piece.bytes_out.expression, "captured" if piece.captured else "eager"
+    return piece.name, kind, str(piece.num_ops), same, size, where
+
+
+def _piece_lines(piece: PieceReport, row: str) -> Iterator[str]:
+    yield clipped(row)
+    if piece.same_as != piece.index:
+        return
+    for why in piece.why:
+        yield from wrapped("", str(why), 10)
+    if piece.uncompiled is not None:
+        yield from wrapped("", f"left uncompiled: {piece.uncompiled}", 10)
+    if piece.compiled and not piece.captured:
+        yield from wrapped("", "compiled on its own", 10)
+
+
+# ---------------------------------------------------------------- from a split
+
+
+class Reporter:
+    """Reports about one split."""
+
+    def __init__(
+        self, split: SplitGraph, config: CompilationConfig, sizes: Sequence[int], dim: str | None
+    ) -> None:
         self._split = split
         self._symbols = split.symbols
+        dim, dims = dim or config.capture_dim, list(split.symbols.dims.values())
+        if sizes and dim is None and len(dims) > 1:
+            raise ConfigError.sizes_of_which(dims=dims)
+        sizes = sizes or config.cudagraph_capture_sizes or ()
         chosen = self._symbols.chosen(dim) if sizes else None
-        self._traced = {each: self._symbols.traced_with(each) for each in self._symbols}
+        self._traced = {symbol: self._symbols.traced_with(symbol) for symbol in self._symbols}
         self._at: list[tuple[int, dict[sympy.Symbol, int] | None]] = []
         if chosen is not None:
             self._at = [(size, self._symbols.numbers_with(chosen, size)) for size in sizes]
 
-    @classmethod
-    def asked(
-        cls, split: SplitGraph, config: CompilationConfig, sizes: Sequence[int], dim: str | None
-    ) -> "Reporter":
-        """For the sizes that a user asked for, else those of the settings.
-
-        Args:
-            split: the split.
-            config: the settings.
-            sizes: what the user gave; may be empty.
-            dim: of which dimension, if the user said so.
-
-        Raises:
-            ConfigError: there are sizes, and it is not clear of which dimension.
-        """
-        dim, dims = dim or config.capture_dim, list(split.symbols.dims.values())
-        if sizes and dim is None and len(dims) > 1:
-            raise ConfigError.sizes_of_which(dims=dims)
-        return cls(split, sizes or config.cudagraph_capture_sizes or (), dim)
-
-    # -------------------------------------------------------------- bytes
-
     def bytes(self, expression: Any) -> Bytes:
-        """An expression, its number in the traced call, and at each size."""
+        """Return an expression, its number in the traced call, and at each size."""
         at = tuple((size, _number(expression, numbers)) for size, numbers in self._at)
         traced = {symbol: n for symbol, n in self._traced.items() if n is not None}
         return Bytes(self._symbols.pretty(expression), _number(expression, traced), at)
 
     def _storages(self, values: Iterable[Value]) -> Bytes:
         """Of the memory behind values, each storage once."""
-        found = [self._symbols.storage(each) for value in values for each in tensors(value.meta)]
-        return self.bytes(sum(dict(found).values(), sympy.Integer(0)))
-
-    # -------------------------------------------------------------- pieces
+        result = [self._symbols.storage(each) for value in values for each in tensors(value.meta)]
+        return self.bytes(sum(dict(result).values(), sympy.Integer(0)))
 
     def pieces(self) -> tuple[PieceReport, ...]:
-        """All pieces, in order."""
+        """Return all pieces, in order."""
         return tuple(map(self._piece, self._split.pieces))
 
     def _piece(self, piece: Piece) -> PieceReport:
         values = self._split.values
-        given = [values[name] for name in piece.inputs]
-        made = [values[name] for name in piece.outputs]
+        arguments = [values[name] for name in piece.inputs]
+        output = [values[name] for name in piece.outputs]
         return PieceReport(
             index=piece.index,
             name=piece.name,
             captured=piece.capture,
-            why=tuple(map(cause, piece.why)),
+            why=tuple(map(_cause, piece.why)),
             support=piece.support.name,
             num_ops=piece.num_ops,
             source=tuple(SourceLine(*line) for line in piece.lines),
-            inputs=tuple(map(self._value, given)),
-            outputs=tuple(map(self._value, made)),
-            bytes_in=self._storages(each for each in given if not each.static),
-            bytes_out=self._storages(made),
+            inputs=tuple(map(self._value, arguments)),
+            outputs=tuple(map(self._value, output)),
+            bytes_in=self._storages(each for each in arguments if not each.static),
+            bytes_out=self._storages(output),
             same_as=piece.same_as,
             compiled=piece.compiled,
             uncompiled=piece.uncompiled,
         )
 
     def _value(self, value: Value) -> ValueReport:
-        found, symbols = value.meta, self._symbols
+        result, symbols = value.meta, self._symbols
         shape = dtype = device = size = storage = None
-        if isinstance(found, torch.Tensor):
-            shape = tuple(symbols.pretty(symbols.number(each)) for each in found.shape)
-            dtype, device = dtype_text(found.dtype), str(found.device)
-            size = self.bytes(symbols.nbytes(found))
-            storage = self.bytes(symbols.storage(found)[1])
+        if isinstance(result, torch.Tensor):
+            shape = tuple(symbols.pretty(symbols.number(each)) for each in result.shape)
+            dtype, device = dtype_text(result.dtype), str(result.device)
+            size = self.bytes(symbols.nbytes(result))
+            storage = self.bytes(symbols.storage(result)[1])
         return ValueReport(
             name=value.name,
             shape=shape,
@@ -156,25 +504,23 @@ class Reporter:
             written=value.written,
         )
 
-    # -------------------------------------------------------------- the whole
-
     def symbols(self) -> tuple[SymbolReport, ...]:
-        """The sizes that vary, in the order of the inputs."""
+        """Return the sizes that vary, in the order of the inputs."""
         names = list(self._symbols.dims.items())
-        found = []
+        result = []
         for symbol, (name, source) in zip(self._symbols, names, strict=True):
-            least, most = self._symbols.bounds(symbol)
-            found.append(
+            least, limit = self._symbols.bounds(symbol)
+            result.append(
                 SymbolReport(
                     name=name,
                     source=source,
                     traced=self._traced[symbol],
                     least=int(least),
-                    most=int(most) if getattr(most, "is_Integer", False) else None,
+                    most=int(limit) if getattr(limit, "is_Integer", False) else None,
                     guards=tuple(self._symbols.guards_on(symbol)),
                 )
             )
-        return tuple(found)
+        return tuple(result)
 
     def totals(self) -> Totals:
         """Sums over all pieces."""
@@ -195,8 +541,8 @@ class Reporter:
 def _number(expression: Any, numbers: dict[sympy.Symbol, int] | None) -> int | None:
     if numbers is None:
         return None
-    found = sympy.sympify(expression).subs(numbers)
-    return int(found) if found.is_number else None
+    result = sympy.sympify(expression).subs(numbers)
+    return int(result) if result.is_number else None
 
 
 _DATA_FIX = (
@@ -207,43 +553,36 @@ _DATA_FIX = (
 
 def data_breaks(split: SplitGraph) -> tuple[GraphBreak, ...]:
     """Where ``torch.compile`` breaks a graph by default: at ops that read data for the host."""
-    found: dict[tuple[str, SourceLine | None], None] = {}
+    result: dict[tuple[str, SourceLine | None], None] = {}
     for piece in split.pieces:
         if any(why.reason is Reason.HOST_SYNC for why in piece.why):
             for node in piece.module.graph.nodes:
                 if node.op in COMPUTING and _reads_data(node):
                     line = user_line(node)
                     where = None if line is None else SourceLine(*line)
-                    found[f"{target_name(node.target)} reads data", where] = None
-    return tuple(GraphBreak("torch.compile", what, (), line, _DATA_FIX) for what, line in found)
+                    result[f"{target_name(node.target)} reads data", where] = None
+    return tuple(GraphBreak("torch.compile", what, (), line, _DATA_FIX) for what, line in result)
 
 
 def _reads_data(node: fx.Node) -> bool:
-    """Whether a number or a size comes of data here, not of such a number or size before."""
-    given = {each for argument in node.all_input_nodes for each in _unbacked(argument)}
-    made = _unbacked(node) - given
-    return bool(made) and (is_symbolic_number(value(node)) or not given)
+    """Return whether a number or a size comes of data here, not of such a number or size before."""
+    inputs = {each for argument in node.all_input_nodes for each in _unbacked(argument)}
+    output = _unbacked(node) - inputs
+    return bool(output) and (is_symbolic_number(value(node)) or not inputs)
 
 
 def _unbacked(node: fx.Node) -> set[sympy.Symbol]:
     return {each for each in symbols_of(value(node)) if compat.is_unbacked(each)}
 
 
-def cause(why: Why) -> Cause:
-    """A reason as plain text."""
+def _cause(why: Why) -> Cause:
     return Cause(why.reason.value, why.detail)
 
 
 def mode_report(
     split: SplitGraph | None, config: CompilationConfig, query_lens: Sequence[int]
 ) -> ModeReport:
-    """Which CUDA graphs would serve, on a device that has them.
-
-    Args:
-        split: None if nothing was traced: then only the settings speak.
-        config: the settings.
-        query_lens: tokens per request of uniform decode.
-    """
+    """Return which CUDA graphs would serve, on a device that has them."""
     wanted = config.cudagraph_mode
     assert wanted is not None
     if split is None:
@@ -251,26 +590,26 @@ def mode_report(
     support = full_support(split)
     never = why_never(split, wanted, True)
     if never is not None:
-        lost: tuple[Cause, ...] = () if wanted is CUDAGraphMode.NONE else (cause(never),)
+        lost: tuple[Cause, ...] = () if wanted is CUDAGraphMode.NONE else (_cause(never),)
         return ModeReport(wanted.name, "NONE", "NONE", support.name, lost)
     piecewise = config.mode is CompilationMode.PIECEWISE
     piecewise &= any(piece.capture for piece in split.pieces)
     auto = auto_mode(split, wanted).name
     about = _least_able(split)
     try:
-        found = resolve_mode(
+        result = resolve_mode(
             wanted, support, query_lens=query_lens, piecewise=piecewise, support_why=about
         )
     except ConfigError:  # no graph is possible at all
         detail = f"attention support is {support.name} ({about}), and there are no pieces"
         lost = (Cause(Reason.ATTENTION_SUPPORT.value, detail),)
         return ModeReport(wanted.name, "NONE", auto, support.name, lost)
-    lost = tuple(map(cause, found.whys))
-    return ModeReport(wanted.name, found.mode.name, auto, support.name, lost)
+    lost = tuple(map(_cause, result.whys))
+    return ModeReport(wanted.name, result.mode.name, auto, support.name, lost)
 
 
 def _least_able(split: SplitGraph) -> str:
-    """Which boundaries go the least far into a FULL graph, in words."""
+    """Return which boundaries go the least far into a FULL graph, in words."""
     least = full_support(split)
     pieces = [piece for piece in split.pieces if piece.support is least and piece.why]
     if not pieces:
@@ -345,42 +684,65 @@ def explain(
         ArgumentsError: the model does not take these arguments; a ``TypeError``.
     """
     wanted = sizes_given("sizes", "explain", sizes)
-    runnable, settings, dims, rules = _looked_at(model, config, dynamic_dims, dynamic_shapes)
+    runnable, settings, dims, rules = _traced_as(model, config, dynamic_dims, dynamic_shapes)
     chosen = resolved(settings, "explain")
-    find = functools.partial(_found, runnable, chosen, (wanted, capture_dim))
-    if chosen.splitting == "breakable":
-        return find(None, (), _untraced(chosen), query_lens)
-    args, kwargs = _with_weights(runnable, args, kwargs)
-    look = Look(runnable, dims, rules)
-    whole: list[SplitGraph] = []
+    call = _with_weights(runnable, args, kwargs)
+    split, breaks, notes = _split_of(Look(runnable, dims, rules), chosen, call)
+    reporter = None
+    if split is not None:
+        _check_dim(split, capture_dim)
+        reporter = Reporter(split, chosen, wanted, capture_dim)
+    return Explanation(
+        version=VERSION,
+        model=getattr(runnable, "__qualname__", type(runnable).__name__),
+        device=None if split is None else str(split.device),
+        traced=split is not None,
+        pieces=() if reporter is None else reporter.pieces(),
+        symbols=() if reporter is None else reporter.symbols(),
+        totals=None if reporter is None else reporter.totals(),
+        breaks=breaks,
+        modes=mode_report(split, chosen, query_lens),
+        settings=settings_of(chosen),
+        notes=notes,
+        split=split,
+    )
 
-    def split(graph: Any, inputs: Any) -> None:
-        whole.append(split_as_set(graph, chosen)[0])
+
+def _split_of(
+    look: Look, config: CompilationConfig, call: tuple[tuple[Any, ...], dict[str, Any]]
+) -> tuple[SplitGraph | None, tuple[GraphBreak, ...], tuple[str, ...]]:
+    """Return (split, breaks, notes) of a call; no split where no one graph is made of it."""
+    if config.splitting == "breakable":
+        return None, (), _untraced(config)
+    splits: list[SplitGraph] = []
+
+    def split_graph(graph: Any, inputs: Any) -> None:
+        splits.append(split_as_set(graph, config)[0])
 
     try:
-        look.at(args, kwargs, split)
+        look.at(*call, split_graph)
     except compat.CannotTrace as error:
-        return find(None, (_broken(error),), (_FIRST_NOTE,), query_lens)
-    if not whole:
-        return find(None, (), ("the call computes nothing with tensors",), query_lens)
-    return find(whole[-1], data_breaks(whole[-1]), _notes(whole[-1], chosen), query_lens)
+        return None, (_broken(error),), (_FIRST_NOTE,)
+    if not splits:
+        return None, (), ("the call computes nothing with tensors",)
+    return splits[-1], data_breaks(splits[-1]), _notes(splits[-1], config)
 
 
-def _looked_at(
+def _traced_as(
     model: Any,
     config: Any,
     dims: Mapping[str, Any] | None,
     shapes: str | None,
 ) -> tuple[Any, Any, Mapping[str, Any] | None, Rules]:
-    """(what to trace, settings, dimensions, rules) of a model, compiled or not."""
+    """Return (what to trace, settings, dimensions, rules) of a model, compiled or not."""
     if shapes is not None and shapes not in SHAPES:
         raise ConfigError.bad_value(
             name="dynamic_shapes", where="explain", value=shapes, expected=f"one of {SHAPES}"
         )
-    given = Rules() if shapes is None else Rules(shapes=shapes)
+    inputs = Rules() if shapes is None else Rules(shapes=shapes)
     if isinstance(model, CompiledModel):
         own_dims, own_rules = model.asked
-        given = own_rules if shapes is None else given
+        inputs = own_rules if shapes is None else inputs
         model, config = model.unwrap(), model.backend if config is None else config
         dims = own_dims if dims is None else dims
     else:
@@ -389,53 +751,29 @@ def _looked_at(
             config = handle_of(model) if config is None else config
             model = original
     check_compilable(model, "explain")
-    return model, config, dims, given
+    return model, config, dims, inputs
 
 
-def _found(
-    model: Any,
-    config: CompilationConfig,
-    asked: tuple[Sequence[int], str | None],
-    split: SplitGraph | None,
-    breaks: tuple[GraphBreak, ...],
-    notes: tuple[str, ...],
-    query_lens: Sequence[int],
-) -> Explanation:
-    reporter = None
-    if split is not None:
-        dims, (sizes, dim) = list(split.symbols.dims.values()), asked
-        if dim is not None and dim not in dims:
-            expected = f"one of {', '.join(dims)}" if dims else "none, as no dimension varies"
-            raise ConfigError.bad_value(
-                name="capture_dim", where="explain", value=dim, expected=expected
-            )
-        reporter = Reporter.asked(split, config, sizes, dim)
-    return Explanation(
-        version=VERSION,
-        model=getattr(model, "__qualname__", type(model).__name__),
-        device=None if split is None else str(split.device),
-        traced=split is not None,
-        pieces=() if reporter is None else reporter.pieces(),
-        symbols=() if reporter is None else reporter.symbols(),
-        totals=None if reporter is None else reporter.totals(),
-        breaks=breaks,
-        modes=mode_report(split, config, query_lens),
-        settings=settings_of(config),
-        notes=notes,
-        split=split,
-    )
+def _check_dim(split: SplitGraph, dim: str | None) -> None:
+    """Refuse sizes of a dimension that does not vary."""
+    dims = list(split.symbols.dims.values())
+    if dim is not None and dim not in dims:
+        expected = f"one of {', '.join(dims)}" if dims else "none, as no dimension varies"
+        raise ConfigError.bad_value(
+            name="capture_dim", where="explain", value=dim, expected=expected
+        )
 
 
 def _with_weights(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments where the weights are."""
+    """Return the arguments where the weights are."""
     module = getattr(model, "__self__", model)
     if not isinstance(module, torch.nn.Module):
         return args, kwargs
     weights = {each.device for each in (*module.parameters(), *module.buffers())}
-    given = {each.device.type for each in compat.tree_tensors((args, kwargs))}
-    if not weights or (any(each.type == "meta" for each in weights) and "meta" in given):
+    inputs = {each.device.type for each in compat.tree_tensors((args, kwargs))}
+    if not weights or (any(each.type == "meta" for each in weights) and "meta" in inputs):
         return args, kwargs
     wanted = next((each for each in weights if each.type == "meta"), None)
     moved = "cpu" if wanted is not None else "meta"
@@ -469,15 +807,15 @@ def _broken(error: compat.CannotTrace) -> GraphBreak:
 
 
 def _notes(split: SplitGraph, config: CompilationConfig) -> tuple[str, ...]:
-    found = []
+    result = []
     if split.device.type == "meta":
-        found.append(_META_NOTE)
+        result.append(_META_NOTE)
     if split.device.type == "cpu":
-        found.append(_CPU_NOTE)
+        result.append(_CPU_NOTE)
     if config.mode is CompilationMode.NONE:
-        found.append("mode NONE compiles nothing; pieces show what would go into a FULL graph")
+        result.append("mode NONE compiles nothing; pieces show what would go into a FULL graph")
     try:
         check_sizes(split, config)
     except SymbolError as error:
-        found.append(f"compiling will raise SymbolError: {error}")
-    return tuple(found)
+        result.append(f"compiling will raise SymbolError: {error}")
+    return tuple(result)

@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import CodeType
-from typing import Any
+from typing import NamedTuple
 
+from cgcompile.debug.output import Result
 from cgcompile.passes.nodes import Line, running_line
 
 SEVERITIES = ("error", "break", "note")
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(Result):
     """One thing that graphs cannot hold, or hold only at a cost.
 
     Attributes:
@@ -41,18 +42,6 @@ class Finding:
     source: Line | None = None
     count: int = 1
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "kind": self.kind,
-            "severity": self.severity,
-            "message": self.message,
-            "fix": self.fix,
-            "op": self.op,
-            "source": None if self.source is None else self.source._asdict(),
-            "count": self.count,
-        }
-
     def __str__(self) -> str:
         times = f", {self.count} times" if self.count > 1 else ""
         rows = [f"{self.severity:6} {self.kind}: {self.op}{times}"]
@@ -68,218 +57,150 @@ class Way(Enum):
     UNTRACED = "wrapper"  # plain Python runs once, while it is captured
 
 
-_REGISTER = (
-    "SplittingOp(..., support=AttentionCGSupport....) says how far it can go into FULL graphs"
-)
+class Advice(NamedTuple):
+    """What to do about a kind of finding, and its severity by the way a model is captured."""
 
-# kind -> (severity in the ways SPLIT, WHOLE, UNTRACED, fix)
-_ADVICE: dict[str, tuple[str, str, str, str]] = {
-    "host_sync": (
-        "break",
-        "break",
-        "error",
-        "Keep the value on the device (torch.where in place of a branch, masked_fill), compute it "
-        "before the step, do not print; or run the part eager: cgcompile.eager_region() where the "
-        "model is traced, cgcompile.eager_break_during_capture where it is not.",
+    fix: str
+    split: str = "break"
+    whole: str = "break"
+    untraced: str = "error"
+
+
+_ERROR = ("error", "error", "error")
+_BREAK = ("break", "break", "break")
+_NOTE = ("note", "note", "note")
+_ADVICE: dict[str, Advice] = {
+    "host_sync": Advice(
+        "Keep the value on the device (torch.where in place of a branch, masked_fill), "
+        "compute it before the step, do not print; or run the part eager: "
+        "cgcompile.eager_region() where the model is traced, "
+        "cgcompile.eager_break_during_capture where it is not."
     ),
-    "synchronize": (
-        "break",
-        "error",
-        "error",
-        "Leave it out of forward: work of one stream is in order anyway. For timing, synchronise "
-        "around the call of the model.",
+    "synchronize": Advice(
+        "Leave it out of forward: work of one stream is in order anyway. For timing, "
+        "synchronise around the call of the model.",
+        whole="error",
     ),
-    "data_dependent_shape": (
-        "break",
-        "break",
-        "error",
+    "data_dependent_shape": Advice(
         "Keep the shape fixed: torch.where or masked_fill in place of a mask as an index, "
-        "nonzero_static(size=...), repeat_interleave(output_size=...), index_select with padded "
-        "indices. Or run it eager: cgcompile.eager_region(), or "
-        "cgcompile.eager_break_during_capture.",
+        "nonzero_static(size=...), repeat_interleave(output_size=...), index_select with "
+        "padded indices. Or run it eager: cgcompile.eager_region(), or "
+        "cgcompile.eager_break_during_capture."
     ),
-    "cpu_tensor": (
-        "break",
-        "break",
-        "error",
-        "Make it on the device of the model: device=x.device, register_buffer and model.to(...), "
-        "or copy it into a buffer on the device before the step.",
+    "cpu_tensor": Advice(
+        "Make it on the device of the model: device=x.device, register_buffer and "
+        "model.to(...), or copy it into a buffer on the device before the step."
     ),
-    "device_copy": (
-        "break",
-        "break",
-        "error",
-        "Copy before the step, into a buffer that stays (cgcompile.HostStaging does it from pinned "
-        "memory); make constants in __init__ and register_buffer them.",
+    "device_copy": Advice(
+        "Copy before the step, into a buffer that stays (cgcompile.HostStaging does it from "
+        "pinned memory); make constants in __init__ and register_buffer them."
     ),
-    "other_device": (
-        "break",
-        "break",
-        "error",
-        "Put all of the model on one device, or compile the part of each device on its own.",
+    "other_device": Advice(
+        "Put all of the model on one device, or compile the part of each device on its own."
     ),
-    "collective": (
-        "break",
-        "break",
-        "error",
-        "Use NCCL for tensors on a GPU: its collectives can be captured. Others run between "
-        "pieces.",
+    "collective": Advice(
+        "Use NCCL for tensors on a GPU: its collectives can be captured. Others run between pieces."
     ),
-    "unregistered_attention": (
-        "error",
-        "error",
-        "error",
+    "unregistered_attention": Advice(
         "Register it: cgcompile.Backend(splitting_ops=({op},)), or options={'splitting_ops': "
-        "{op}}. " + _REGISTER + "; undeclared is NEVER.",
+        "{op}}. SplittingOp(..., support=AttentionCGSupport....) says how far it can go into "
+        "FULL graphs; undeclared is NEVER.",
+        *_ERROR,
     ),
-    "opaque_call": (
-        "error",
-        "error",
-        "error",
-        "Let an op of torch.library call it and register that op (splitting_ops=...), or put the "
-        "function that calls it under cgcompile.eager_break_during_capture.",
+    "opaque_call": Advice(
+        "Let an op of torch.library call it and register that op (splitting_ops=...), or put "
+        "the function that calls it under cgcompile.eager_break_during_capture.",
+        *_ERROR,
     ),
-    "cache_write": (
-        "note",
-        "note",
-        "note",
-        "Nothing, if slots come in a tensor that stays where it is: it is captured with its piece. "
-        "If it reads the forward context or numbers of the host, add {op} to splitting_ops.",
+    "cache_write": Advice(
+        "Nothing, if slots come in a tensor that stays where it is: it is captured with its "
+        "piece. If it reads the forward context or numbers of the host, add {op} to "
+        "splitting_ops.",
+        *_NOTE,
     ),
-    "context_read": (
-        "error",
-        "error",
-        "error",
+    "context_read": Advice(
         "Read the forward context inside of a splitting op, or of a function under "
-        "cgcompile.eager_break_during_capture, which run at every step; or pass it as an argument.",
+        "cgcompile.eager_break_during_capture, which run at every step; or pass it as an "
+        "argument.",
+        *_ERROR,
     ),
-    "generator": (
-        "break",
-        "error",
-        "error",
-        "Draw from the default generator (torch.manual_seed), which graphs know, or draw before "
-        "the step and pass the numbers in.",
+    "generator": Advice(
+        "Draw from the default generator (torch.manual_seed), which graphs know, or draw "
+        "before the step and pass the numbers in.",
+        whole="error",
     ),
-    "random": (
-        "note",
-        "note",
-        "note",
-        "Nothing: each replay draws anew from the default generator. For inference, model.eval() "
-        "turns dropout off.",
+    "random": Advice(
+        "Nothing: each replay draws anew from the default generator. For inference, "
+        "model.eval() turns dropout off.",
+        *_NOTE,
     ),
-    "gradients": (
-        "break",
-        "break",
-        "break",
-        "Call the model under torch.inference_mode() or torch.no_grad().",
+    "gradients": Advice("Call the model under torch.inference_mode() or torch.no_grad().", *_BREAK),
+    "inference_tensor": Advice(
+        "Call the model under torch.inference_mode() as well, or make what it writes, and "
+        "weights of a model that needs gradients, outside of it.",
+        *_ERROR,
     ),
-    "inference_tensor": (
-        "error",
-        "error",
-        "error",
-        "Call the model under torch.inference_mode() as well, or make what it writes, and weights "
-        "of a model that needs gradients, outside of it.",
+    "unsupported_input": Advice(
+        "Pass dense tensors: to_dense(), or the parts of the subclass.", *_BREAK
     ),
-    "unsupported_input": (
-        "break",
-        "break",
-        "break",
-        "Pass dense tensors: to_dense(), or the parts of the subclass.",
-    ),
-    "functorch": (
-        "note",
-        "note",
-        "error",
+    "functorch": Advice(
         "Nothing, where the model is traced and the whole region can be captured; a boundary "
         "inside makes one eager piece of it. Without a trace: write the batch dimension out.",
+        split="note",
+        whole="note",
     ),
-    "side_stream": (
-        "break",
-        "break",
-        "error",
-        "Fork from and join the current stream within forward (wait_stream both ways), before each "
-        "break too, and let the model be untraced: splitting='breakable'; or leave streams to the "
-        "caller.",
+    "side_stream": Advice(
+        "Fork from and join the current stream within forward (wait_stream both ways), before"
+        " each break too, and let the model be untraced: splitting='breakable'; or leave "
+        "streams to the caller."
     ),
-    "stale_scalar": (
-        "break",
-        "break",
-        "error",
-        "A graph repeats the number that it saw. Put it into BatchDescriptor(extra=...), or keep "
-        "it in a tensor on the device.",
+    "stale_scalar": Advice(
+        "A graph repeats the number that it saw. Put it into BatchDescriptor(extra=...), or "
+        "keep it in a tensor on the device."
     ),
-    "host_argument": (
-        "note",
-        "note",
-        "note",
-        "Nothing, if it is the same at each call. Else pass a tensor, or put it into the batch "
-        "descriptor: BatchDescriptor(num_tokens, extra=(...,)).",
+    "host_argument": Advice(
+        "Nothing, if it is the same at each call. Else pass a tensor, or put it into the "
+        "batch descriptor: BatchDescriptor(num_tokens, extra=(...,)).",
+        *_NOTE,
     ),
-    "changing_argument": (
-        "break",
-        "break",
-        "error",
+    "changing_argument": Advice(
         "Pass a tensor, or put a bucket of it into the batch descriptor: "
-        "BatchDescriptor(num_tokens, extra=(...,)).",
+        "BatchDescriptor(num_tokens, extra=(...,))."
     ),
-    "changing_attribute": (
-        "error",
-        "error",
-        "error",
-        "Make it a tensor in a buffer and write it in place (self.step.add_(1)), or pass it as an "
-        "argument.",
+    "changing_attribute": Advice(
+        "Make it a tensor in a buffer and write it in place (self.step.add_(1)), or pass it "
+        "as an argument.",
+        *_ERROR,
     ),
-    "replaced_attribute": (
-        "break",
-        "break",
-        "error",
-        "Write in place into a buffer that stays: self.register_buffer(...) once, then .copy_().",
+    "replaced_attribute": Advice(
+        "Write in place into a buffer that stays: self.register_buffer(...) once, then .copy_()."
     ),
-    "growing_state": (
-        "break",
-        "break",
-        "error",
-        "Take a cache of fixed size, written in place (index_copy_ at a position in a tensor); in "
-        "transformers: StaticCache, or cache_implementation='static'.",
+    "growing_state": Advice(
+        "Take a cache of fixed size, written in place (index_copy_ at a position in a "
+        "tensor); in transformers: StaticCache, or cache_implementation='static'."
     ),
-    "lazy_attribute": (
-        "note",
-        "note",
-        "note",
-        "Nothing: call the model once before it is captured, as warm-ups do.",
+    "lazy_attribute": Advice(
+        "Nothing: call the model once before it is captured, as warm-ups do.", *_NOTE
     ),
-    "moving_input": (
-        "note",
-        "note",
-        "note",
-        "Nothing without a forward context: it is copied. With one, write into the same buffer at "
-        "each step, or choose on_input_change='copy'.",
+    "moving_input": Advice(
+        "Nothing without a forward context: it is copied. With one, write into the same "
+        "buffer at each step, or choose on_input_change='copy'.",
+        *_NOTE,
     ),
-    "rebound_input": (
-        "break",
-        "break",
-        "error",
-        "Pass the same buffer at each call and write new data into it.",
-    ),
-    "capture_failed": (
-        "error",
-        "error",
-        "error",
+    "rebound_input": Advice("Pass the same buffer at each call and write new data into it."),
+    "capture_failed": Advice(
         "Let that op run outside of graphs: add it to splitting_ops, or put its caller under "
         "cgcompile.eager_region() or cgcompile.eager_break_during_capture.",
+        *_ERROR,
     ),
-    "forward_raised": (
-        "error",
-        "error",
-        "error",
+    "forward_raised": Advice(
         "Let the model run plain first; what it needs (a forward context, say) goes around "
         "doctor().",
+        *_ERROR,
     ),
 }
 
 KINDS = tuple(_ADVICE)
-
-_WAYS = tuple(Way)
 
 
 def finding(
@@ -291,36 +212,18 @@ def finding(
     *,
     severity: str | None = None,
 ) -> Finding:
-    """A finding with the severity and the fix of its kind.
-
-    Args:
-        kind: one of :data:`KINDS`.
-        way: how the model is captured.
-        op: what it is about.
-        message: what was found.
-        source: where.
-        severity: another one than that of the kind.
-    """
-    *severities, fix = _ADVICE[kind]
-    chosen = severity or severities[_WAYS.index(way)]
-    return Finding(kind, chosen, message, fix.replace("{op}", repr(op)), op, source)
+    """Return a finding with the severity and the fix of its kind."""
+    advice = _ADVICE[kind]
+    by_way = {Way.SPLIT: advice.split, Way.WHOLE: advice.whole, Way.UNTRACED: advice.untraced}
+    fix = advice.fix.replace("{op}", repr(op))
+    return Finding(kind, severity or by_way[way], message, fix, op, source)
 
 
 _GUARDED = "the function asks whether it is traced or captured, and may leave it out then"
 
 
 class Notes:
-    """Collects findings; the same one from the same line is counted, not repeated.
-
-    Args:
-        way: how the model is captured.
-        until: the code that calls the model: lines above it are not the model's.
-
-    Attributes:
-        way: as given.
-        closed: collect nothing any more; may be set.
-        guarded: (file, function) of code that asks whether it is traced or captured.
-    """
+    """Collects findings; the same one from the same line is counted, not repeated."""
 
     def __init__(self, way: Way, until: CodeType) -> None:
         self.way = way
@@ -344,7 +247,7 @@ class Notes:
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
-        """Around what runs eager, or is reported already."""
+        """Collect nothing inside: it runs eager, or is reported already."""
         self.hush(1)
         try:
             yield
@@ -352,18 +255,18 @@ class Notes:
             self.hush(-1)
 
     def line(self) -> Line | None:
-        """The user's line that runs now."""
+        """Return the user's line that runs now."""
         return running_line(sys._getframe(1), self._until)
 
     def here(self, kind: str, op: str, message: str, *, severity: str | None = None) -> None:
-        """A finding about what runs now."""
+        """Add a finding about what runs now."""
         if self.listens:
             self.about(self.line(), kind, op, message, severity=severity)
 
     def about(
         self, line: Line | None, kind: str, op: str, message: str, *, severity: str | None = None
     ) -> None:
-        """A finding about what has run in a line.
+        """Add a finding about what has run in a line.
 
         Only a note, where the code asks whether it is traced or captured: it may not do so then.
         """
@@ -380,7 +283,7 @@ class Notes:
         *,
         severity: str | None = None,
     ) -> None:
-        """A finding about a line, or about none."""
+        """Add a finding about a line, or about no line."""
         key = (kind, source[:2] if source is not None else op)
         if key in self._found:
             self._found[key] = replace(self._found[key], count=self._found[key].count + 1)

@@ -1,14 +1,9 @@
-"""Run a recorded step with some pieces replayed and others not: :func:`run_step`.
+"""Find where a wrong step goes wrong: piece, op and line.
 
-For debugging alone: which pieces make a result wrong is found by running a step in several ways.
-What a piece makes that is not replayed lies in memory of its own, and is put where graphs read it
-for just as long as one does.
-
-What the pieces of a step leave, in each way to run them: :class:`Watcher`.
-
-From a value that differs to the op and the user's line: :func:`finding_of`, :func:`op_of`.
-
-Where padding reaches real rows: :func:`padding_place`.
+:func:`run_step` runs a recorded step with some pieces replayed, others compiled or uncompiled. What
+a piece makes that is not replayed has memory of its own, and is copied to where graphs read it only
+while one does. :class:`Watcher` compares the three ways piece by piece, and :class:`Nodes` runs a
+piece node by node.
 """
 
 import enum
@@ -23,8 +18,8 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import target_name
 from cgcompile.config import CUDAGraphMode
-from cgcompile.debug.compare import Call, Difference, Tolerance, named, without_gradients
-from cgcompile.debug.restore import copies, put_back
+from cgcompile.debug.compare import Call, Difference, Tolerance, copied, without_gradients
+from cgcompile.debug.restore import copies, restored_after
 from cgcompile.debug.subject import Subject
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.passes.nodes import is_allocation, is_container_item, is_view, user_line, written
@@ -62,19 +57,7 @@ def run_step(
     """Run a recorded step once, each piece in its way. It is one execution of the step.
 
     Pieces that are not captured run as they are. In a FULL graph there are no pieces: it is
-    replayed if any is to be, and ``after`` is told nothing.
-
-    Args:
-        program: whose step it is.
-        recording: what is replayed; its guards hold for these inputs.
-        inputs: of the call.
-        real: how many rows of the batch are real, where fewer are than were captured.
-        ways: of the pieces, by index.
-        after: told what each piece leaves.
-        around: calls each piece that is not replayed.
-
-    Returns:
-        What the call returns.
+    replayed if any is to be, and ``after`` is not called.
     """
     replayed = {index for index, way in ways.items() if way is PieceMode.REPLAYED}
     if replayed and recording.batch.mode is CUDAGraphMode.FULL:
@@ -86,7 +69,7 @@ def run_step(
 
 
 def left_by(piece: Piece) -> list[str]:
-    """The names of what a piece makes, memory that it only allocates included, and writes."""
+    """Return the names of what a piece makes, allocated memory included, and of what it writes."""
     return [*piece.outputs, *written_inputs(piece)]
 
 
@@ -116,13 +99,15 @@ class _Mixed:
         zeroed = self._zeroed() if real is not None else {}
 
         def called(piece: Piece) -> Runnable:
-            def run(*given: Any) -> Sequence[Any]:
-                made = self._call(piece, given)
-                values = dict(zip((*piece.inputs, *piece.outputs), (*given, *made), strict=True))
+            def run(*arguments: Any) -> Sequence[Any]:
+                output = self._call(piece, arguments)
+                values = dict(
+                    zip((*piece.inputs, *piece.outputs), (*arguments, *output), strict=True)
+                )
                 for name in zeroed.get(piece.index, ()):
                     values[name][real:].zero_()  # as a replay does
                 self._tell(piece, values)
-                return made
+                return output
 
             return run
 
@@ -130,20 +115,20 @@ class _Mixed:
         return self._recording.in_context(step)(*self._inputs)
 
     def _zeroed(self) -> dict[int, list[str]]:
-        """The values of which a replay zeroes the rows that are not real, by the piece after."""
-        found: dict[int, list[str]] = {}
+        """Return the values whose padding rows a replay zeroes, by the piece before that."""
+        result: dict[int, list[str]] = {}
         pairs = zip(self._program.split.pieces, self._recording.sequence.segments, strict=False)
         for piece, segment in pairs:
             tails = segment.tails if isinstance(segment, EagerSegment) else ()
             sources = self._recording.sources.items()
-            found[piece.index] = [n for n, s in sources if any(s is tail for tail in tails)]
-        return found
+            result[piece.index] = [n for n, s in sources if any(s is tail for tail in tails)]
+        return result
 
-    def _call(self, piece: Piece, given: tuple[Any, ...]) -> list[Any]:
+    def _call(self, piece: Piece, inputs: tuple[Any, ...]) -> list[Any]:
         run = self._program.runnables[piece.index]
         if self._ways.get(piece.index) is PieceMode.UNCOMPILED and piece.compiled:
             run = piece.module.forward
-        return list(run(*given) if self._around is None else self._around(piece, run, given))
+        return list(run(*inputs) if self._around is None else self._around(piece, run, inputs))
 
     def _tell(self, piece: Piece, values: Mapping[str, Any]) -> None:
         if self._after is not None:
@@ -158,7 +143,7 @@ class _Mixed:
             step()
             return
         piece = pieces[place]
-        lent = self._lend(piece.inputs)
+        borrowed = self._copy_in(piece.inputs)
         if piece.capture and self._ways.get(piece.index) is not PieceMode.REPLAYED:
             self._recording.sequence.fill(place)  # a later segment may read the same copy
             self._instead(piece)
@@ -166,48 +151,48 @@ class _Mixed:
             step()
         if self._own:
             self._written([self._value(name) for name in written_inputs(piece)])
-        self._take_back(lent)
+        self._copy_back(borrowed)
         if self._after is not None:
             self._tell(piece, {name: self._left(name) for name in left_by(piece)})
         if place == len(pieces) - 1:
-            self._lend(returned_names(self._program.split))
+            self._copy_in(returned_names(self._program.split))
 
     def _value(self, name: str) -> Any:
         return self._recording.value(name, self._inputs)
 
     def _left(self, name: str) -> Any:
-        """What a piece has left: of one that is not replayed it lies elsewhere."""
+        """Return what a piece left: a piece that is not replayed has memory of its own."""
         return self._own[name][1] if name in self._own else self._value(name)
 
     def _instead(self, piece: Piece) -> None:
-        made = self._call(piece, tuple([self._value(name) for name in piece.inputs]))
-        for name, value in zip(piece.outputs, made, strict=True):
+        output = self._call(piece, tuple([self._value(name) for name in piece.inputs]))
+        for name, value in zip(piece.outputs, output, strict=True):
             place = self._value(name)
             if not isinstance(value, torch.Tensor) or not isinstance(place, torch.Tensor):
                 continue
             if _memory(place) != _memory(value):
                 self._own[name] = (place, value.detach())
 
-    def _lend(self, names: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _copy_in(self, names: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Put values of pieces that are not replayed where they are read: (place, what was there).
 
         Only while they are read: else they would spoil what a replayed piece has left there, and
         replays would spoil them.
         """
-        lent = []
+        borrowed = []
         for name in names:
             if name in self._own:
                 place, value = self._own[name]
-                lent.append((place, place.clone()))
+                borrowed.append((place, place.clone()))
                 place.copy_(value)
-        return lent
+        return borrowed
 
-    def _take_back(self, lent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for place, before in reversed(lent):
+    def _copy_back(self, borrowed: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for place, before in reversed(borrowed):
             place.copy_(before)
 
     def _written(self, tensors: Sequence[Any]) -> None:
-        """These have been written: what lies in their memory is right as it is now."""
+        """Take the memory of tensors that were written as it is now."""
         written = {_memory(each) for each in tensors if isinstance(each, torch.Tensor)}
         for name, (place, _) in list(self._own.items()):
             if _memory(place) in written:
@@ -223,15 +208,7 @@ STAGES = {PieceMode.COMPILED: "compilation", PieceMode.REPLAYED: "replay"}
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call of a recorded step.
-
-    Attributes:
-        graph: the number of the compiled graph.
-        program: whose step it is.
-        recording: what replays it.
-        inputs: of the call.
-        real: how many rows are real; None: all.
-    """
+    """One call of a recorded step."""
 
     graph: int
     program: Program
@@ -251,17 +228,14 @@ class Step:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """What the step writes inside is put back after it; no gradients."""
-        with without_gradients(), put_back(written_now(self.program, self.inputs)):
+        """Restore after it what the step writes inside; no gradients."""
+        written = [self.inputs[position] for position in self.program.written_positions]
+        with without_gradients(), restored_after(written):
             yield
 
 
 class Left:
-    """What is there after each piece: what it leaves, and earlier values that are still needed.
-
-    Attributes:
-        after: by the index of the piece, copies by name.
-    """
+    """The values after each piece: those it leaves, and earlier ones that are still needed."""
 
     def __init__(self, split: SplitGraph) -> None:
         self.after: dict[int, dict[str, Any]] = {}
@@ -271,7 +245,7 @@ class Left:
         self._last.update(returned)
 
     def note(self, piece: Piece, values: Mapping[str, Any]) -> None:
-        """Told by the run."""
+        """Copy what a piece left; see :data:`After`."""
         empty = set(piece.outputs) - set(filled_outputs(piece))
         own = {n: v for n, v in values.items() if n not in empty}
         older = {n: v for n, v in self._now.items() if self._last.get(n, -1) > piece.index}
@@ -279,43 +253,21 @@ class Left:
         self.after[piece.index] = copies({n: v for n, v in self._now.items() if v is not None})
 
 
-@dataclass(frozen=True, eq=False)
-class Parting:
-    """Where two ways to run a step part.
-
-    Attributes:
-        step: the call.
-        stage: ``compilation`` or ``replay``.
-        piece: after which they do; None: in a FULL graph, or in the result alone.
-        difference: the first one.
-    """
-
-    step: Step
-    stage: str
-    piece: Piece | None
-    difference: Difference
-
-    @property
-    def overwritten(self) -> bool:
-        """Whether it is a value of an earlier piece, which this one spoils."""
-        return self.piece is not None and self.difference.value not in left_by(self.piece)
-
-
 class Watcher:
-    """Observes steps: runs each in all ways, and replays it.
+    """Runs each observed step in all ways, and replays it.
 
     Attributes:
-        partings: of each graph that has one, the first.
-        seen: the steps that were run.
+        differences: (number of the graph, where two ways differ first) of each such step.
+        seen: the steps that ran.
     """
 
     def __init__(self, tolerance: Tolerance) -> None:
-        self.partings: list[Parting] = []
+        self.differences: list[tuple[int, Difference]] = []
         self.seen: list[Step] = []
         self._tolerance = tolerance
 
     def of(self, number: int) -> Observer:
-        """The observer of a compiled graph."""
+        """Return the observer of a compiled graph."""
 
         def watch(program: Program, recording: Recording, inputs: Any, real: int | None) -> Any:
             return self._watch(Step(number, program, recording, inputs, real))
@@ -326,45 +278,43 @@ class Watcher:
         self.seen.append(step)
         before: Any = None
         result: Any = None
-        for way in (PieceMode.UNCOMPILED, PieceMode.COMPILED, PieceMode.REPLAYED):
+        for way in PieceMode:
             left = Left(step.split)
             if way is PieceMode.REPLAYED:
                 result = step.run(way, after=left.note)
-                made = copies(named(result))
+                now = left.after, copied(result)
             else:
                 with step.kept():
-                    made = copies(named(step.run(way, after=left.note)))
-            now = (left.after, made)
-            parting = None if before is None else self._part(step, way, before, now)
-            if parting is not None:
-                self.partings.append(parting)
+                    values = copied(step.run(way, after=left.note))
+                now = left.after, values
+            difference = None if before is None else self._compare(step, way, before, now)
+            if difference is not None:
+                self.differences.append((step.graph, difference))
                 return result if way is PieceMode.REPLAYED else step.run(PieceMode.REPLAYED)
             before = now
         return result
 
-    def _part(self, step: Step, way: PieceMode, before: Any, now: Any) -> Parting | None:
+    def _compare(self, step: Step, way: PieceMode, before: Any, now: Any) -> Difference | None:
+        """Return where a way differs from the one before, with the op that makes the value."""
         for piece in step.split.pieces:
-            found = now[0].get(piece.index)
-            if found is None:
+            values = now[0].get(piece.index)
+            if values is None:
                 continue
-            known = {n: v for n, v in before[0][piece.index].items() if n in found}
-            difference = self._tolerance.first(piece.name, known, found)
+            known = {name: v for name, v in before[0][piece.index].items() if name in values}
+            difference = self._tolerance.first(piece.name, known, values)
             if difference is not None:
-                return Parting(step, STAGES[way], piece, difference)
+                return located(STAGES[way], difference, step.real, _maker(piece, difference.value))
         difference = self._tolerance.first("the result", before[1], now[1])
-        return None if difference is None else Parting(step, STAGES[way], None, difference)
+        if difference is None:
+            return None
+        return located(STAGES[way], difference, step.real, Difference(piece=WHOLE))
 
 
 # ---------------------------------------------------------------- nodes of a piece
 
 
 class Nodes(fx.Interpreter):
-    """Runs an uncompiled piece and keeps a copy of what each node leaves.
-
-    Attributes:
-        made: the leaves of each node's value, by path, and of the arguments that it writes, as
-            copies. Nodes that only allocate are left out: what is in new memory is nobody's.
-    """
+    """Runs an uncompiled piece and keeps a copy of what each node leaves."""
 
     def __init__(self, piece: Piece) -> None:
         super().__init__(piece.module)
@@ -372,7 +322,7 @@ class Nodes(fx.Interpreter):
         self.made: dict[fx.Node, dict[str, Any]] = {}
 
     def run_node(self, node: fx.Node) -> Any:
-        """See :class:`torch.fx.Interpreter`."""
+        """Run a node, and copy what it leaves."""
         value = super().run_node(node)
         if node.op not in ("placeholder", "output") and not is_allocation(node):
             left = dict(compat.tree_paths(value))
@@ -383,26 +333,46 @@ class Nodes(fx.Interpreter):
         return value
 
 
-def nodes_of(step: Step) -> dict[int, Nodes]:
-    """What each node of each piece makes, in the uncompiled step; by the index of the piece."""
-    found: dict[int, Nodes] = {}
+Seen = list[tuple[Step, dict[int, Nodes]]]
+"""Steps, and what each node of their uncompiled pieces makes, by the index of the piece."""
 
-    def run(piece: Piece, runnable: Any, given: tuple[Any, ...]) -> Any:
-        found[piece.index] = Nodes(piece)
-        return found[piece.index].run(*given)
+
+def nodes_seen(subject: Subject, call: Call) -> Seen:
+    """Run a call, and each of its steps again uncompiled, node by node."""
+    watcher = Watcher(Tolerance())
+    with subject.observed(watcher.of):
+        subject.outcome(subject.call, call)
+    with restored_after(subject.kept), without_gradients():
+        return [(step, _nodes_of(step)) for step in watcher.seen]
+
+
+def _nodes_of(step: Step) -> dict[int, Nodes]:
+    nodes: dict[int, Nodes] = {}
+
+    def run(piece: Piece, runnable: Any, inputs: tuple[Any, ...]) -> Any:
+        nodes[piece.index] = Nodes(piece)
+        return nodes[piece.index].run(*inputs)
 
     with step.kept():
         step.run(PieceMode.UNCOMPILED, around=run)
-    return found
+    return nodes
 
 
-def written_now(program: Program, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The inputs of a call that the step writes."""
-    return [inputs[position] for position in program.written_positions]
+def first_node(
+    one: Seen, other: Seen, differs: Callable[[Nodes, Nodes], fx.Node | None]
+) -> tuple[Piece, fx.Node] | None:
+    """Return the first node, of either run, that ``differs`` returns for two runs of a piece."""
+    for (step, nodes), (_, others) in zip(one, other, strict=False):
+        for piece in step.split.pieces:
+            if piece.index in nodes and piece.index in others:
+                node = differs(nodes[piece.index], others[piece.index])
+                if node is not None:
+                    return piece, node
+    return None
 
 
 def filled_outputs(piece: Piece) -> list[str]:
-    """The outputs of a piece that hold something: some are memory for the next piece to write."""
+    """Return the outputs that hold values: others are memory for the next piece to write."""
     (results,) = piece.module.graph.output_node().args
     assert isinstance(results, (tuple, list))
     pairs = zip(piece.outputs, results, strict=True)
@@ -422,48 +392,45 @@ def place_of(piece: Piece, node: fx.Node | None, detail: str = "") -> Difference
 
 
 def _own_lines(piece: Piece) -> bool:
-    """Whether the lines of its nodes are its own: equal pieces share those of the first one."""
+    """Return whether the lines of the nodes are its own: equal pieces share those of the first."""
     lines = [user_line(node) for node in piece.module.graph.nodes]
     return not piece.lines or piece.lines[0] in lines
 
 
 def op_name(node: fx.Node) -> str:
-    """The op of a node, as dumps show it."""
+    """Return the op of a node, as dumps show it."""
     return target_name(node.target).replace("_VariableFunctionsClass.", "")
 
 
 def producer(piece: Piece, name: str) -> fx.Node | None:
-    """The node of a piece that makes, or last writes, a named value; views are looked through."""
+    """Return the node of a piece that makes, or last writes, a value; views are looked through."""
     graph = piece.module.graph
     names = dict(zip(graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
-    found: fx.Node | None = None
+    node: Any = None
     if name in piece.outputs:
         results: Any = graph.output_node().args[0]
-        found = results[piece.outputs.index(name)]
-    for node in graph.nodes:
-        if any(names.get(target) == name for target in written(piece.module, node)):
-            found = node
-    while isinstance(found, fx.Node) and (is_container_item(found) or is_view(piece.module, found)):
-        found = found.all_input_nodes[0]
-    return found if isinstance(found, fx.Node) and found.op != "placeholder" else None
+        node = results[piece.outputs.index(name)]
+    for writer in graph.nodes:
+        if any(names.get(target) == name for target in written(piece.module, writer)):
+            node = writer
+    while isinstance(node, fx.Node) and (is_container_item(node) or is_view(piece.module, node)):
+        node = node.all_input_nodes[0]
+    return node if isinstance(node, fx.Node) and node.op != "placeholder" else None
 
 
-def finding_of(parting: Parting, number: int) -> Difference:
-    """What a parting of two ways is, in words: with op, line, and the rows that are padding."""
-    step, difference = parting.step, parting.difference
-    place = op_of(parting)
-    if parting.overwritten:
-        detail = "; ".join(filter(None, ("it was right before, and is overwritten", place.detail)))
-        place = replace(place, detail=detail)
-    name = WHOLE if parting.piece is None else parting.piece.name
-    place = replace(place, piece=place.piece or name)
-    return made(parting.stage, number, difference, step.real, place)
+def _maker(piece: Piece, name: str) -> Difference:
+    """Return the op of a piece that makes a value; or that the piece overwrites it."""
+    if name in left_by(piece):
+        return place_of(piece, producer(piece, name), "this op makes the value")
+    place = place_of(piece, None)
+    detail = "; ".join(filter(None, ("it was right before, and is overwritten", place.detail)))
+    return replace(place, detail=detail)
 
 
-def made(
-    stage: str, number: int, difference: Difference, real: int | None, place: Difference
+def located(
+    stage: str, difference: Difference, real: int | None, place: Difference, number: int = 0
 ) -> Difference:
-    """A finding of a difference at a place; ``real`` rows are no padding."""
+    """Return a difference with its stage, place and padding rows: those behind ``real`` ones."""
     padding = tuple(row for row in difference.rows if real is not None and row >= real)
     detail = "; ".join(filter(None, (difference.detail, place.detail.removeprefix("; "))))
     return replace(
@@ -478,69 +445,39 @@ def made(
     )
 
 
-def op_of(parting: Parting) -> Difference:
-    """Return the op that makes the value in which two ways part."""
-    piece = parting.piece
-    if piece is None:
-        return Difference()
-    if parting.overwritten:
-        return place_of(piece, None)
-    return place_of(piece, producer(piece, parting.difference.value), "this op makes the value")
-
-
 def padding_place(
     subject: Subject, exact: Call, larger: Call, real: int, tolerance: Tolerance
 ) -> Difference:
-    """The first op whose real rows differ between a step of the exact size and a padded one.
+    """Return the first op whose real rows differ between an exact step and a padded one."""
 
-    Args:
-        subject: the model; both calls replay.
-        exact: the call of real rows alone.
-        larger: the call with padded rows.
-        real: how many rows are real.
-        tolerance: how close numbers must be.
-    """
-    runs = []
-    for call in (exact, larger):
-        watcher = Watcher(tolerance)
-        with subject.observed(watcher.of):
-            subject.outcome(subject.call, call)
-        if not watcher.seen:
-            return Difference(detail="and no step of it was seen")
-        with put_back(subject.kept), without_gradients():
-            runs.append((watcher.seen, [nodes_of(step) for step in watcher.seen]))
-    (steps, exact_nodes), (_, padded_nodes) = runs
-    for step, small, large in zip(steps, exact_nodes, padded_nodes, strict=False):
-        for piece in step.split.pieces:
-            if piece.index not in large:
-                continue
-            name = _first(small[piece.index], large[piece.index], real, tolerance)
-            if name is not None:
-                node = next(n for n in piece.module.graph.nodes if n.name == name)
-                return place_of(piece, node, "first in this op")
-    return Difference(detail="and no op of the uncompiled pieces does so")
+    def differs(small: Nodes, large: Nodes) -> fx.Node | None:
+        padded = {node.name: leaves for node, leaves in large.made.items()}
+        for node, leaves in small.made.items():
+            others = padded.get(node.name, {})
+            cut = {path: real_part(others.get(path), leaf, real) for path, leaf in leaves.items()}
+            known = {path: leaf for path, leaf in leaves.items() if _same(leaf, cut[path])}
+            if tolerance.first(node.name, known, cut) is not None:
+                return node
+        return None
+
+    runs = [nodes_seen(subject, call) for call in (exact, larger)]
+    if not all(runs):
+        return Difference(detail="and no step of it was seen")
+    first = first_node(runs[0], runs[1], differs)
+    if first is None:
+        return Difference(detail="and no op of the uncompiled pieces does so")
+    return place_of(*first, "first in this op")
 
 
-def _first(small: Nodes, large: Nodes, real: int, tolerance: Tolerance) -> str | None:
-    """The name of the first node whose real rows differ."""
-    padded = {node.name: leaves for node, leaves in large.made.items()}
-    for node, leaves in small.made.items():
-        others = padded.get(node.name, {})
-        pairs = {p: _real(others.get(p), leaf, real) for p, leaf in leaves.items()}
-        known = {p: leaf for p, leaf in leaves.items() if _same(leaf, pairs[p])}
-        if tolerance.first(node.name, known, pairs) is not None:
-            return str(node.name)
-    return None
-
-
-def _real(large: Any, small: Any, real: int) -> Any:
-    both = isinstance(large, torch.Tensor) and isinstance(small, torch.Tensor)
-    if not both or large.dim() != small.dim():
-        return large
-    for dim, (more, fewer) in enumerate(zip(large.shape, small.shape, strict=True)):
-        if more != fewer and fewer == real:
-            large = large.narrow(dim, 0, real)
-    return large
+def real_part(padded: Any, exact: Any, real: int) -> Any:
+    """Return the ``real`` rows of a padded value, in the dimensions where an exact one has them."""
+    both = isinstance(padded, torch.Tensor) and isinstance(exact, torch.Tensor)
+    if not both or padded.dim() != exact.dim():
+        return padded
+    for dim, (more, fewer) in enumerate(zip(padded.shape, exact.shape, strict=True)):
+        if more > fewer == real:
+            padded = padded.narrow(dim, 0, real)
+    return padded
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,21 +1,14 @@
-"""Whether work on other streams forks from that of the call and is joined: :class:`Streams`.
-
-A capture holds the work of a stream that waits for the capturing one, if that waits for it in the
-end. Work on a stream that waits for nothing runs at once, in no graph.
-
-What looks like attention or a cache write without being registered: by names and by structure.
-
-Names decide for ops of other libraries; for those that are called otherwise, their arguments: three
-or more tensors [..., heads, head_dim] of one dtype and head_dim, one of which is written.
-
-Calls of Python that no mode of torch sees: :class:`PythonCalls`, a profile function.
-
-What a model does while it runs plain, judged op by op: :class:`Watch`.
+"""What a model does while it runs plain, judged op by op: :class:`Watch`.
 
 Three observers share one :class:`~cgcompile.debug.findings.Notes`: a function mode sees what the
 user called (``item``, ``print``, ``torch.tensor``), a dispatch mode each ATen op below it, and a
-profile function of Python what reaches neither (``torch.cuda.synchronize``, a read of the forward
-context). Ops inside of a boundary run eager, so nothing is said of them.
+profile function of Python (:class:`PythonCalls`) what reaches neither (``torch.cuda.synchronize``,
+a read of the forward context). Ops inside of a boundary run eager, and are not judged.
+
+:class:`Streams` tells whether work on other streams forks from that of the call and is joined: a
+capture holds the work of a stream that waits for the capturing one and that it waits for in the
+end. :func:`resembles` recognises attention and cache writes that are not registered, by name, or by
+three or more tensors [..., heads, head_dim] of one dtype and head_dim, one of which is written.
 """
 
 import operator
@@ -33,7 +26,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, SplittingOp
 from cgcompile.context import EagerRegion, get_forward_context, is_forward_context_available
 from cgcompile.debug.findings import Notes, Way
-from cgcompile.debug.restore import Memory
+from cgcompile.debug.restore import Snapshot
 from cgcompile.graphs.breakable import eager_break_during_capture
 from cgcompile.graphs.breaks import foreign_breaks
 from cgcompile.graphs.capture import eager_region
@@ -54,14 +47,7 @@ _TEXTS[False, False] = _TEXTS[False, True]
 
 
 class Work(NamedTuple):
-    """An op on another stream than that of the call.
-
-    Attributes:
-        op: its name.
-        line: the user's line; None if there is none.
-        text: where it runs.
-        fine: whether a graph can hold it.
-    """
+    """An op on another stream than that of the call."""
 
     op: str
     line: Line | None
@@ -72,52 +58,45 @@ class Work(NamedTuple):
 class Streams:
     """What the streams of one call do, and which waits for which.
 
-    A stream that waits for an event knows of all that its stream had done, and knew of, when the
-    event was recorded.
-
-    Args:
-        current: the key of the current stream, which is that of the call now; keys are those that
-            ``torch.cuda.Stream.cuda_stream`` gives.
-
-    Attributes:
-        blind: whether waits may have been missed; may be set.
+    A stream that waits for an event is ordered after all that the stream of the event had done, or
+    was ordered after, when the event was recorded.
     """
 
     def __init__(self, current: Callable[[], int]) -> None:
         self._current = current
         self._first = current()
-        self._knows: dict[int, dict[int, int]] = {self._first: {self._first: 0}}
+        self._clocks: dict[int, dict[int, int]] = {self._first: {self._first: 0}}
         self._events: dict[int, tuple[Any, dict[int, int]]] = {}  # with the event, which lives so
         self._ops: list[tuple[int, int, str, Line | None, bool]] = []
         self.blind = False
 
     @property
     def aside(self) -> bool:
-        """Whether the current stream is another one than that of the call."""
+        """Whether the current stream is not that of the call."""
         return self._current() != self._first
 
     def works(self, op: str, line: Line | None) -> None:
-        """An op runs on the current stream, which is another one."""
+        """Note an op on the current stream, which is not that of the call."""
         stream = self._current()
-        knows = self._knows.setdefault(stream, {})
-        forked = self._first in knows
-        knows[stream] = knows.get(stream, 0) + 1
-        self._ops.append((stream, knows[stream], op, line, forked))
+        clock = self._clocks.setdefault(stream, {})
+        forked = self._first in clock
+        clock[stream] = clock.get(stream, 0) + 1
+        self._ops.append((stream, clock[stream], op, line, forked))
 
     def records(self, event: Any, stream: Any = None) -> None:
-        """An event is recorded on a stream; the current one if left out."""
-        self._events[id(event)] = event, dict(self._knows.get(self._key(stream), {}))
+        """Note that an event is recorded on a stream, by default the current one."""
+        self._events[id(event)] = event, dict(self._clocks.get(self._key(stream), {}))
 
     def waits(self, event: Any, stream: Any = None) -> None:
-        """A stream, the current one if left out, waits for an event."""
-        _, told = self._events.get(id(event), (None, {}))
-        knows = self._knows.setdefault(self._key(stream), {})
-        knows |= {each: max(count, knows.get(each, 0)) for each, count in told.items()}
+        """Note that a stream, by default the current one, waits for an event."""
+        _, recorded = self._events.get(id(event), (None, {}))
+        clock = self._clocks.setdefault(self._key(stream), {})
+        clock |= {each: max(count, clock.get(each, 0)) for each, count in recorded.items()}
 
     def work(self) -> Iterator[Work]:
-        """All ops on other streams; asked at the end of the call."""
+        """Yield all ops on other streams; complete at the end of the call."""
         for stream, number, op, line, forked in self._ops:
-            joined = self._knows[self._first].get(stream, 0) >= number
+            joined = self._clocks[self._first].get(stream, 0) >= number
             text = _TEXTS[forked, joined]
             if self.blind and not (forked and joined):
                 text = "another stream than the call; whether that is joined was not seen"
@@ -138,18 +117,12 @@ _HEADS = 3  # dimensions of a tensor [tokens, heads, head_dim]
 
 
 def is_attention_name(name: str) -> bool:
-    """Whether a function of this name would be attention."""
+    """Return whether a function of this name would be attention."""
     return bool(_ATTENTION.search(name))
 
 
 def resembles(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
-    """(kind of finding, why) of an op that is not registered, or None.
-
-    Args:
-        func: an op of the dispatcher.
-        args: what it is called with.
-        kwargs: likewise.
-    """
+    """Return (kind of finding, why) of an op that is not registered, or None."""
     if getattr(func, "namespace", "aten") in _TORCHS:
         return None
     name = short_name(func)
@@ -167,8 +140,8 @@ def _writes_alone(func: Any) -> bool:
     return compat.returns_nothing(func) and not re.search(r"out(put)?\b|decode|prefill", str(func))
 
 
-def _has_heads(given: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> bool:
-    wide = [t for t in given if t.dim() >= _HEADS and t.is_floating_point()]
+def _has_heads(inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> bool:
+    wide = [t for t in inputs if t.dim() >= _HEADS and t.is_floating_point()]
     alike = [t for t in wide if any(_same_heads(t, other) for other in targets)]
     return len(alike) >= _HEADS
 
@@ -185,15 +158,6 @@ class PythonCalls:
 
     Functions that ``torch.compile`` made run uncompiled; while they run, those of other threads as
     well. Where another profiler is active it sees nothing.
-
-    Args:
-        notes: where findings go.
-        streams: is told how streams wait for one another; None where there are none: then those
-            that are entered are findings.
-
-    Attributes:
-        ran: the code that ran.
-        sees: whether it sees anything.
     """
 
     def __init__(self, notes: Notes, streams: Streams | None = None) -> None:
@@ -210,7 +174,7 @@ class PythonCalls:
             _code(torch.cuda.Event.synchronize): "torch.cuda.Event.synchronize",
             _code(torch.accelerator.synchronize): "torch.accelerator.synchronize",
         }
-        self._asks = {
+        self._tracing_checks = {
             _code(torch.compiler.is_compiling),
             _code(torch.compiler.is_dynamo_compiling),
             _code(torch.cuda.is_current_stream_capturing),
@@ -259,7 +223,7 @@ class PythonCalls:
         elif code is self._enters_stream and self._streams is None:
             text = "what is inside would run on another stream of a GPU"
             notes.here("side_stream", "torch.cuda.stream", text, severity="note")
-        elif code in self._asks:
+        elif code in self._tracing_checks:
             self._guard(frame.f_back)
         elif code in self._reads:
             text = f"{code.co_name}() outside of a splitting op: a graph keeps this step's context"
@@ -276,17 +240,17 @@ class PythonCalls:
     def _ordered(self, code: CodeType, frame: FrameType) -> None:
         """An event is recorded or waited for: all waits of streams go through these."""
         if self._streams is not None:
-            told = (self._streams.records, self._streams.waits)[self._orders.index(code)]
-            told(frame.f_locals["self"], frame.f_locals["stream"])
+            note = (self._streams.records, self._streams.waits)[self._orders.index(code)]
+            note(frame.f_locals["self"], frame.f_locals["stream"])
 
     def _missed(self) -> None:
         if self._streams is not None:
             self._streams.blind = True
 
-    def _guard(self, asker: FrameType | None) -> None:
+    def _guard(self, caller: FrameType | None) -> None:
         """A frame has got an answer to whether it is traced or captured."""
-        if asker is not None and is_users_file(asker.f_code.co_filename):
-            self.notes.guarded.add((asker.f_code.co_filename, asker.f_code.co_name))
+        if caller is not None and is_users_file(caller.f_code.co_filename):
+            self.notes.guarded.add((caller.f_code.co_filename, caller.f_code.co_name))
 
     def _returned(self, frame: FrameType, what: Any) -> None:
         code = frame.f_code
@@ -302,8 +266,8 @@ class PythonCalls:
 
 
 def _code(function: Any) -> CodeType:
-    found = getattr(function, "__code__", None)
-    return found if isinstance(found, CodeType) else (lambda: None).__code__
+    result = getattr(function, "__code__", None)
+    return result if isinstance(result, CodeType) else (lambda: None).__code__
 
 
 _CPU = torch.device("cpu")
@@ -329,36 +293,25 @@ _ON_THE_CPU |= {"randn", "randint", "randperm", "tril_indices", "triu_indices", 
 
 
 class Case:
-    """What is looked at, for all observers.
-
-    Args:
-        notes: where findings go.
-        boundaries: what runs eager.
-        device: of the graph.
-        memory: told of every write.
-        stream_key: a number, equal for equal current streams.
-
-    Attributes:
-        streams: what runs on other streams.
-    """
+    """What is looked at, for all observers."""
 
     def __init__(
         self,
         notes: Notes,
         boundaries: Boundaries,
         device: torch.device,
-        memory: Memory,
+        snapshot: Snapshot,
         stream_key: Callable[[], int],
     ) -> None:
         self.notes = notes
         self.device = device
-        self.memory = memory
+        self.snapshot = snapshot
         self.streams = Streams(stream_key)
         self._boundaries = boundaries
         self._known: dict[Any, SplittingOp | None] = {}
 
     def match(self, function: Any) -> SplittingOp | None:
-        """The boundary that a call is, or None."""
+        """Return the boundary that a call is, or None."""
         try:
             if function not in self._known:
                 self._known[function] = self._boundaries.match_call(function)
@@ -396,9 +349,9 @@ class Watch:
         streams, notes = self._case.streams, self._case.notes
         streams.blind |= not self._calls.sees or kind is not None  # an error comes before the join
         if notes.listens:
-            for each in sorted(streams.work(), key=lambda work: work.fine):
-                severity = "note" if each.fine and notes.way is Way.UNTRACED else None
-                notes.about(each.line, "side_stream", each.op, each.text, severity=severity)
+            for work in sorted(streams.work(), key=lambda item: item.fine):
+                severity = "note" if work.fine and notes.way is Way.UNTRACED else None
+                notes.about(work.line, "side_stream", work.op, work.text, severity=severity)
 
 
 class _ForeignBreaks:
@@ -498,17 +451,16 @@ class _Ops(compat.DispatchMode):
         self._notes = case.notes
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        case, given = self._case, compat.tree_tensors((args, kwargs))
-        case.memory.about_to_call(func, args, kwargs)
+        case, inputs = self._case, compat.tree_tensors((args, kwargs))
+        case.snapshot.about_to_call(func, args, kwargs)
         boundary = case.match(func) is not None
         if not boundary and self._notes.listens:
-            self._before(func, args, kwargs, given)
-        made = self._run(func, args, kwargs, boundary)
-        results = compat.tree_tensors(made)
-        case.memory.made(results, given)
+            self._before(func, args, kwargs, inputs)
+        output = self._run(func, args, kwargs, boundary)
+        case.snapshot.called(output, inputs)
         if not boundary and self._notes.listens:
-            self._after(func, given, results)
-        return made
+            self._after(func, inputs, compat.tree_tensors(output))
+        return output
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], boundary: bool) -> Any:
         kernel = compat.python_kernel(func, self._case.device.type)
@@ -519,7 +471,7 @@ class _Ops(compat.DispatchMode):
                 return kernel(*args, **kwargs)
 
     def _before(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
     ) -> None:
         name, notes = str(func), self._notes
         alike = resembles(func, args, kwargs)
@@ -533,7 +485,7 @@ class _Ops(compat.DispatchMode):
             notes.here(
                 "data_dependent_shape", name, f"the size of what {name} makes depends on data"
             )
-        elif refused is not None and all(t.device == self._case.device for t in given):
+        elif refused is not None and all(t.device == self._case.device for t in inputs):
             notes.here("host_sync", name, f"{name} makes the host wait for a value of the device")
         elif compat.draws_random(func) and not _is_off(func, args):
             notes.here("random", name, "it draws random numbers")
@@ -543,12 +495,12 @@ class _Ops(compat.DispatchMode):
         if self._case.streams.aside:
             self._case.streams.works(name, notes.line())
 
-    def _after(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+    def _after(self, func: Any, inputs: list[torch.Tensor], output: list[torch.Tensor]) -> None:
         notes, name = self._notes, short_name(func)
         if self._case.device != _CPU and name not in ("lift_fresh", "detach_", "detach"):
-            why = why_not_on(self._case.device, name, given, made, from_python=False)
+            why = why_not_on(self._case.device, name, inputs, output, from_python=False)
             if why is not None:
-                severity = "note" if self._may_copy(why.reason, [*given, *made]) else None
+                severity = "note" if self._may_copy(why.reason, [*inputs, *output]) else None
                 notes.here(why.reason.value, name, why.detail, severity=severity)
 
     def _may_copy(self, reason: Reason, tensors: list[torch.Tensor]) -> bool:
@@ -559,5 +511,5 @@ class _Ops(compat.DispatchMode):
 
 
 def _is_off(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call of dropout returns its argument."""
+    """Return whether a call of dropout returns its argument."""
     return short_name(func) in ("dropout", "native_dropout") and len(args) > 2 and not args[2]

@@ -4,18 +4,18 @@ Replays know nothing of it: :mod:`cgcompile.graphs.profiling` lets it look while
 entered, and outside of it a replay runs the loop that it always runs.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from cgcompile.debug.targets import recorders_of, sequences_of
+from cgcompile.debug.output import Result, plain
+from cgcompile.debug.subject import recorders_of, sequences_of
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.profiling import Observed, observing
 from cgcompile.graphs.sequence import EagerSegment, GraphSequence
@@ -36,7 +36,7 @@ class SegmentTime:
         host_us: of the host, in microseconds, on average.
         share: of the host time of all steps of the profile, between 0 and 1.
         device_us: between the ends of the segment before and of this one on the stream, in
-            microseconds, on average; None if it was not asked for.
+            microseconds, on average; None if it was not measured.
     """
 
     name: str
@@ -62,14 +62,8 @@ class _Times:
         self.marks: list[list[torch.cuda.Event]] = []  # of each step: its begin, ends of segments
 
 
-class Profile:
-    """What :func:`profile` measures; ``print`` it.
-
-    Args:
-        target: whose replays count; None for those of anyone.
-        device_times: whether events are put between segments.
-        clock: tells nanoseconds.
-    """
+class Profile(Result):
+    """What :func:`profile` measures; ``print`` it."""
 
     def __init__(
         self,
@@ -81,38 +75,38 @@ class Profile:
         self._times: list[_Times] = []
         self._known: WeakKeyDictionary[GraphSequence, _Times] = WeakKeyDictionary()
         if target is not None:
-            list(sequences_of(target, "profile"))  # what is none of ours is refused here
+            list(sequences_of(target, "profile"))  # refuses other targets
 
     # -------------------------------------------------------------- measuring
 
     @contextmanager
-    def around(self, sequence: Observed, place: int | None) -> Iterator[None]:
+    def around(self, sequence: Observed, index: int | None) -> Iterator[None]:
         """See :class:`cgcompile.graphs.profiling.Observer`."""
         assert isinstance(sequence, GraphSequence)
         times = self._known.get(sequence) or self._begun(sequence)
         if times is None:
             yield
             return
-        if self._events and place is None:
+        if self._events and index is None:
             times.marks.append([_mark()])
         start = self._clock()
         yield  # what raises is not counted
         taken = self._clock() - start
-        if place is None:
+        if index is None:
             times.steps += 1
             times.step += taken
             return
-        times.counts[place] += 1
-        times.host[place] += taken
+        times.counts[index] += 1
+        times.host[index] += taken
         if self._events:
             times.marks[-1].append(_mark())
 
     def _begun(self, sequence: GraphSequence) -> _Times | None:
         if self._target is not None and sequence not in sequences_of(self._target, "profile"):
             return None
-        self._known[sequence] = found = _Times(sequence)
-        self._times.append(found)
-        return found
+        self._known[sequence] = result = _Times(sequence)
+        self._times.append(result)
+        return result
 
     def finish(self) -> None:
         """Read the events; synchronises if there are any. What is kept of a profile is numbers."""
@@ -120,8 +114,8 @@ class Profile:
         for times in self._times:
             for marks in times.marks:
                 marks[-1].synchronize()
-                for place, (begin, end) in enumerate(pairwise(marks)):
-                    times.device[place].append(begin.elapsed_time(end))
+                for index, (begin, end) in enumerate(pairwise(marks)):
+                    times.device[index].append(begin.elapsed_time(end))
             times.marks.clear()
 
     # -------------------------------------------------------------- what was measured
@@ -146,17 +140,17 @@ class Profile:
         """A row for each segment of each recorded step, in order."""
         return tuple(
             SegmentTime(
-                name=times.labels[place],
-                kind=times.kinds[place],
+                name=times.labels[index],
+                kind=times.kinds[index],
                 batch=times.batch,
                 sequence=number,
-                count=times.counts[place],
-                host_us=times.host[place] / max(times.counts[place], 1) / 1e3,
-                share=times.host[place] / max(self._nanoseconds, 1),
+                count=times.counts[index],
+                host_us=times.host[index] / max(times.counts[index], 1) / 1e3,
+                share=times.host[index] / max(self._nanoseconds, 1),
                 device_us=1e3 * sum(spans) / len(spans) if spans else None,
             )
             for number, times in enumerate(self._times)
-            for place, spans in enumerate(times.device)
+            for index, spans in enumerate(times.device)
         )
 
     @property
@@ -164,17 +158,9 @@ class Profile:
         return sum(times.step for times in self._times)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "steps": self.steps,
-            "step_us": self.step_us,
-            "break_share": self.break_share,
-            "segments": [asdict(each) for each in self.segments],
-        }
-
-    def to_json(self) -> str:
-        """The plain data as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
+        """Plain data: ``steps``, ``step_us``, ``break_share``, ``segments``."""
+        names = ("steps", "step_us", "break_share", "segments")
+        return {name: plain(getattr(self, name)) for name in names}
 
     def __str__(self) -> str:
         if not self.steps:
@@ -184,11 +170,13 @@ class Profile:
             f"{100 * self.break_share:.1f} % of it in eager breaks",
             f"{'count':>7}  {'host us':>9}  {'share':>7}  {'device us':>9}  segment",
         ]
-        for each in self.segments:
-            device = "-" if each.device_us is None else f"{each.device_us:.1f}"
-            named = each.name if each.kind == "graph" else f"{each.name} [{each.batch}]"
-            share = f"{100 * each.share:.1f} %"
-            rows.append(f"{each.count:>7}  {each.host_us:>9.1f}  {share:>7}  {device:>9}  {named}")
+        for segment in self.segments:
+            device = "-" if segment.device_us is None else f"{segment.device_us:.1f}"
+            named = segment.name if segment.kind == "graph" else f"{segment.name} [{segment.batch}]"
+            share = f"{100 * segment.share:.1f} %"
+            rows.append(
+                f"{segment.count:>7}  {segment.host_us:>9.1f}  {share:>7}  {device:>9}  {named}"
+            )
         return "\n".join(rows)
 
 
@@ -241,16 +229,16 @@ def profile(
 
 
 @contextmanager
-def _measured(found: Profile) -> Iterator[Profile]:
+def _measured(result: Profile) -> Iterator[Profile]:
     try:
-        with observing(found):
-            yield found
+        with observing(result):
+            yield result
     finally:
-        found.finish()
+        result.finish()
 
 
 def timeline(target: Any) -> tuple[CaptureRecord, ...]:
-    """What was captured, or refused, when, how long it took and how many bytes.
+    """Return what was captured, or refused, when, how long it took and how many bytes.
 
     Args:
         target: a compiled model, a :class:`cgcompile.Backend`, one of its graphs, a wrapper, a
@@ -263,7 +251,7 @@ def timeline(target: Any) -> tuple[CaptureRecord, ...]:
     Raises:
         ConfigError: the target captures nothing.
     """
-    found = [
+    result = [
         record for each in recorders_of(target, "timeline") for record in each.timeline.records
     ]
-    return tuple(sorted(found, key=lambda record: record.start))
+    return tuple(sorted(result, key=lambda record: record.start))

@@ -1,17 +1,13 @@
-"""What :func:`cgcompile.report` tells of a running model: :class:`Overview`, a frozen value.
+"""``cgcompile.report(model, path)``: one page about a model that runs. It looks, changes nothing.
 
-``gather.py`` makes it, ``page.py`` shows it. The rule: whatever stands on the page is in here.
-
-``cgcompile.report(model, path)``: one page about a model that runs. It looks, changes nothing.
-
-What of the page comes from where: pieces from the split of each compiled graph, recorded steps and
-their times from whoever captured, batches from the statistics of managers, settings from the
-configuration, versions from the process.
+Pieces come from the split of each compiled graph, recorded steps and their times from what captured
+them, batches from the statistics of managers, settings from the configuration, versions from the
+process. The rule: all that is on the page is in :class:`Overview`.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,18 +15,17 @@ from cgcompile.backend import handle_of
 from cgcompile.config import CompilationConfig
 from cgcompile.debug.coverage import Coverage, coverage
 from cgcompile.debug.environment import versions
-from cgcompile.debug.explain import Reporter
-from cgcompile.debug.explanation import (
+from cgcompile.debug.explain import (
     PieceReport,
+    Reporter,
     SettingReport,
-    Shown,
     SymbolReport,
     Totals,
-    plain,
     settings_of,
 )
+from cgcompile.debug.output import Page
 from cgcompile.debug.profile import timeline
-from cgcompile.debug.targets import counters_of, recorders_of
+from cgcompile.debug.subject import counters_of, recorders_of
 from cgcompile.graphs.host import HostGraph
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence
 from cgcompile.graphs.timeline import CaptureRecord
@@ -41,6 +36,7 @@ from cgcompile.serving import CudaGraphManager
 from cgcompile.settings import checked, sizes_given
 
 VERSION = 1  # of the schema of Overview.to_dict()
+_NOTHING = "Nothing was compiled yet: call the model, then ask again."
 
 
 @dataclass(frozen=True)
@@ -79,11 +75,11 @@ class StepReport:
     Attributes:
         owner: what recorded it: ``graph 0`` of the split, or the name of a wrapper.
         batch: the descriptor, as text.
-        mode: PIECEWISE or FULL; empty if nobody knows any more.
+        mode: PIECEWISE or FULL; empty if it is no longer known.
         graphs: recordings in it.
         breaks: functions that run between them.
         nodes: of all its recordings; None where the device does not tell.
-        seconds: the capture took, its execution included; None if nobody knows any more.
+        seconds: the capture took, its execution included; None if it is no longer known.
         nbytes: by which memory grew; None likewise.
         replays: how often it was replayed.
     """
@@ -140,7 +136,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Overview(Shown):
+class Overview(Page):
     """What a compiled model, a wrapper or a manager did so far; a value of one moment.
 
     Attributes:
@@ -173,11 +169,6 @@ class Overview(Shown):
     environment: tuple[Fact, ...]
     notes: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data: dicts by field name, lists, text, numbers, bools and None."""
-        found = {each.name: plain(getattr(self, each.name)) for each in fields(self)}
-        return {**found, "timeline": [record.to_dict() for record in self.timeline]}
-
 
 @checked
 def report(
@@ -191,7 +182,7 @@ def report(
     """Tell what a compiled model or a manager did so far, and write it as one HTML page.
 
     The page needs no network and no scripts. Nothing is run or captured; on CUDA the bytes of pools
-    are asked of torch's allocator. Nothing synchronises.
+    come from torch's allocator. Nothing synchronises.
 
     Args:
         target: what ``torch.compile`` or :func:`cgcompile.compile` returned; a
@@ -215,12 +206,12 @@ def report(
     wanted = sizes_given("sizes", "report", sizes)
     config = _config_of(target, recorders)
     compiled = [each for each in recorders if isinstance(each, CompiledGraph)]
-    found = Overview(
+    result = Overview(
         version=VERSION,
         title=title or _name_of(target),
         kind=type(target).__name__,
         graphs=tuple(
-            _graph(index, each, Reporter.asked(each.split, config, wanted, capture_dim))
+            _graph(index, each, Reporter(each.split, config, wanted, capture_dim))
             for index, each in enumerate(compiled)
         ),
         steps=tuple(_steps(recorders)),
@@ -230,25 +221,25 @@ def report(
         memory=_memory(target, recorders),
         settings=settings_of(config),
         environment=tuple(Fact(*each) for each in versions().items()),
-        notes=tuple(_notes(target, recorders)),
+        notes=() if recorders else (_NOTHING,),
     )
     if path is not None:
-        found.to_html(path)
-    return found
+        result.to_html(path)
+    return result
 
 
 def _config_of(target: Any, recorders: Sequence[Any]) -> CompilationConfig:
-    for each in (target, getattr(target, "backend", None), handle_of(target), *recorders):
-        config = getattr(each, "config", None)
+    for owner in (target, getattr(target, "backend", None), handle_of(target), *recorders):
+        config = getattr(owner, "config", None)
         if isinstance(config, CompilationConfig):
             return config
     return CompilationConfig()
 
 
 def _name_of(target: Any) -> str:
-    for each in (target, getattr(target, "model", None)):
+    for owner in (target, getattr(target, "model", None)):
         for attribute in ("_orig_mod", "runnable"):
-            inner = getattr(each, attribute, None)
+            inner = getattr(owner, attribute, None)
             if inner is not None:
                 return str(getattr(inner, "__qualname__", type(inner).__name__))
     model = getattr(target, "model", target)
@@ -259,18 +250,18 @@ def _name_of(target: Any) -> str:
 
 
 def _graph(index: int, graph: CompiledGraph, reporter: Reporter) -> GraphReport:
-    made = graph.compilation
+    compilation = graph.compilation
     return GraphReport(
         index=index,
         device=str(graph.split.device),
         pieces=reporter.pieces(),
         symbols=reporter.symbols(),
         totals=reporter.totals(),
-        compiled=made.compiled,
-        loaded=made.loaded,
-        shared=made.shared,
-        failed=made.failed,
-        compile_seconds=made.seconds,
+        compiled=compilation.compiled,
+        loaded=compilation.loaded,
+        shared=compilation.shared,
+        failed=compilation.failed,
+        compile_seconds=compilation.seconds,
     )
 
 
@@ -279,8 +270,8 @@ def _steps(recorders: Iterable[CompiledGraph | CUDAGraphWrapper]) -> Iterable[St
     for recorder in recorders:
         if isinstance(recorder, CompiledGraph):
             owner, number = f"graph {number}", number + 1
-            for each in recorder.recordings:
-                yield _step(owner, recorder, each.sequence)
+            for recording in recorder.recordings:
+                yield _step(owner, recorder, recording.sequence)
         else:
             for entry in recorder.entries:
                 yield _step(recorder.name, recorder, entry.sequence)
@@ -306,7 +297,7 @@ def _step(
 
 
 def _nodes(sequence: GraphSequence) -> int | None:
-    """How many operations are recorded; the driver of CUDA does not tell."""
+    """Return how many operations are recorded; the driver of CUDA does not tell."""
     graphs = [each.graph for each in sequence.segments if isinstance(each, GraphSegment)]
     counts = [len(graph.ops) for graph in graphs if isinstance(graph, HostGraph)]
     return sum(counts) if len(counts) == len(graphs) else None
@@ -314,19 +305,19 @@ def _nodes(sequence: GraphSequence) -> int | None:
 
 def _counters(target: Any) -> CountersReport:
     own = getattr(target, "counters", None)
-    found = own if isinstance(own, Counters) else counters_of(target, "report")
+    result = own if isinstance(own, Counters) else counters_of(target, "report")
 
     def counts(those: Counter[Reason]) -> tuple[Count, ...]:
-        named = [(each.value, n, found.details.get(each, "")) for each, n in those.items()]
+        named = [(each.value, n, result.details.get(each, "")) for each, n in those.items()]
         return tuple(Count(*each) for each in sorted(named))
 
     return CountersReport(
-        calls=found.calls,
-        captures=found.captures,
-        replays=found.replays,
-        failures=found.failures,
-        plain=counts(found.plain),
-        degraded=counts(found.degraded),
+        calls=result.calls,
+        captures=result.captures,
+        replays=result.replays,
+        failures=result.failures,
+        plain=counts(result.plain),
+        degraded=counts(result.degraded),
     )
 
 
@@ -338,10 +329,5 @@ def _memory(target: Any, recorders: Sequence[Any]) -> tuple[Memory, ...]:
     held = sum(pool.held.held for pool in pools.values())
     staging = sum(pool.arena.nbytes for pool in pools.values())
     buffers = sum(pool.nbytes for pool in pools.values()) - held - staging
-    found = {"pools": held, "staging": staging, "buffers": buffers}
-    return tuple(Memory(*each) for each in found.items())
-
-
-def _notes(target: Any, recorders: Sequence[Any]) -> Iterable[str]:
-    if not recorders:
-        yield "Nothing was compiled yet: call the model, then ask again."
+    result = {"pools": held, "staging": staging, "buffers": buffers}
+    return tuple(Memory(*each) for each in result.items())

@@ -1,44 +1,40 @@
-"""What is looked at: a model in any of its forms, and the eager model behind it."""
+"""The model, in any of its forms, that a function of this package is called with.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+:class:`Subject` is a model to compare with eager, :func:`recorders_of` what captures for a target.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.backend import handle_of
+from cgcompile.backend import Backend, handle_of
 from cgcompile.compile import CompiledModel, check_compilable, compile
 from cgcompile.config import CompilationConfig, CompilationMode
-from cgcompile.debug.compare import Call, Tolerance, named, uncomparable, without_gradients
-from cgcompile.debug.restore import Undone, buffers_of, copies, put_back
+from cgcompile.debug.compare import (
+    Call,
+    Opened,
+    Tolerance,
+    named_values,
+    uncompared,
+    without_gradients,
+)
+from cgcompile.debug.restore import State, buffers_of, copies, restored_after
 from cgcompile.errors import ConfigError
+from cgcompile.graphs.breakable import BreakableCUDAGraphCapture
+from cgcompile.graphs.guards import layout_text
+from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
-from cgcompile.runtime.compiled_graph import Observer
+from cgcompile.runtime.compiled_graph import CompiledGraph, Observer
+from cgcompile.serving.manager import CudaGraphManager
 
 
 class Subject:
-    """A model whose graphs are looked at. A plain one is compiled for the time being.
-
-    Args:
-        model: what ``torch.compile`` or ``cgcompile.compile`` returned, a wrapper, or a module or
-            function that is not compiled.
-        config: with which a plain one is compiled.
-        function: the one that the user called, for messages.
-
-    Attributes:
-        call: the model with graphs.
-        original: the model without.
-        handle: of what was compiled; None of a wrapper.
-        wrapper: what captures without a trace; None of what is traced.
-        config: the settings.
-
-    Raises:
-        ConfigError: ``config`` for a model that is compiled already, or a model that cannot be
-            compiled.
-    """
+    """A model whose graphs are compared with the eager one; a plain model is compiled for it."""
 
     def __init__(
         self, model: Any, config: CompilationConfig | None = None, function: str = "verify"
@@ -70,8 +66,8 @@ class Subject:
     @property
     def name(self) -> str:
         """What it is called."""
-        found = self.original
-        return getattr(found, "__qualname__", None) or type(found).__name__
+        result = self.original
+        return getattr(result, "__qualname__", None) or type(result).__name__
 
     @property
     def counters(self) -> Counters:
@@ -82,7 +78,7 @@ class Subject:
         return self.wrapper.counters + Counters()
 
     def same_kernels(self, call: Call) -> bool:
-        """Whether its graphs hold the kernels of the eager model: results are equal bit for bit."""
+        """Return whether graphs hold the kernels of the eager model: results are equal bitwise."""
         config = self.config
         own = any(getattr(op, "impl", None) for op in config.splitting_ops)
         uncompiled = config.compiler == "eager" and config.mode is CompilationMode.PIECEWISE
@@ -103,50 +99,54 @@ class Subject:
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """What is put back after each run beside the inputs: buffers, and what else it writes."""
+        """The tensors to restore after each run beside the inputs: buffers, and what it writes."""
         return [*self.buffers, *(self._written or {}).values()]
 
     # -------------------------------------------------------------- running
 
     def written(self, call: Call) -> dict[str, torch.Tensor]:
-        """The weights and other tensors of the model, no buffers, that a call writes, by path.
+        """Return the tensors of the model, without buffers, that a call writes, by path.
 
-        Such as a cache that is an attribute. Found once, by a run of the eager model.
+        Such as a cache that is an attribute. The eager model runs once to find them.
         """
         if self._written is None:
             args, kwargs = call
-            undone = Undone(self.original, args, kwargs, uncompiled=True)
-            with put_back([]), without_gradients(), undone:
+            state = State.of(self.original, call)
+            with without_gradients(), restored_after(state=state) as snapshot:
+                state.uncompile()
                 self.original(*args, **kwargs)
-            known = {id(each) for each in (*self.buffers, *compat.tree_tensors(call))}
-            found = undone.written.items()
-            self._written = {path: each for path, each in found if id(each) not in known}
+                written = state.written(snapshot).items()
+            known = {id(tensor) for tensor in (*self.buffers, *compat.tree_tensors(call))}
+            self._written = {path: tensor for path, tensor in written if id(tensor) not in known}
         return self._written
 
     def outcome(self, run: Callable[..., Any], call: Call) -> dict[str, Any]:
-        """What a call returns and writes, as copies; everything is put back after it."""
+        """Return copies of what a call returns and writes; everything is restored after it."""
         args, kwargs = call
         self.written(call)
-        with put_back([*compat.tree_tensors(call), *self.kept]), without_gradients():
-            result = named(run(*args, **kwargs))
+        with restored_after([*compat.tree_tensors(call), *self.kept]), without_gradients():
+            result = named_values(run(*args, **kwargs), "result")
             return copies({**result, **self._left(call)})
 
     def _left(self, call: Call) -> dict[str, torch.Tensor]:
-        """What a call may write: its arguments, the buffers, and what :meth:`written` found."""
+        """Return what a call may write: arguments, buffers, and what :meth:`written` returns."""
         left = {f"input {path}": leaf for path, leaf in compat.tree_paths(call)}
-        left |= {f"buffer {place}": each for place, each in enumerate(self.buffers)}
+        left |= {f"buffer {index}": each for index, each in enumerate(self.buffers)}
         tensors = {n: v for n, v in left.items() if isinstance(v, torch.Tensor)}
         return tensors | self.written(call)
 
     def uncompared(
-        self, call: Call, plain: dict[str, Any], found: dict[str, Any]
+        self, call: Call, plain: dict[str, Any], value: dict[str, Any]
     ) -> tuple[tuple[str, ...], str]:
         """Return what of a result has no usable ``==``; and why nothing was compared, if so."""
-        said, blind = uncomparable(plain, found, self._left(call))
-        return said, "nothing that it returns can be compared" if blind else ""
+        names, written = uncompared(plain, value), self._left(call)
+        results = {n for n in plain if n not in written and not isinstance(plain[n], Opened)}
+        blind = bool(names) and results <= set(names)
+        texts = tuple(f"{name} ({layout_text(plain[name])})" for name in names)
+        return texts, "nothing that it returns can be compared" if blind else ""
 
     def until_replayed(self, call: Call) -> str:
-        """Warm and capture a call until it replays; why it does not, or empty."""
+        """Warm up and capture a call until it replays; return why it does not, or empty text."""
         for _ in range(self.config.num_warmups + 3):
             before = self.counters
             self.outcome(self.call, call)
@@ -155,17 +155,9 @@ class Subject:
                 return ""
         return "; ".join(after.why_plain(before)) or "no graph of it was called"
 
-    @contextmanager
-    def observed(self, observer: Callable[[int], Observer]) -> Iterator[None]:
-        """Let an observer run each recorded step; it is made from the number of the graph."""
-        graphs = () if self.handle is None else self.handle.graphs
-        try:
-            for number, graph in enumerate(graphs):
-                graph.observe(observer(number))
-            yield
-        finally:
-            for graph in graphs:
-                graph.observe(None)
+    def observed(self, observer: Callable[[int], Observer]) -> AbstractContextManager[None]:
+        """Let an observer run each recorded step; see :func:`observed`."""
+        return observed(self.handle, observer)
 
     def release(self) -> None:
         """Free what was compiled and captured for this alone."""
@@ -173,12 +165,25 @@ class Subject:
             self.handle.release()
 
     def again(self, **settings: Any) -> "Subject":
-        """The original model, compiled anew with other settings."""
+        """Return the original model, compiled anew with other settings."""
         return Subject(self.original, replace(self.config, **settings))
 
 
+@contextmanager
+def observed(handle: Backend | None, observer: Callable[[int], Observer]) -> Iterator[None]:
+    """Let an observer, made from the number of a graph, run each recorded step of it."""
+    graphs = () if handle is None else handle.graphs
+    try:
+        for number, graph in enumerate(graphs):
+            graph.observe(observer(number))
+        yield
+    finally:
+        for graph in graphs:
+            graph.observe(None)
+
+
 def original_of(model: Any) -> Any:
-    """The eager model behind what was compiled or wrapped."""
+    """Return the eager model behind what was compiled or wrapped."""
     while True:
         inner = compat.original_of(model)
         if inner is None:
@@ -191,5 +196,58 @@ def original_of(model: Any) -> Any:
 
 
 def tolerance_of(subject: Subject, call: Call, rtol: float | None, atol: float | None) -> Tolerance:
-    """What the user says; else bitwise where the kernels are the same; else by dtype."""
+    """Return the user's tolerance; else bitwise where kernels are the same; else by dtype."""
     return Tolerance(subject.same_kernels(call), rtol, atol)
+
+
+# ---------------------------------------------------------------- targets of a call
+
+
+def resolved(settings: Any, function: str) -> CompilationConfig:
+    """Return settings from a config, a backend or a mapping; of None the defaults."""
+    if isinstance(settings, Mapping):
+        return CompilationConfig.resolve(options=settings)
+    result = settings.config if isinstance(settings, Backend) else settings
+    if result is not None and not isinstance(result, CompilationConfig):
+        expected = "a CompilationConfig, a Backend, or a mapping of settings"
+        raise ConfigError.bad_value(name="config", where=function, value=result, expected=expected)
+    return CompilationConfig.resolve(result)
+
+
+def recorders_of(target: Any, function: str) -> list[CompiledGraph | CUDAGraphWrapper]:
+    """Return what captures for a compiled model, a handle, a wrapper or a manager."""
+    if isinstance(target, CompiledGraph | CUDAGraphWrapper):
+        return [target]
+    if isinstance(target, CudaGraphManager):
+        compiled = [] if target.backend is None else recorders_of(target.backend, function)
+        return [*target.wrappers, *compiled]
+    handle = target if isinstance(target, Backend) else handle_of(target)
+    if handle is not None:
+        return [*handle.graphs, *handle.wrappers]
+    wrapper = getattr(target, "wrapper", None)
+    if isinstance(wrapper, CUDAGraphWrapper):
+        return [wrapper]
+    raise ConfigError.captures_nothing(function=function, found=type(target).__name__)
+
+
+def counters_of(target: Any, function: str) -> Counters:
+    """Return the counters of a target; see :func:`recorders_of`."""
+    if not isinstance(target, CompiledGraph | CUDAGraphWrapper | CudaGraphManager):
+        handle = target if isinstance(target, Backend) else handle_of(target)
+        if handle is not None:
+            return handle.counters
+    return sum([each.counters for each in recorders_of(target, function)], Counters())
+
+
+def sequences_of(target: Any, function: str) -> Iterator[GraphSequence]:
+    """Yield the recorded steps of a target, see :func:`recorders_of`, or of a raw capture."""
+    if isinstance(target, BreakableCUDAGraphCapture):
+        target = target.sequence
+    if target is None or isinstance(target, GraphSequence):
+        yield from () if target is None else (target,)
+        return
+    for recorder in recorders_of(target, function):
+        if isinstance(recorder, CompiledGraph):
+            yield from (recording.sequence for recording in recorder.recordings)
+        else:
+            yield from (entry.sequence for entry in recorder.entries)

@@ -1,13 +1,8 @@
-"""What was compared, as values: :class:`Check`, :class:`Verification`.
-
-Where a step of a wrapper differs from the plain one: :func:`wrapper_place`.
-
-The checks of a manager's graphs.
-
-Whether graphs give what the eager model gives: :func:`verify`.
+"""Whether graphs give what the eager model gives: :func:`verify`.
 
 Each check runs the same inputs in two ways and compares what comes out and what is written. Where
-they differ, the step is run once more, piece by piece, in all ways: see ``traces.py``.
+they differ, the step runs again piece by piece, in all ways, to find the op: see ``locate.py``; a
+wrapper has no pieces, so its eager breaks are compared: :func:`wrapper_difference`.
 """
 
 import logging
@@ -28,20 +23,18 @@ from cgcompile.debug.compare import (
     Difference,
     InputSets,
     Tolerance,
-    first_difference,
-    named,
+    copied,
     named_values,
     padded,
-    plain,
     require_comparison,
     rows_of,
     uncompared,
     without_gradients,
 )
-from cgcompile.debug.explanation import Shown
-from cgcompile.debug.locate import Parting, Watcher, finding_of, made, padding_place
-from cgcompile.debug.restore import Undone, buffers_of, copies, put_back
-from cgcompile.debug.subject import Subject, tolerance_of
+from cgcompile.debug.locate import Watcher, located, padding_place, real_part
+from cgcompile.debug.output import Page, table
+from cgcompile.debug.restore import State, buffers_of, copies, restored_after
+from cgcompile.debug.subject import Subject, observed, tolerance_of
 from cgcompile.errors import CGCompileError, DispatchError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.breaks import Breaker, BreakMode
@@ -84,7 +77,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Verification(Shown):
+class Verification(Page):
     """What :func:`cgcompile.verify` found; ``print`` it.
 
     Attributes:
@@ -93,6 +86,7 @@ class Verification(Shown):
     """
 
     template: ClassVar[str] = "verification"
+    computed: ClassVar[tuple[str, ...]] = ("ok",)
 
     subject: str
     checks: tuple[Check, ...]
@@ -105,29 +99,24 @@ class Verification(Shown):
     @property
     def differences(self) -> tuple[Difference, ...]:
         """All that differs, in the order of the checks."""
-        return tuple(found for check in self.checks for found in check.findings)
+        return tuple(result for check in self.checks for result in check.findings)
 
     @property
     def replays(self) -> int:
         """How many replays took part."""
         return sum(check.replays for check in self.checks)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {"ok": self.ok, **plain(self)}
-
     def __str__(self) -> str:
         cells = [("check", "inputs", "replays", "tolerance", "result")]
         for check in self.checks:
             counts = str(check.compared), str(check.replays)
             cells.append((check.name, *counts, check.tolerance, _result(check)))
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        rows = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
+        rows = table(cells)
         verdict = "ok" if self.ok else "not ok"
-        found = [str(each) for each in self.differences]
+        value = [str(each) for each in self.differences]
         unsaid = dict.fromkeys(name for check in self.checks for name in check.uncompared)
         rows += [f"not compared: {', '.join(unsaid)}"] if unsaid else []
-        return "\n".join([f"{self.subject}: {verdict}", *map(str.rstrip, rows), *found])
+        return "\n".join([f"{self.subject}: {verdict}", *rows, *value])
 
 
 def _result(check: Check) -> str:
@@ -144,35 +133,20 @@ log = logging.getLogger(__name__)
 def wrapper_place(
     wrapper: CUDAGraphWrapper, call: Call, tolerance: Tolerance, kept: Sequence[torch.Tensor]
 ) -> Difference:
-    """Return the first eager break whose arguments differ, or the result.
-
-    In the forward context of the step.
-
-    Args:
-        wrapper: whose step it is.
-        call: the arguments of the step; their tensors are put back.
-        tolerance: how close numbers must be.
-        kept: what else the step writes, to be put back as well.
-    """
+    """Return the first eager break whose arguments differ, or the result; restores all tensors."""
     context = callers_context()
     descriptor = None if context is None else context.batch_descriptor
     mode = wrapper.runtime_mode if context is None else context.cudagraph_runtime_mode
     if descriptor is None or wrapper.entry_of(mode, descriptor) is None:
         return Difference(detail="no graph serves the step")
-    args, kwargs = call
-    tensors = compat.tree_tensors(call)
-    dtypes = [each.dtype for each in tensors if each.is_floating_point()]
-    rtol, atol = tolerance.of(dtypes[0]) if dtypes else (0.0, 0.0)
     try:
-        with without_gradients(), put_back([*tensors, *kept]):
-            found = wrapper_difference(wrapper, *args, rtol=rtol, atol=atol, **kwargs)
+        with without_gradients(), restored_after([*compat.tree_tensors(call), *kept]):
+            difference = _wrapper_difference(wrapper, *call, tolerance)
     except CGCompileError as error:
         return Difference(detail=str(error).splitlines()[0])
-    return (
-        Difference()
-        if found is None
-        else Difference(piece=found.piece, detail=f"{found.value}: {found.detail}")
-    )
+    if difference is None:
+        return Difference()
+    return Difference(piece=difference.piece, detail=f"{difference.value}: {difference.detail}")
 
 
 def wrapper_difference(
@@ -187,34 +161,25 @@ def wrapper_difference(
     The arguments of each eager break are compared as it leaves them, tensors and plain values, and
     what comes out in the end. Of dataclasses and plain objects what is in them is compared; what
     has no fields and no ``==`` of its own is not, with a line in the log. What the plain step
-    changes is put back before the replay: tensors among the arguments, and tensors, attributes and
+    changes is restored before the replay: tensors among the arguments, and tensors, attributes and
     containers that the model leads to, weights included. What is written elsewhere, such as a
     global or a cache that the forward context leads to, is written twice. Of a model with compiled
     code all tensors are copied, as its writes are not seen; else those that are written, the
     arguments and the buffers. Synchronises.
-
-    Args:
-        wrapper: whose step it is.
-        *args: as a call takes them, in the forward context of the step.
-        rtol: relative tolerance; 0 for bitwise.
-        atol: absolute tolerance.
-        **kwargs: as a call takes them.
-
-    Returns:
-        The first difference, or None.
-
-    Raises:
-        DispatchError: no graph serves the step, or the plain step breaks at other places than the
-            recorded one.
-        GuardError: an input is not that of the capture.
     """
+    return _wrapper_difference(wrapper, args, kwargs, Tolerance(False, rtol, atol))
+
+
+def _wrapper_difference(
+    wrapper: CUDAGraphWrapper, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: Tolerance
+) -> Difference | None:
     entry = _entry(wrapper)
     entry.check(args, kwargs, wrapper.name)
-    undone = Undone(wrapper.unwrap(), args, kwargs)
+    state = State.of(wrapper.unwrap(), (args, kwargs))
     opaque = compat.holds_compiled_code(wrapper.unwrap())
-    state = undone.tensors if opaque else buffers_of(wrapper.unwrap())
+    unseen = state.tensors if opaque else buffers_of(wrapper.unwrap())
     breaks = [each for each in entry.sequence.segments if isinstance(each, EagerSegment)]
-    with put_back([*compat.tree_tensors((args, kwargs)), *state]), undone:
+    with restored_after([*compat.tree_tensors((args, kwargs)), *unseen], state=state):
         watcher = _Watcher(wrapper)
         plain = copies(named_values(watcher.run(args, kwargs)))
     names = [name for name, _ in watcher.seen]
@@ -231,35 +196,31 @@ def wrapper_difference(
         raise DispatchError.other_breaks(
             what=wrapper.name, now=names, before=[each.name for each in breaks]
         )
-    for place, (name, given) in enumerate(watcher.seen):
-        found = first_difference(f"break {place} ({name})", given, replayed[place], rtol, atol)
-        if found is not None:
-            return found
+    for index, (name, inputs) in enumerate(watcher.seen):
+        value = tolerance.first(f"break {index} ({name})", inputs, replayed[index])
+        if value is not None:
+            return value
     output = copies(named_values(entry.output))
     for name in uncompared(plain, output):
         log.warning("%s: %s of the result is not compared", wrapper.name, name)
-    return first_difference("the result", plain, output, rtol, atol)
+    return tolerance.first("the result", plain, output)
 
 
 def _entry(wrapper: CUDAGraphWrapper) -> CUDAGraphEntry:
-    """What serves the step of the forward context."""
+    """Return what serves the step of the forward context."""
     context = callers_context()
     if context is None or context.batch_descriptor is None:
         raise DispatchError.nothing_verified(why="no forward context with a batch descriptor")
     mode, descriptor = context.cudagraph_runtime_mode, context.batch_descriptor
-    found = wrapper.entry_of(mode, descriptor)
-    if found is None:
+    result = wrapper.entry_of(mode, descriptor)
+    if result is None:
         detail = f"{wrapper.name} has nothing for {mode.name}, {descriptor}"
         raise DispatchError.nothing_verified(why=detail)
-    return found
+    return result
 
 
 class _Watcher(Breaker):
-    """Runs a step plain and notes what its breaks are given.
-
-    Attributes:
-        seen: name and arguments of each break, in order.
-    """
+    """Runs a step plain and notes what its breaks are given."""
 
     def __init__(self, wrapper: CUDAGraphWrapper) -> None:
         self.name = wrapper.name
@@ -307,9 +268,9 @@ class _Watcher(Breaker):
         self._mode.switch_off()
         self._in_break = True
         try:
-            made = function(*args, **(kwargs or {}))
+            output = function(*args, **(kwargs or {}))
             self.seen.append((name, copies(named_values((args, dict(kwargs or {}))))))
-            return made
+            return output
         finally:
             self._in_break = False
             self._mode.switch_on()
@@ -319,45 +280,25 @@ CHECKS = ("exact eager against exact replay", "exact eager against padded replay
 
 
 def check_manager(
-    manager: CudaGraphManager,
-    batches: Any,
-    sets: int,
-    rtol: float | None = None,
-    atol: float | None = None,
-    refuse: bool = False,
+    manager: CudaGraphManager, batches: Any, sets: int, tolerance: Tolerance, refuse: bool
 ) -> Verification:
-    """Run batches plain and exact, and on the graph that the dispatcher chooses; compare.
-
-    Args:
-        manager: with captured graphs. With an agreement all ranks call this, with as many batches
-            that go the same ways.
-        batches: what to run, or a callable that makes a batch from its number.
-        sets: how many such.
-        rtol: relative tolerance; None: by dtype.
-        atol: absolute tolerance.
-        refuse: dispatch no FULL graph any more if one of them differs, on any rank.
-
-    Raises:
-        BaseException: what a step raised.
-    """
-    tolerance = Tolerance(False, rtol, atol)
-    make: Callable[[int], Batch] | None = batches if callable(batches) else None
-    given = list(batches) if make is None else [make(number) for number in range(sets)]
+    """Run batches plain and exact, and on the graph that the dispatcher chooses; compare."""
     compared: dict[str, list[Difference | None]] = {name: [] for name in CHECKS}
-    missing = "" if given else "there are no batches"
+    batches = [batches(number) for number in range(sets)] if callable(batches) else list(batches)
+    missing = "" if batches else "there are no batches"
     wrong: list[str] = []
-    for number, batch in enumerate(given):
+    for number, batch in enumerate(batches):
         chosen = manager.dispatched(batch)
         if chosen.mode is CUDAGraphMode.NONE:
             missing = missing or f"batch {number} has no graph: {chosen.why}"
             continue
-        plain = copies(named(manager.run(batch, valid_modes=())))
+        expected = copied(manager.run(batch, valid_modes=()))
         replayed = _replayed(manager, batch)
         if replayed is None:
             missing = missing or f"batch {number} has a graph and does not replay it"
             continue
         name = CHECKS[chosen.descriptor.num_tokens > batch.num_tokens]
-        difference = tolerance.first("the result", plain, replayed)
+        difference = tolerance.first("the result", expected, replayed)
         if difference is not None:
             difference = _located(manager, batch, number, difference, tolerance)
             if chosen.mode is CUDAGraphMode.FULL:
@@ -366,14 +307,13 @@ def check_manager(
     if refuse:
         _refuse_full(manager, wrong)
     checks = [
-        Check(name, len(all_), len(all_), str(tolerance), tuple(f for f in all_ if f is not None))
-        for name, all_ in compared.items()
-        if all_
+        Check(name, len(sets_), len(sets_), str(tolerance), tuple(d for d in sets_ if d))
+        for name, sets_ in compared.items()
+        if sets_
     ]
     if missing:
         checks.append(Check("batches without a replay", 0, 0, "-", (), missing))
-    subject = f"{type(manager.model).__name__} in a manager"
-    return Verification(subject, tuple(checks))
+    return Verification(f"{type(manager.model).__name__} in a manager", tuple(checks))
 
 
 def _replayed(manager: CudaGraphManager, batch: Batch) -> dict[str, Any] | None:
@@ -382,7 +322,7 @@ def _replayed(manager: CudaGraphManager, batch: Batch) -> dict[str, Any] | None:
         before = manager.counters.replays
         result = manager.run(batch)
         if manager.counters.replays > before:
-            return copies(named(result))
+            return copied(result)
     return None
 
 
@@ -394,10 +334,18 @@ def _located(
     tolerance: Tolerance,
 ) -> Difference:
     """Return the difference with piece and op; with other ranks, without a further step."""
-    parting = None if manager.agreement is not None else _parting(manager, batch, tolerance)
-    if parting is not None:
-        return finding_of(parting, number)
-    return made("replay", number, difference, batch.num_tokens, _place(manager, batch))
+    if manager.agreement is None:
+        watcher = Watcher(tolerance)
+        with observed(handle_of(manager.model), watcher.of):
+            manager.run(batch)
+        if watcher.differences:
+            return replace(watcher.differences[0][1], inputs=number)
+    chosen, real = manager.dispatched(batch), batch.num_tokens
+    cause = "an op inside has frozen a number, or padding reaches real rows"
+    if chosen.descriptor.num_tokens > real and chosen.mode is CUDAGraphMode.PIECEWISE:
+        cause = "each piece does what it does eager: padding reaches real rows"
+    what = f"{chosen.mode.name} graph for {chosen.descriptor}, {real} rows are real"
+    return located("replay", difference, real, Difference(detail=f"{what}; {cause}"), number)
 
 
 def _refuse_full(manager: CudaGraphManager, wrong: list[str]) -> None:
@@ -410,33 +358,6 @@ def _refuse_full(manager: CudaGraphManager, wrong: list[str]) -> None:
     for mode, descriptor in manager.dispatcher.plan():
         if mode is CUDAGraphMode.FULL:
             manager.dispatcher.refused(mode, descriptor, detail)
-
-
-def _place(manager: CudaGraphManager, batch: Batch) -> Difference:
-    chosen = manager.dispatched(batch)
-    what = f"{chosen.mode.name} graph for {chosen.descriptor}, {batch.num_tokens} rows are real"
-    if chosen.descriptor.num_tokens > batch.num_tokens and chosen.mode is CUDAGraphMode.PIECEWISE:
-        return Difference(
-            detail=f"{what}; each piece does what it does eager: padding reaches real rows"
-        )
-    return Difference(
-        detail=f"{what}; an op inside has frozen a number, or padding reaches real rows"
-    )
-
-
-def _parting(manager: CudaGraphManager, batch: Batch, tolerance: Tolerance) -> Parting | None:
-    """Where the pieces of a compiled model part from their plain forms on the padded batch."""
-    watcher = Watcher(tolerance)
-    handle = handle_of(manager.model)
-    graphs = () if handle is None else handle.graphs
-    try:
-        for number, graph in enumerate(graphs):
-            graph.observe(watcher.of(number))
-        manager.run(batch)
-    finally:
-        for graph in graphs:
-            graph.observe(None)
-    return watcher.partings[0] if watcher.partings else None
 
 
 TAILS = ("random", "nan")
@@ -460,7 +381,7 @@ def verify(
     """Run a model eager and replayed on several sets of inputs, and compare.
 
     Results are compared, and what is written of arguments and of the tensors that the model holds,
-    which is put back after each run. What ops write elsewhere, such as a global or a cache that the
+    which is restored after each run. What ops write elsewhere, such as a global or a cache that the
     forward context leads to, is written each time, and attributes that are no tensors change as by
     any call. Runs without gradients. Warms up and captures what is not captured yet. Synchronises.
 
@@ -500,19 +421,19 @@ def verify(
     require_comparison("verify", sets, rtol, atol, seed)
     sizes = sizes_given("padded_sizes", "verify", padded_sizes)
     if is_manager:
-        return check_manager(model, inputs, sets, rtol, atol, refuse)
+        return check_manager(model, inputs, sets, Tolerance(False, rtol, atol), refuse)
     subject = Subject(model, config)
     try:
         sets_ = InputSets(inputs, seed)
         tolerance = tolerance_of(subject, sets_.first, rtol, atol)
         looser = Tolerance(False, rtol, atol)  # another size, another kernel
-        with put_back(sets_.tensors):
+        with restored_after(sets_.tensors):
             checks = [_replays(subject, sets_, sets, tolerance)]
         for size in sizes:
-            with put_back(sets_.tensors):
+            with restored_after(sets_.tensors):
                 checks.append(_padded(subject, sets_, sets, size, tails, looser, seed))
         if breakable:
-            with put_back(sets_.tensors):
+            with restored_after(sets_.tensors):
                 checks.append(_breakable(subject, sets_, sets, tolerance))
         return Verification(subject.name, tuple(checks))
     finally:
@@ -520,29 +441,6 @@ def verify(
 
 
 # ---------------------------------------------------------------- eager against replay
-
-
-def _replays(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolerance) -> Check:
-    def compare(number: int) -> Outcome:
-        call = inputs.fill(number)
-        missing = subject.until_replayed(call) if number == 0 else ""
-        if missing:
-            return Outcome(0, missing)
-        expected = subject.outcome(subject.original, call)
-        before = subject.counters.replays
-        found = subject.outcome(subject.call, call)
-        replays = subject.counters.replays - before
-        if not replays:  # of another layout than the first set
-            missing = subject.until_replayed(call)
-            found = subject.outcome(subject.call, call)
-            replays = int(not missing)
-        difference = _of_real_rows(tolerance, expected, found)
-        if difference is None or not replays:
-            return _equal(subject, call, replays, missing, expected, found)
-        finding = _verify_located(subject, call, number, difference, tolerance)
-        return Outcome(replays, missing, finding)
-
-    return _check("eager against replay", sets, tolerance, compare)
 
 
 class Outcome(NamedTuple):
@@ -554,54 +452,66 @@ class Outcome(NamedTuple):
     uncompared: tuple[str, ...] = ()
 
 
-def _equal(
-    subject: Subject,
-    call: Call,
-    replays: int,
-    missing: str,
-    plain: dict[str, Any],
-    found: dict[str, Any],
-) -> Outcome:
-    """Of two runs that do not differ."""
-    uncompared, blind = subject.uncompared(call, plain, found)
-    return Outcome(replays, missing or blind, None, uncompared)
-
-
 def _check(name: str, sets: int, tolerance: Tolerance, compare: Callable[[int], Outcome]) -> Check:
-    replays, compared, missing = 0, 0, ""
-    uncompared: dict[str, None] = {}
-    findings: list[Difference] = []
+    """Compare each set of inputs; stop where the first one does not replay."""
+    outcomes: list[Outcome] = []
     for number in range(sets):
-        more, why, finding, unsaid = compare(number)
-        replays += more
-        compared += bool(more)
-        missing = missing or why
-        uncompared |= dict.fromkeys(unsaid)
-        findings += [] if finding is None else [finding]
-        if why and not replays:
+        outcomes.append(compare(number))
+        if outcomes[-1].missing and not any(outcome.replays for outcome in outcomes):
             break  # the others would not replay either
-    text, found = str(tolerance), tuple(findings)
-    return Check(name, compared, replays, text, found, missing, tuple(uncompared))
+    return Check(
+        name,
+        compared=sum(bool(outcome.replays) for outcome in outcomes),
+        replays=sum(outcome.replays for outcome in outcomes),
+        tolerance=str(tolerance),
+        findings=tuple(o.finding for o in outcomes if o.finding is not None),
+        missing=next((outcome.missing for outcome in outcomes if outcome.missing), ""),
+        uncompared=tuple(dict.fromkeys(name for o in outcomes for name in o.uncompared)),
+    )
+
+
+def _replays(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolerance) -> Check:
+    def compare(number: int) -> Outcome:
+        call = inputs.fill(number)
+        missing = subject.until_replayed(call) if number == 0 else ""
+        if missing:
+            return Outcome(0, missing)
+        expected = subject.outcome(subject.original, call)
+        before = subject.counters.replays
+        actual = subject.outcome(subject.call, call)
+        replays = subject.counters.replays - before
+        if not replays:  # of another layout than the first set
+            missing = subject.until_replayed(call)
+            actual = subject.outcome(subject.call, call)
+            replays = int(not missing)
+        difference = _of_real_rows(tolerance, expected, actual)
+        if difference is None or not replays:
+            uncompared, blind = subject.uncompared(call, expected, actual)
+            return Outcome(replays, missing or blind, None, uncompared)
+        finding = _verify_located(subject, call, number, difference, tolerance)
+        return Outcome(replays, missing, finding)
+
+    return _check("eager against replay", sets, tolerance, compare)
 
 
 def _verify_located(
     subject: Subject, call: Call, number: int, difference: Difference, tolerance: Tolerance
 ) -> Difference:
-    """Where the graphs of a call part from its plain pieces, if they do."""
+    """Return where the graphs of a call part from its plain pieces, if they do."""
     if subject.wrapper is not None:
         place = wrapper_place(subject.wrapper, call, tolerance, subject.kept)
-        return made("replay", number, difference, real_rows(), place)
+        return located("replay", difference, real_rows(), place, number)
     watcher = Watcher(tolerance)
     with subject.observed(watcher.of):
         subject.outcome(subject.call, call)
-    for parting in watcher.partings:
-        return finding_of(parting, number)
+    if watcher.differences:
+        return replace(watcher.differences[0][1], inputs=number)
     detail = "the uncompiled pieces give it as well: a pass or the trace; cgcompile.bisect tells"
-    return made("tracing", number, difference, real_rows(), Difference(detail=detail))
+    return located("tracing", difference, real_rows(), Difference(detail=detail), number)
 
 
 def _of_real_rows(
-    tolerance: Tolerance, expected: dict[str, Any], found: dict[str, Any]
+    tolerance: Tolerance, expected: dict[str, Any], value: dict[str, Any]
 ) -> Difference | None:
     """Return the first difference, with its padding rows; None if only padding rows differ."""
     context, real = callers_context(), real_rows()
@@ -609,11 +519,11 @@ def _of_real_rows(
     if real is not None and batch is not None:
         cut = [
             {n: _first_rows(v, batch.num_tokens, real) for n, v in values.items()}
-            for values in (expected, found)
+            for values in (expected, value)
         ]
         if tolerance.first("the result", *cut) is None:
             return None
-    return tolerance.first("the result", expected, found)
+    return tolerance.first("the result", expected, value)
 
 
 def _first_rows(value: Any, size: int, real: int) -> Any:
@@ -622,7 +532,7 @@ def _first_rows(value: Any, size: int, real: int) -> Any:
 
 
 def real_rows() -> int | None:
-    """How many rows the forward context says are real; None if it does not."""
+    """Return how many rows are real by the forward context; None if it does not tell."""
     context = callers_context()
     return None if context is None else context.num_unpadded_tokens
 
@@ -656,33 +566,23 @@ def _padded(
             return Outcome(0, missing)
         expected = subject.outcome(subject.original, call)
         before = subject.counters.replays
-        found = subject.outcome(subject.call, larger)
+        actual = subject.outcome(subject.call, larger)
         replays = subject.counters.replays - before
-        pairs = [(n, value) for n, value in expected.items() if n in found]
-        cut = {n: real_part(found[n], value, size) for n, value in pairs}
+        pairs = [(n, value) for n, value in expected.items() if n in actual]
+        cut = {n: real_part(actual[n], value, real) for n, value in pairs}
         difference = tolerance.first("the result", expected, cut)
         if difference is None:
-            return _equal(subject, call, replays, "", expected, cut)
+            uncompared, blind = subject.uncompared(call, expected, cut)
+            return Outcome(replays, blind, None, uncompared)
         missing = subject.until_replayed(call)
         place = (
             padding_place(subject, call, larger, real, tolerance) if not missing else Difference()
         )
         detail = place.detail or "a replay of the exact size could not be had"
         place = replace(place, detail=f"real rows depend on padding, {detail}")
-        return Outcome(replays, "", made("padding", number, difference, real, place))
+        return Outcome(replays, "", located("padding", difference, real, place, number))
 
     return _check(name, sets, tolerance, compare)
-
-
-def real_part(found: Any, exact: Any, size: int) -> Any:
-    """The rows of a padded value that an exact one has, in any dimension; else as it is."""
-    both = isinstance(found, torch.Tensor) and isinstance(exact, torch.Tensor)
-    if not both or exact.dim() != found.dim():
-        return found
-    for dim, (more, fewer) in enumerate(zip(found.shape, exact.shape, strict=True)):
-        if fewer < more == size:
-            found = found.narrow(dim, 0, fewer)
-    return found
 
 
 # ---------------------------------------------------------------- against breakable capture
@@ -701,7 +601,7 @@ def _breakable(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolera
         missing = subject.until_replayed(call)
         if missing:
             return Outcome(0, missing)
-        found = subject.outcome(subject.call, call)
+        value = subject.outcome(subject.call, call)
         before = wrapper.counters.replays
         try:
             with _in_piecewise(call):
@@ -711,12 +611,13 @@ def _breakable(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolera
             return Outcome(0, str(error).splitlines()[0])
         replays = wrapper.counters.replays - before
         why = "" if replays else f"breakable: {wrapper.counters}"
-        difference = tolerance.first("the result", found, other)
+        difference = tolerance.first("the result", value, other)
         if difference is None or not replays:
-            return _equal(subject, call, replays, why, found, other)
+            uncompared, blind = subject.uncompared(call, value, other)
+            return Outcome(replays, why or blind, None, uncompared)
         with _in_piecewise(call):
             place = wrapper_place(wrapper, call, tolerance, subject.kept)
-        return Outcome(replays, why, made("breakable", number, difference, real_rows(), place))
+        return Outcome(replays, why, located("breakable", difference, real_rows(), place, number))
 
     try:
         return _check(name, sets, tolerance, compare)
@@ -728,14 +629,14 @@ def _breakable(subject: Subject, inputs: InputSets, sets: int, tolerance: Tolera
 def _in_piecewise(call: Call) -> Iterator[None]:
     """The caller's forward context, or a new one, in mode PIECEWISE."""
     context = callers_context()
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     batch = BatchDescriptor(max(rows_of(call), 1))
     if context is not None:
         names = ("attn_metadata", "num_tokens", "num_unpadded_tokens", "num_tokens_across_dp")
-        given = {n: getattr(context, n) for n in (*names, "slot_mapping", "inputs_ready")}
-        given |= context.additional
+        inputs = {n: getattr(context, n) for n in (*names, "slot_mapping", "inputs_ready")}
+        inputs |= context.additional
         batch = context.batch_descriptor or batch
     with set_forward_context(
-        **given, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=batch
+        **inputs, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=batch
     ):
         yield

@@ -1,1 +1,1 @@
-"""One compiled graph at run time: dispatch, capture, guards, replay. Start at ``compiled_graph``."""
+"""One compiled graph at run time: dispatch, capture, guards, replay; see ``compiled_graph``."""

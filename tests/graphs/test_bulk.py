@@ -357,7 +357,9 @@ def test_a_context_that_asks_for_no_graph(wrapped) -> None:
     found = wrapped.capture((3, 4))
     assert found.captured == ()
     assert [batch for batch, _ in found.missing] == [4, 3]
-    assert all("mode_none: the forward context has runtime mode NONE" in why for _, why in found.missing)
+    assert all(
+        "mode_none: the forward context has runtime mode NONE" in why for _, why in found.missing
+    )
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])

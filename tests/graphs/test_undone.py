@@ -1,13 +1,15 @@
 """What a call changes is put back, wherever it is, and in the right order."""
 
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
-from cgcompile.debug.restore import Memory, Undone
+from cgcompile.debug.restore import Snapshot, State, restored_after
 
 
 class Runs(nn.Module):
@@ -24,7 +26,7 @@ class Runs(nn.Module):
 
 
 def undone(model: Any) -> None:
-    with Undone(model, (), {}):
+    with restored_after(state=State.of(model, ((), {}))):
         model()
 
 
@@ -96,6 +98,30 @@ def test_a_slot_that_hides_another_one() -> None:
     assert (held.value, Base.value.__get__(held)) == (1, 2)
 
 
+def pair(value: float) -> TwoTensor:
+    return TwoTensor(torch.full((4,), value), torch.full((4,), value))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_tensors_inside_of_a_subclass(named: bool) -> None:
+    """Written through the subclass, seen as an op or, where it is named, not."""
+    model = Runs(lambda held: held.cache.add_(1), cache=pair(2.0))
+    state = None if named else State.of(model, ((), {}))
+    with restored_after([model.cache] if named else (), state=state):
+        model()
+        assert (model.cache.a == 3).all()
+        assert (model.cache.b == 3).all()
+    assert (model.cache.a == 2).all()
+    assert (model.cache.b == 2).all()
+
+
+def test_random_numbers_come_again() -> None:
+    with restored_after():
+        drawn = random.random(), torch.rand(2)
+    assert random.random() == drawn[0]
+    assert torch.equal(torch.rand(2), drawn[1])
+
+
 class Counting:
     calls = 0
 
@@ -152,7 +178,7 @@ def test_memory_is_put_back_whatever_else_fails(monkeypatch: pytest.MonkeyPatch)
     def fails(self: Any) -> None:
         raise OSError("as asked")
 
-    monkeypatch.setattr("cgcompile.debug.restore.State.put_back", fails)
+    monkeypatch.setattr("cgcompile.debug.restore.State.restore", fails)
     with pytest.raises(OSError, match="as asked"):
         undone(model)
     assert not model.cache.any()
@@ -160,8 +186,8 @@ def test_memory_is_put_back_whatever_else_fails(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_was_written_is_known_until_then() -> None:
     known = torch.zeros(2)
-    memory = Memory([known])
+    memory = Snapshot([known])
     memory.about_to_write([known])
     assert memory.was_written(known)
-    memory.put_back()
+    memory.restore()
     assert not memory.was_written(known)

@@ -30,7 +30,7 @@ from cgcompile import (
     set_forward_context,
     verify,
 )
-from cgcompile.debug.compare import first_difference
+from cgcompile.debug.compare import Tolerance
 from cgcompile.debug.verify import wrapper_difference
 from cgcompile.errors import AddressChangedError, DispatchError
 
@@ -53,7 +53,7 @@ def captured(compiled: Any, model: Any, device: str) -> None:
 
 
 def difference(plain: Any, replayed: Any, rtol: float = 0.0, atol: float = 0.0) -> Any:
-    return first_difference("here", {"x": plain}, {"x": replayed}, rtol, atol)
+    return Tolerance(False, rtol, atol).first("here", {"x": plain}, {"x": replayed})
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_values_of_another_kind(plain: Any, found: Any) -> None:
 
 
 def test_the_first_of_several_is_told() -> None:
-    seen = first_difference("here", {"a": 1, "b": 2, "c": 3}, {"c": 4, "b": 5, "a": 1}, 0, 0)
+    seen = Tolerance(True).first("here", {"a": 1, "b": 2, "c": 3}, {"c": 4, "b": 5, "a": 1})
     assert (seen.piece, seen.value) == ("here", "b")
 
 

@@ -28,7 +28,7 @@ def test_a_graph_break_is_told_with_its_line_and_a_fix() -> None:
     assert not found.traced
     assert (found.pieces, found.totals, found.split) == ((), None, None)
     (broken,) = found.breaks
-    assert (broken.door, broken.what) == ("cgcompile.compile", "Data-dependent branching")
+    assert (broken.entry_point, broken.what) == ("cgcompile.compile", "Data-dependent branching")
     assert broken.source.code == "if y.sum() > 0:"
     assert "splitting='breakable'" in broken.fix
     text = str(found)
@@ -41,7 +41,7 @@ def test_what_breaks_under_torch_compile_alone() -> None:
     assert found.traced
     assert "host_sync" in [why.reason for piece in found.pieces for why in piece.why]
     (broken,) = found.breaks
-    assert broken.door == "torch.compile"
+    assert broken.entry_point == "torch.compile"
     assert broken.source.code == "return y * 2, lengths.max().item()"
     assert "capture_scalar_outputs" in broken.fix
     torch._dynamo.reset()
@@ -138,12 +138,12 @@ def test_breakable_says_what_it_cannot_tell() -> None:
 
 
 def test_the_schema_is_stable() -> None:
-    """Whoever changes this raises VERSION in explanation.py."""
+    """Whoever changes this raises VERSION in explain.py."""
     found = explain(Reads(), inputs(), torch.ones(4), dynamic_dims={"x": 0}, sizes=[8])
     data = found.to_dict()
     assert json.loads(found.to_json()) == data
     data["pieces"].reverse()  # eager first: it has a reason
-    assert data["version"] == 1
+    assert data["version"] == 2
     assert_expected_inline(
         names_of(data),
         """\
@@ -229,7 +229,7 @@ totals:
     traced: int
     at: list list
 breaks: list
-  door: str
+  entry_point: str
   what: str
   hints: list
   source:

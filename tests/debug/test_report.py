@@ -15,7 +15,7 @@ from page_support import Page
 from torch import nn
 
 import cgcompile
-from cgcompile.debug.explanation import duration, render
+from cgcompile.debug.output import duration, render
 from cgcompile.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from verify_support import LAYOUT, attention, built, config, rows
 
 import cgcompile
 from cgcompile import BreakableCUDAGraphWrapper, CUDAGraphWrapper
-from cgcompile.debug.restore import Keeping, Memory
+from cgcompile.debug.restore import Snapshot, WriteObserver
 from cgcompile.debug.verify import wrapper_difference
 
 
@@ -108,11 +108,11 @@ def test_a_verified_wrapper_steps_once(compiled: bool) -> None:
 
 def test_only_what_is_asked_for_is_copied() -> None:
     mine, others = torch.zeros(4), torch.zeros(4)
-    memory = Memory([mine], alone=True)
-    with Keeping(memory):
+    memory = Snapshot([mine], alone=True)
+    with WriteObserver(memory):
         mine.add_(1)
         others.add_(1)
     assert memory.was_written(mine)
     assert not memory.was_written(others)
-    memory.put_back()
+    memory.restore()
     assert (mine.sum(), others.sum()) == (0, 4)

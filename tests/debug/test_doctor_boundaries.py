@@ -17,7 +17,7 @@ from cgcompile.config import CompilationConfig
 from cgcompile.debug.doctor import _call
 from cgcompile.debug.findings import Notes, Way
 from cgcompile.debug.op_observer import Case, Watch
-from cgcompile.debug.restore import Memory
+from cgcompile.debug.restore import Snapshot
 
 BREAKABLE = CompilationConfig(splitting="breakable")
 
@@ -168,7 +168,7 @@ def test_another_stream() -> None:
 
     x = torch.ones(2)
     notes = Notes(Way.SPLIT, _call.__code__)
-    boundaries, memory = cgcompile.Boundaries(), Memory([x])
+    boundaries, memory = cgcompile.Boundaries(), Snapshot([x])
     case = Case(notes, boundaries, x.device, memory, lambda: stream[0])
     with Watch(case):
         model(x)

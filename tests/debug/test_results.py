@@ -15,7 +15,7 @@ from verify_support import config
 
 import cgcompile
 from cgcompile import CUDAGraphMode, CUDAGraphWrapper, set_forward_context, verify
-from cgcompile.debug.compare import alike, first_difference, named_values, uncompared
+from cgcompile.debug.compare import Tolerance, alike, named_values, uncompared
 from cgcompile.debug.subject import Subject
 from cgcompile.debug.verify import wrapper_difference
 
@@ -119,7 +119,7 @@ def test_what_differs_inside_is_found(pack: Any, value: str) -> None:
     call = ((x,), {})
     subject.until_replayed(call)
     outcomes = [subject.outcome(run, call) for run in (subject.original, subject.call)]
-    told = first_difference("the result", *outcomes, 0.0, 0.0)
+    told = Tolerance(True).first("the result", *outcomes)
     assert told is not None
     assert told.value == f"result.{value}"
     assert told.rows == (0, 1, 2)
@@ -224,7 +224,7 @@ def test_objects_that_lead_to_themselves() -> None:
     assert found["result.parts[0].owner"] == "the object 2 levels up"
     other = Bag(torch.ones(1))
     other.__dict__["parts"] = [Bag(torch.ones(1), owner=other)]
-    assert first_difference("r", found, named_values(other, "result"), 0.0, 0.0) is None
+    assert Tolerance(True).first("r", found, named_values(other, "result")) is None
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_alike(one: Any, other: Any, same: bool | None) -> None:
 def test_what_is_built_otherwise_differs(plain: Any, found: Any, text: str) -> None:
     y = torch.ones(2)
     one, other = named_values(plain(y), "result"), named_values(found(y), "result")
-    difference = first_difference("the result", one, other, 0.0, 0.0)
+    difference = Tolerance(True).first("the result", one, other)
     assert difference is not None
     assert difference.detail.startswith(text)
 
@@ -270,7 +270,7 @@ def test_an_object_that_both_runs_return_is_itself_whatever_became_of_it() -> No
     kept = Bag(torch.ones(2), calls=1)
     before = named_values([kept, 1], "result")
     kept.scores, kept.calls = torch.zeros(3), 2  # type: ignore[attr-defined]
-    assert first_difference("r", before, named_values([kept, 1], "result"), 0.0, 0.0) is None
-    told = first_difference("r", before, named_values([kept, 2], "result"), 0.0, 0.0)
+    assert Tolerance(True).first("r", before, named_values([kept, 1], "result")) is None
+    told = Tolerance(True).first("r", before, named_values([kept, 2], "result"))
     assert told is not None
     assert told.value == "[1]"

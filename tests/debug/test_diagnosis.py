@@ -64,9 +64,9 @@ def test_json() -> None:
         """\
 {
   "version": 1,
+  "ok": false,
   "model": "Faulty",
   "device": "cpu",
-  "ok": false,
   "findings": [
     {
       "kind": "changing_attribute",

@@ -16,7 +16,7 @@ import cgcompile
 from cgcompile import CompilationConfig
 from cgcompile.debug.findings import Notes, Way
 from cgcompile.debug.op_observer import Case, Streams, Watch
-from cgcompile.debug.restore import Memory
+from cgcompile.debug.restore import Snapshot
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.cuda import named_failures
 
@@ -107,7 +107,9 @@ def raises(board: Board, x: torch.Tensor) -> None:
 
 def watched(model: Callable[[Board, torch.Tensor], None], way: Way) -> cgcompile.Diagnosis:
     notes, board, x = Notes(way, watched.__code__), Board(), torch.ones(2)
-    case = Case(notes, cgcompile.Boundaries(), torch.device("cuda"), Memory([x]), lambda: board.now)
+    case = Case(
+        notes, cgcompile.Boundaries(), torch.device("cuda"), Snapshot([x]), lambda: board.now
+    )
     with suppress(KeyError), Watch(case):
         model(board, x)
     return cgcompile.Diagnosis.of("model", "cuda", notes)
