@@ -14,6 +14,7 @@ from torch import fx, nn
 import cgcompile
 from cgcompile import torch_compat as compat
 from cgcompile.reasons import Counters, Reason
+from cgcompile.runtime.compiled_graph import CompiledGraph
 
 
 def build(case: Case, device: str = "cpu") -> nn.Module:
@@ -54,7 +55,7 @@ def split_texts(case: Case, device: str = "cpu", **settings: Any) -> str:
     return "\n\n".join(graph.split.text(lines=False) for graph in backend.graphs)
 
 
-def compiled_graph(name: str, **settings: Any) -> cgcompile.runtime.compiled_graph.CompiledGraph:
+def compiled_graph(name: str, **settings: Any) -> CompiledGraph:
     """The first graph of a case, compiled with uncompiled pieces; it keeps its model alive."""
     case = CASES[name]
     backend = backend_for(case, "eager", **settings)
