@@ -189,11 +189,7 @@ def fitted_budgets(
 
 
 def checked_number(name: str, value: Any, least: int) -> int:
-    """A whole number of at least ``least``.
-
-    Raises:
-        EncoderError: it is none.
-    """
+    """A whole number of at least ``least``."""
     number = whole(value)
     if number is None or number < least:
         raise EncoderError.budget_number(name=name, found=value, least=least)

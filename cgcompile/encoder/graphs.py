@@ -80,17 +80,11 @@ Range = tuple[int, int]
 
 
 class Limits(NamedTuple):
-    """What all graphs of a manager hold.
+    """What all graphs of a manager hold."""
 
-    Attributes:
-        budgets: by path, output tokens, ascending.
-        max_items: of one replay; at most the least budget.
-        max_frames: of one replay; 0, if graphs are not for videos: one for each item.
-    """
-
-    budgets: Mapping[str, tuple[int, ...]]
-    max_items: int
-    max_frames: int
+    budgets: Mapping[str, tuple[int, ...]]  # by path, output tokens, ascending
+    max_items: int  # of one replay; at most the least budget
+    max_frames: int  # of one replay; 0, if graphs are not for videos: one for each item
 
 
 def resolved_limits(
@@ -100,21 +94,7 @@ def resolved_limits(
     max_frames: int | None,
     budget_range: Range | None,
 ) -> Limits:
-    """Budgets of each path, and the items and frames of all.
-
-    Args:
-        config: of the encoder.
-        token_budgets: what a user gives, for all paths or by path; None: inferred.
-        max_items: what a user gives.
-        max_frames: what a user gives.
-        budget_range: (least, most) output tokens of the model, from which budgets and items are
-            inferred; None where nothing is, or with ``token_budgets`` where the model has none: the
-            items are inferred from the least and the most of these then.
-
-    Raises:
-        EncoderError: numbers that cannot be.
-        ConfigError: budgets by path, for other paths than the model has.
-    """
+    """Budgets of each path, and the items and frames of all."""
     if token_budgets is None:
         assert budget_range is not None
         budgets, items = _inferred(config, max_items, budget_range)
@@ -172,19 +152,7 @@ _POISON = 0x7F  # an index that no buffer has, in an integer of any width
 
 
 class GraphInputs:
-    """What one graph reads. Not for several threads at a time.
-
-    Args:
-        config: which buffers there are, and how they are padded.
-        made: what the model made for the capture; its tensors are kept, and always the same.
-
-    Attributes:
-        values: the very tensors that the model made, by key.
-
-    Raises:
-        EncoderError: no tensors by key.
-        EncoderError: a key is missing or unknown.
-    """
+    """What one graph reads. Not for several threads at a time."""
 
     def __init__(self, config: EncoderCudaGraphConfig, made: EncoderCudaGraphCaptureInputs) -> None:
         values = getattr(made, "values", None)
@@ -217,32 +185,14 @@ class GraphInputs:
         return sum(each.nbytes for each in kept)
 
     def check_offsets(self) -> None:
-        """Raise unless offsets end where their buffer does. Synchronises, so for captures alone.
-
-        Raises:
-            EncoderError: the last offset is 0 or not the largest, or there is none: padded
-                rows would be written by no kernel, and NaN of stale memory spread.
-        """
+        """Raise unless offsets end where their buffer does. Synchronises, so for captures alone."""
         for key in self._config.offset_keys:
             found = self.values[key].reshape(-1).tolist()
             if not found or found[-1] < 1 or found[-1] < max(found):
                 raise EncoderError.no_offset_end(key=key, last=found[-1] if found else None)
 
     def write(self, given: EncoderCudaGraphReplayBuffers, poison: bool = False) -> list[str]:
-        """Fill the buffers for a replay. Nothing synchronises, but copies from pageable memory.
-
-        Args:
-            given: real rows, by key; cast to the dtype of the buffer, as ``torch.can_cast`` allows.
-            poison: first fill what is about to be written with NaN, or with integers that are no
-                index, so that rows which nobody writes show.
-
-        Returns:
-            The keys that stay as they were, since their value is None.
-
-        Raises:
-            EncoderError: a key is missing or unknown, or a value does not fit; nothing is
-                written then. Or a padding logic failed.
-        """
+        """Fill the buffers for a replay. Nothing synchronises, but copies from pageable memory."""
         values = given.values
         check_keys(values, self._config, _REPLAY)
         for key in self._config.buffer_keys:
@@ -326,11 +276,7 @@ class GraphInputs:
 
 
 def check_keys(values: Mapping[str, object], config: EncoderCudaGraphConfig, where: str) -> None:
-    """Raise unless exactly the configured keys are there.
-
-    Raises:
-        EncoderError: one is missing, or unknown.
-    """
+    """Raise unless exactly the configured keys are there."""
     for key in values:
         if key not in config.buffer_keys:
             raise EncoderError.unknown_buffer(where=where, key=key, known=config.buffer_keys)
@@ -352,16 +298,7 @@ Sizes = tuple[str, int]
 
 
 class Rehearsal:
-    """Captures that nobody replays, on memory of their own.
-
-    Args:
-        pool: what the graphs are to be captured into; its device is used, not its memory.
-        settings: of the graphs.
-        recorded: what they record.
-
-    Attributes:
-        wrapper: what captures.
-    """
+    """Captures that nobody replays, on memory of their own."""
 
     def __init__(
         self, pool: GraphPool, settings: CompilationConfig, recorded: Callable[..., Any]
@@ -381,9 +318,6 @@ class Rehearsal:
         """Warm up and capture.
 
         What the capture itself raises is for the capture that counts to report.
-
-        Raises:
-            BaseException: what the model raised in a warm-up.
         """
         warm_all(lambda _: step(), [descriptor], tuple, self._settings.num_warmups)
         with bulk_capture():
@@ -411,14 +345,6 @@ def left_out(
     The largest budget of each path comes first; a path for which it has no room gets no graph.
     Then as many budgets as fit, those first that save the most padding if all numbers of tokens are
     equally frequent.
-
-    Args:
-        missing: what has no graph, the largest first.
-        captured: what has one.
-        most: bytes of all graphs and buffers of the pool.
-        left: of these, what others do not have yet.
-        rehearsal: a new one.
-        measure: captures a graph on a rehearsal; returns the bytes that its buffers will add.
     """
 
     have = {key[:2] for key in captured}
@@ -464,23 +390,7 @@ _MANY = 64  # graphs; each costs start-up time and memory
 
 
 class EncoderGraphs:
-    """Captures and replays. Not for several threads at a time.
-
-    Args:
-        model: what speaks the protocol.
-        config: of the encoder.
-        limits: what is captured.
-        device: where the buffers are.
-        dtype: of floating point buffers.
-        settings: ``capture_device``, ``num_warmups``, ``strict``, ``poison``.
-        pool: memory shared with others; None: one of its own.
-        check_weights: compare the weights of modules before replays.
-
-    Attributes:
-        pool: the memory of the graphs; None where nothing can be captured.
-        kept_keys: how often a replay left a buffer as it was, by key.
-        without_room: what the last capture left out for its bytes, with the reason as text.
-    """
+    """Captures and replays. Not for several threads at a time."""
 
     def __init__(
         self,
@@ -503,7 +413,7 @@ class EncoderGraphs:
         if pool is None:
             found = capture_device(device, settings.capture_device)
             pool = None if found is None else GraphPool(found)
-        self.pool = pool
+        self.pool = pool  # the memory of the graphs; None where nothing can be captured
         self._whole = Whole(model.model, self._recorded)
         self._wrapper = CUDAGraphWrapper(self._whole, settings, FULL, pool=pool, name="encoder")
         self._wrapper.closed = True  # but in capture()
@@ -517,7 +427,7 @@ class EncoderGraphs:
         self._descriptors = {key: key.descriptor for key in self.planned()}
         self._empty: dict[str, Any] = {}
         self._dtypes: dict[str, dict[str, torch.dtype]] = {}
-        self.kept_keys: dict[str, int] = {}
+        self.kept_keys: dict[str, int] = {}  # how often a replay left a buffer as it was, by key
         self.without_room: dict[GraphKey, str] = {}
         if len(self._descriptors) > _MANY:
             log.warning("%d encoder graphs are planned", len(self._descriptors))
@@ -612,16 +522,7 @@ class EncoderGraphs:
         timed: Callable[[GraphKey, Callable[[], Any]], None],
         max_graph_bytes: int | None = None,
     ) -> BulkCapture:
-        """Capture what is planned and has no graph yet.
-
-        Args:
-            around: entered around all captures, and before around what is measured.
-            timed: called with each captured key and what replays it, in no capture.
-            max_graph_bytes: what ``pool.nbytes`` may come to.
-
-        Raises:
-            CaptureError: called inside of a capture.
-        """
+        """Capture what is planned and has no graph yet."""
         if inside_capture():  # buffers would lie in its memory, without contents
             raise CaptureError.nested(what="capture of encoder graphs")
         missing = {each: key for key, each in self._descriptors.items() if not self.has(key)}
@@ -693,11 +594,7 @@ class EncoderGraphs:
         self._learn(key.path, result)
 
     def forget(self) -> None:
-        """Drop graphs, buffers and memory; those of others that share the pool stay.
-
-        Raises:
-            CaptureError: called inside of a capture; nothing is dropped then.
-        """
+        """Drop graphs, buffers and memory; those of others that share the pool stay."""
         if inside_capture():
             raise CaptureError.release_inside()
         if self.pool is not None:
@@ -722,26 +619,12 @@ class EncoderGraphs:
         return None
 
     def check_weights(self) -> None:
-        """Raise if a weight is not what and where it was.
-
-        Raises:
-            AddressChangedError: it was replaced or moved.
-            HostValueChangedError: a 0-dim CPU tensor has another value.
-        """
+        """Raise if a weight is not what and where it was."""
         for guard in self._weights:
             guard.check("encoder", "its graphs")
 
     def replay(self, key: GraphKey, mm_kwargs: dict[str, Any], rows: int) -> Any:
-        """Run items on a graph.
-
-        Args:
-            key: what is captured.
-            mm_kwargs: the items.
-            rows: output tokens of them all.
-
-        Returns:
-            [rows, ...] in memory of its own, on the current stream.
-        """
+        """Run items on a graph."""
         given = self._model.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs,
             self._limits.max_items,

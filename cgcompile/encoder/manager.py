@@ -55,14 +55,7 @@ _RUNS = 2
 
 
 class Calibration:
-    """Times of graphs, in milliseconds.
-
-    Args:
-        device: where they run.
-
-    Attributes:
-        replays: (path, budget) -> one replay; the slowest of several axes.
-    """
+    """Times of graphs, in milliseconds."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -118,19 +111,7 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 class EncoderCalls:
-    """Not for several threads at a time.
-
-    Args:
-        model: what speaks the protocol.
-        config: of the encoder.
-        limits: of each replay.
-        graphs: what is captured.
-        statistics: counts what runs.
-        costs: what packing estimates with.
-
-    Attributes:
-        costs: as given; may be replaced.
-    """
+    """Not for several threads at a time."""
 
     def __init__(
         self,
@@ -147,7 +128,7 @@ class EncoderCalls:
         self._splits = model.has_own("postprocess_encoder_output")
         self._version: tuple[int, int] | None = None
         self._known = Capacity(((),) * len(self._paths), *limits[1:])
-        self.costs = costs
+        self.costs = costs  # as given; may be replaced
 
     def _room(self, path: str, spec: EncoderItemSpec) -> int:
         """Output tokens whose room an item takes: as its result has, or as its input needs."""
@@ -231,11 +212,7 @@ class EncoderCalls:
         return [dest[place] for place in range(len(specs))]
 
     def check(self, specs: list[EncoderItemSpec]) -> None:
-        """Refuse items that would run eager, but where that is the cheaper way; for ``strict``.
-
-        Raises:
-            DispatchError: names the first of them, and why.
-        """
+        """Refuse items that would run eager, but where that is the cheaper way; for ``strict``."""
         for items, group in self._groups(specs):
             mine = [specs[item] for item in items]
             for path, budget in zip(self._paths, group.budgets, strict=True):

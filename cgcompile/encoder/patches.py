@@ -219,12 +219,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         raise EncoderError.grid(name=name, item=item, found=found, merge=self._merge)
 
     def _patches(self, mm_kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, list[Grid]]:
-        """All patches of a call, and the grids that they belong to.
-
-        Raises:
-            EncoderError: inputs are missing or no patches and grids, or the grids have another
-                number of patches. Buffers would hide that: they are filled up with zeros.
-        """
+        """All patches of a call, and the grids that they belong to."""
         pixels, grid = self._names(mm_kwargs)
         rows, grids = _input(mm_kwargs, pixels), self.grids(mm_kwargs)
         if not isinstance(rows, torch.Tensor) or rows.dim() == 0:

@@ -358,12 +358,7 @@ class EncoderCudaGraphReplayBuffers:
 def checked_rows(
     tree: Any, least: int, columns: int | None, method: str, exactly: bool = False
 ) -> list[torch.Tensor]:
-    """The tensors of a result, each with enough rows; see :func:`check_columns`.
-
-    Raises:
-        EncoderError: no tensor, or too few rows; or, ``exactly``, another number of them; or
-            other columns.
-    """
+    """The tensors of a result, each with enough rows; see :func:`check_columns`."""
     leaves = compat.tree_leaves(tree)
     for leaf in leaves or [None]:
         fits = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
@@ -379,11 +374,7 @@ def checked_rows(
 
 
 def check_columns(leaves: Sequence[Any], columns: int, method: str) -> None:
-    """Raise unless one tensor of a result has so many columns.
-
-    Raises:
-        EncoderError: none has.
-    """
+    """Raise unless one tensor of a result has so many columns."""
     sizes = [leaf.shape[-1] if leaf.dim() > 1 else 1 for leaf in leaves]
     if columns not in sizes:
         raise EncoderError.columns(method=method, found=dict.fromkeys(sizes), expected=columns)
@@ -633,11 +624,7 @@ class SupportsEncoderCudaGraph(Protocol):
 
 @contextmanager
 def named_buffers(keys: Collection[str]) -> Iterator[None]:
-    """Name the buffers where a forward reads a key that is not among them.
-
-    Raises:
-        EncoderError: a ``KeyError`` of a name that no buffer has.
-    """
+    """Name the buffers where a forward reads a key that is not among them."""
     try:
         yield
     except KeyError as error:
@@ -678,17 +665,7 @@ def _takes(method: Any, keyword: str) -> bool:
 
 
 class CheckedModel:
-    """A model's methods of the protocol, each its own or the default.
-
-    Args:
-        model: what has the mandatory methods.
-
-    Attributes:
-        model: as given.
-
-    Raises:
-        EncoderError: a mandatory method is missing, or the model is of the older protocol.
-    """
+    """A model's methods of the protocol, each its own or the default."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -702,11 +679,7 @@ class CheckedModel:
                 raise EncoderError.no_method(model=name, method=method)
 
     def check_paths(self, config: EncoderCudaGraphConfig) -> None:
-        """Raise unless the methods take ``path=`` and ``axes=`` where the manager gives them.
-
-        Raises:
-            EncoderError: one takes no such keyword.
-        """
+        """Raise unless the methods take ``path=`` and ``axes=`` where the manager gives them."""
         for name, graphs in _BY_PATH.items():
             wanted = {"path": f"paths {', '.join(config.graph_sets)}"}
             if list(config.graph_sets) == [DEFAULT]:

@@ -14,19 +14,12 @@ from cgcompile.reasons import Reason
 
 
 class Ran(NamedTuple):
-    """What a group of items did on one path.
+    """What a group of items did on one path."""
 
-    Attributes:
-        path: the set of graphs.
-        budget: of the graph; None without one.
-        tokens: real output tokens of each item.
-        reason: why there was no graph.
-    """
-
-    path: str
-    budget: int | None
-    tokens: Sequence[int]
-    reason: Reason | None = None
+    path: str  # the set of graphs
+    budget: int | None  # of the graph; None without one
+    tokens: Sequence[int]  # real output tokens of each item
+    reason: Reason | None = None  # why there was no graph
 
 
 @dataclass

@@ -157,12 +157,6 @@ def dummy_batch(
 
     A graph for mixed batches is captured with one query of all tokens as the longest, so that the
     kernels of prefill are what it records.
-
-    Args:
-        descriptor: the padded sizes.
-        inputs: the buffers.
-        max_num_reqs: the most requests, for a descriptor that does not say.
-        absent: optional inputs that are left out.
     """
     num_tokens = descriptor.num_tokens
     num_reqs = descriptor.num_reqs or min(num_tokens, max_num_reqs)
@@ -184,15 +178,7 @@ def dummy_batch(
 
 
 class Fillers:
-    """Makes batches that fit the buffers of one manager, and knows its optional inputs.
-
-    Args:
-        inputs: the buffers.
-        dispatcher: whose axes say which optional inputs are there.
-
-    Raises:
-        ManagerError: an optional input without an axis.
-    """
+    """Makes batches that fit the buffers of one manager, and knows its optional inputs."""
 
     def __init__(self, inputs: StaticInputs, dispatcher: CudagraphDispatcher) -> None:
         self._inputs = inputs
@@ -203,9 +189,6 @@ class Fillers:
         """Raise unless the optional inputs of a batch are there as its ``extra`` says.
 
         A batch without tokens has no graph, and its ``extra`` is not looked at.
-
-        Raises:
-            ManagerError: one is not.
         """
         for name, place in self._optional.items() if batch.num_tokens else ():
             if batch.extra[place] is not (batch.inputs.get(name) is not None):
@@ -220,10 +203,6 @@ class Fillers:
 
         What is written for a row follows from the tails of the buffers alone, so that a tail that
         writes to no cache (slot -1) is all it takes for an idle rank to leave caches alone.
-
-        Args:
-            descriptor: the padded sizes.
-            state: for the engine's ``metadata``.
         """
         absent = dict.fromkeys(self._absent(descriptor))
         longest = descriptor.max_query_len or 1

@@ -442,15 +442,7 @@ class StaticInputs:
 
 
 class Outputs:
-    """What the rows of a model's results stand for.
-
-    Args:
-        rows: ``"tokens"`` or ``"reqs"``: what the first dimension of each tensor counts; one for
-            all, or one for each in the order of the flattened result.
-
-    Raises:
-        ManagerError: something else.
-    """
+    """What the rows of a model's results stand for."""
 
     def __init__(self, rows: str | Sequence[str]) -> None:
         self._rows = rows if isinstance(rows, str) else tuple(rows)
@@ -460,15 +452,7 @@ class Outputs:
                 raise ManagerError.rows(found=each)
 
     def places(self, leaves: Sequence[Any], sizes: tuple[int, int]) -> list[int]:
-        """For each result 0 if its rows are tokens, 1 if they are requests.
-
-        Args:
-            leaves: the flattened result.
-            sizes: (tokens, requests) that the step ran with.
-
-        Raises:
-            ManagerError: a result has other rows than declared, or is no tensor.
-        """
+        """For each result 0 if its rows are tokens, 1 if they are requests."""
         rows = [self._rows] * len(leaves) if isinstance(self._rows, str) else list(self._rows)
         if len(rows) != len(leaves):
             raise ManagerError.count(declared=len(rows), found=len(leaves))
@@ -485,13 +469,7 @@ class Outputs:
         return found
 
     def real(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
-        """The rows of a padded result that are real, as views.
-
-        Args:
-            result: what the step returned.
-            padded: (tokens, requests) that it ran with.
-            real: (tokens, requests) of the batch.
-        """
+        """The rows of a padded result that are real, as views."""
         leaves = compat.tree_leaves(result)
         places = self.places(leaves, padded)
         if padded == real:
@@ -525,12 +503,7 @@ def _cut(leaves: list[Any], places: list[int], real: tuple[int, int], spec: Any)
 
 
 class OutputBuffers:
-    """Buffers for what a model returns: a tensor, or tensors in tuples, lists and dicts.
-
-    Args:
-        outputs: what rows stand for.
-        most: (tokens, requests) of the largest batch.
-    """
+    """Buffers for what a model returns: a tensor, or tensors in tuples, lists and dicts."""
 
     def __init__(self, outputs: Outputs, most: tuple[int, int]) -> None:
         self._outputs = outputs
@@ -563,13 +536,6 @@ class OutputBuffers:
         """Copy what a step of these sizes made to the front of the buffers.
 
         The buffers are made if there are none.
-
-        Returns:
-            The same structure, of views of the buffers.
-
-        Raises:
-            ManagerError: a result has other rows than declared, or the step returns something else
-                than the first one.
         """
         leaves, spec = compat.tree_leaves(result), compat.tree_spec(result)
         places = self._outputs.places(leaves, sizes)

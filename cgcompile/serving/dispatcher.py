@@ -145,18 +145,12 @@ class Row:
 
 
 class Tables(NamedTuple):
-    """The graphs of one variant, by kind of batch.
+    """The graphs of one variant, by kind of batch."""
 
-    Attributes:
-        piecewise: by tokens; None without PIECEWISE graphs.
-        mixed: FULL graphs for any batch, by tokens; None without.
-        decode: FULL graphs for uniform decode: per query length, by requests.
-        bounded: FULL graphs for other decode: per longest query of the batch, by tokens.
-    """
-
-    piecewise: Row | None
-    mixed: Row | None
-    decode: dict[int, Row]
+    piecewise: Row | None  # by tokens; None without PIECEWISE graphs
+    mixed: Row | None  # FULL graphs for any batch, by tokens; None without
+    decode: dict[int, Row]  # FULL graphs for uniform decode: per query length, by requests
+    # FULL graphs for other decode: per longest query of the batch, by tokens
     bounded: dict[int, Row]
 
 
@@ -166,13 +160,7 @@ Slots = dict[tuple[CUDAGraphMode, BatchDescriptor], Slot]
 def build_tables(
     shapes: Shapes, variants: Mapping[Variant, Variant]
 ) -> tuple[dict[Variant, Tables], Slots]:
-    """The tables of each variant, and every graph in them, in the order of capture.
-
-    Args:
-        shapes: of all variants.
-        variants: each one, and what its PIECEWISE graphs have of it. Of the latter there is a table
-            too, without FULL graphs if it is no variant itself.
-    """
+    """The tables of each variant, and every graph in them, in the order of capture."""
     slots = {
         (mode, descriptor): Slot(Dispatched(mode, descriptor))
         for mode, descriptor in _in_order_of_capture(shapes, variants)
@@ -284,11 +272,7 @@ def check_numbers(
     has_lora: Any = False,
     extra: Any = (),
 ) -> None:
-    """Raise unless what describes a batch is of the right kind; integers of NumPy are.
-
-    Raises:
-        BatchError: names the first argument that is not.
-    """
+    """Raise unless what describes a batch is of the right kind; integers of NumPy are."""
     for name, value in (("num_tokens", num_tokens), ("num_active_loras", num_active_loras)):
         if not is_whole(value):
             raise BatchError.field(name=name, value=value, expected="a whole number")

@@ -82,11 +82,6 @@ class MemoryMeter:
 
     The driver tells no graph's share, only what is left of the device: so the level before the
     first capture is remembered, and what other programs take meanwhile is taken for ours.
-
-    Args:
-        pool: of the manager; None on a device without graphs.
-        backend: of a compiled model, whose graphs have pools of their own.
-        outputs: the manager's.
     """
 
     def __init__(
@@ -113,10 +108,6 @@ class MemoryMeter:
         """Remember the level of the driver, unless that was done: captures follow."""
         if self._before is None:
             self._before = self.read().driver
-
-    def before_capture(self, _: BatchDescriptor) -> None:
-        """The same, as a hook of each capture."""
-        self.begin()
 
     def taken(self) -> int:
         """Bytes taken by now: buffers, graphs, and what the driver holds of dropped graphs."""
@@ -195,13 +186,6 @@ def plan_memory(manager: Any) -> MemoryPlan:
     """Measure what the planned graphs of a manager take, by captures that are dropped.
 
     After it the manager is as before. Synchronises.
-
-    Args:
-        manager: a :class:`~cgcompile.serving.manager.CudaGraphManager` without graphs.
-
-    Raises:
-        DispatchError: ``strict``, and a graph could not be captured.
-        BaseException: what the model, ``prepare`` or ``metadata`` raised.
     """
     start = time.perf_counter()
     planned = manager.dispatcher.plan()
@@ -227,19 +211,6 @@ def choose_graphs(
     they save (:func:`ranked`), and as many are taken as fit. FULL graphs come first where two save
     the same. All are chosen if all fit. The graphs in question are captured to measure them, and
     dropped; ranks of an agreement decide together.
-
-    Args:
-        manager: a :class:`~cgcompile.serving.manager.CudaGraphManager` without graphs.
-        max_graph_bytes: what they may take on the device, in bytes.
-        histogram: batch size in tokens -> number of steps, for every kind alike; left out, all
-            sizes of batches are equally frequent.
-
-    Returns:
-        In the order of the plan.
-
-    Raises:
-        ManagerError: the largest graphs alone take more.
-        SizesError: the histogram is none.
     """
     planned: tuple[Planned, ...] = manager.dispatcher.plan()
     kinds: dict[Any, dict[int, Planned]] = {}
@@ -262,10 +233,6 @@ def ranked(
     """Rank all (kind, size): the largest of each kind, then by the padded rows that each saves.
 
     Of each kind, every prefix of the result is a ladder as the greedy removal leaves it.
-
-    Args:
-        ladders: kind of batch -> sizes.
-        histogram: rows -> number of steps; left out, all numbers of rows are equally frequent.
     """
     rest: list[tuple[float, K_, int]] = []
     for kind, sizes in ladders.items():
@@ -287,13 +254,7 @@ def ranked(
 def most_that_fit(
     order: Sequence[T_], least: int, fits: Callable[[Sequence[T_]], bool]
 ) -> Sequence[T_]:
-    """Return the longest beginning of ``order`` that fits, by bisection.
-
-    Args:
-        order: what is worth the most comes first.
-        least: how many are known to fit.
-        fits: measures.
-    """
+    """Return the longest beginning of ``order`` that fits, by bisection."""
     low, high = least, len(order)
     while low < high:
         middle = (low + high + 1) // 2
@@ -305,18 +266,11 @@ def most_that_fit(
 
 
 class _Rehearsal:
-    """Captures graphs of a manager to measure them, and drops them.
-
-    Attributes:
-        added: bytes that each graph added to those before it, when it was captured last.
-        missing: what could not be captured, with the reason.
-        fixed: bytes that there are before any graph.
-        margin: bytes by which graphs that are captured again may differ.
-    """
+    """Captures graphs of a manager to measure them, and drops them."""
 
     def __init__(self, manager: Any) -> None:
         self.added: dict[Planned, int] = {}
-        self.missing: list[tuple[Planned, str]] = []
+        self.missing: list[tuple[Planned, str]] = []  # what could not be captured, with the reason
         self._manager = manager
         self._planned: tuple[Planned, ...] = manager.dispatcher.plan()
         self._meter: MemoryMeter = manager.meter
@@ -325,7 +279,7 @@ class _Rehearsal:
         step = self._device.graph_step
         self.margin = _UNSTEADY * step if step > 1 else 0
         self._warm()
-        self.fixed = self._meter.taken()
+        self.fixed = self._meter.taken()  # bytes that there are before any graph
 
     def _warm(self) -> None:
         """Run all sizes plain, so that nothing is compiled or loaded later."""
@@ -344,12 +298,7 @@ class _Rehearsal:
         return not self._any(self.nbytes(chosen, budget) + self.margin > budget)
 
     def nbytes(self, chosen: Collection[Planned], budget: int | None = None) -> int:
-        """Capture graphs, the largest first, and drop them; return the bytes that they took.
-
-        Args:
-            chosen: of the planned ones.
-            budget: stop soon after it is exceeded.
-        """
+        """Capture graphs, the largest first, and drop them; return the bytes that they took."""
         some = set(chosen)
         self.missing.clear()
         try:

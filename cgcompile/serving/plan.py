@@ -243,11 +243,7 @@ class Variants:
     def serving(
         self, has_lora: bool, active: int, extra: tuple[Any, ...]
     ) -> Variant | PiecesOnly | Why:
-        """The combination that serves a batch, or why there is none.
-
-        Raises:
-            BatchError: the numbers contradict each other, or ``extra`` does not fit the axes.
-        """
+        """The combination that serves a batch, or why there is none."""
         loras = self._lora.count_for(has_lora, active)
         if loras is None:
             most = max(self._lora.counts, default=0)
@@ -291,21 +287,14 @@ BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
 
 
 class Resolution(NamedTuple):
-    """A mode after attention and the model had their say.
+    """A mode after attention and the model had their say."""
 
-    Attributes:
-        mode: what is possible.
-        query_lens: lengths of uniform decode that may take FULL graphs.
-        bounded: graphs for decode of several lengths, up to a bound, may be FULL.
-        mixed_why: why batches other than uniform decode have a lesser mode than asked for, or None.
-        decode_why: why (some) decode batches have, or None.
-    """
-
-    mode: CUDAGraphMode
-    query_lens: tuple[int, ...]
-    bounded: bool
+    mode: CUDAGraphMode  # what is possible
+    query_lens: tuple[int, ...]  # lengths of uniform decode that may take FULL graphs
+    bounded: bool  # graphs for decode of several lengths, up to a bound, may be FULL
+    # why batches other than uniform decode have a lesser mode than asked for, or None
     mixed_why: Why | None = None
-    decode_why: Why | None = None
+    decode_why: Why | None = None  # why (some) decode batches have, or None
 
     @property
     def whys(self) -> tuple[Why, ...]:
@@ -419,19 +408,12 @@ class Limits(NamedTuple):
 
 
 class Ladders(NamedTuple):
-    """The capture sizes of all kinds of batch, checked; in tokens, ascending.
+    """The capture sizes of all kinds of batch, checked; in tokens, ascending."""
 
-    Attributes:
-        sizes: of PIECEWISE graphs, and of FULL graphs for any batch.
-        decode: of uniform decode, per query length.
-        varlen: of decode of several lengths, per bound.
-        limits: the largest batch.
-    """
-
-    sizes: tuple[int, ...]
-    decode: Mapping[int, tuple[int, ...]]
-    varlen: Mapping[int, tuple[int, ...]]
-    limits: Limits
+    sizes: tuple[int, ...]  # of PIECEWISE graphs, and of FULL graphs for any batch
+    decode: Mapping[int, tuple[int, ...]]  # of uniform decode, per query length
+    varlen: Mapping[int, tuple[int, ...]]  # of decode of several lengths, per bound
+    limits: Limits  # the largest batch
 
     @classmethod
     def of(
@@ -445,11 +427,7 @@ class Ladders(NamedTuple):
         decode_sizes: Mapping[int, Iterable[int]] | None = None,
         varlen_decode_sizes: Mapping[int, Iterable[int]] | None = None,
     ) -> "Ladders":
-        """The ladders that the arguments of the dispatcher mean, which says what each one is.
-
-        Raises:
-            ConfigError: a number is out of range, or two arguments contradict each other.
-        """
+        """The ladders that the arguments of the dispatcher mean, which says what each one is."""
         for name, rows in (("decode", decode_sizes), ("varlen_decode", varlen_decode_sizes)):
             require_kind(f"{name}_sizes", _WHERE, rows, Mapping, maybe=True)
         if decode_num_reqs is not None:
@@ -517,27 +495,17 @@ def _decode_ladder(
 
 
 class Shapes(NamedTuple):
-    """The shapes to capture, by kind of batch; each list ascends.
+    """The shapes to capture, by kind of batch; each list ascends."""
 
-    Attributes:
-        piecewise: of PIECEWISE graphs: tokens alone.
-        mixed: of FULL graphs for any batch.
-        decode: of FULL graphs for uniform decode, per query length.
-        bounded: of FULL graphs for other decode, per longest query of the batch.
-    """
-
-    piecewise: list[BatchDescriptor]
-    mixed: list[BatchDescriptor]
-    decode: dict[int, list[BatchDescriptor]]
+    piecewise: list[BatchDescriptor]  # of PIECEWISE graphs: tokens alone
+    mixed: list[BatchDescriptor]  # of FULL graphs for any batch
+    decode: dict[int, list[BatchDescriptor]]  # of FULL graphs for uniform decode, per query length
+    # of FULL graphs for other decode, per longest query of the batch
     bounded: dict[int, list[BatchDescriptor]]
 
 
 def shapes_of(resolution: Resolution, ladders: Ladders) -> Shapes:
-    """The shapes that a resolved mode captures.
-
-    Raises:
-        ConfigError: the mode needs ``sizes``, and there are none.
-    """
+    """The shapes that a resolved mode captures."""
     shapes = Shapes([], [], {}, {})
     other = resolution.mode.mixed_mode()
     if other is not NONE and not ladders.sizes:
@@ -593,5 +561,9 @@ def largest(plan: Iterable[Planned], mode: CUDAGraphMode) -> tuple[int, int]:
 
 def _kind(planned: Planned) -> tuple[CUDAGraphMode, str]:
     mode, descriptor = planned
-    decode = descriptor.uniform or descriptor.max_query_len is not None
-    return mode, "decode" if decode and mode is CUDAGraphMode.FULL else "mixed"
+    return mode, "decode" if mode is FULL and is_decode(descriptor) else "mixed"
+
+
+def is_decode(descriptor: BatchDescriptor) -> bool:
+    """Return whether a graph serves decode alone."""
+    return descriptor.uniform or descriptor.max_query_len is not None

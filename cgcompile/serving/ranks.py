@@ -61,19 +61,7 @@ _DOES = {
 
 
 class Exchange:
-    """Gathers rows of numbers from all ranks of a group. Not for several threads at a time.
-
-    Args:
-        group: its backend must take CPU tensors (gloo); None: the default group.
-
-    Attributes:
-        rank: this one, in the group.
-        size: how many there are.
-
-    Raises:
-        AgreementError: the group takes no CPU tensors, or there is none.
-        ConfigError: it is no group.
-    """
+    """Gathers rows of numbers from all ranks of a group. Not for several threads at a time."""
 
     def __init__(self, group: "dist.ProcessGroup | None") -> None:
         require_kind("group", "Agreement", group, dist.ProcessGroup, maybe=True)
@@ -82,8 +70,8 @@ class Exchange:
         self._group = dist.group.WORLD if group is None else group
         if compat.process_group_backend(self._group, "cpu") is None:
             raise AgreementError.backend(found=dist.get_backend(self._group))
-        self.size = dist.get_world_size(self._group)
-        self.rank = dist.get_rank(self._group)
+        self.size = dist.get_world_size(self._group)  # how many there are
+        self.rank = dist.get_rank(self._group)  # this one, in the group
         self._round = 0
         self._name = "cgcompile"
 
@@ -97,13 +85,6 @@ class Exchange:
         """The numbers of all ranks, by rank; each [WIDTH] with zeros at the end. Collective.
 
         Waits for all ranks, as long as the timeout of the group at most.
-
-        Args:
-            kind: what they are for.
-            *numbers: up to ``WIDTH``, each of 64 bits.
-
-        Raises:
-            AgreementError: a rank stays away, gave up, or exchanges for something else.
         """
         self._round += 1
         row = [int(kind), *numbers, *[0] * (WIDTH - len(numbers))]
@@ -174,19 +155,15 @@ _NO_LORA = -1
 
 
 class Agreed(NamedTuple):
-    """What all ranks run.
+    """What all ranks run."""
 
-    Attributes:
-        dispatched: mode, descriptor and reason. In mode NONE the descriptor is of this rank's own
-            tokens, and on a rank without work, where others have some, of the smallest planned
-            size; else it is equal on all ranks.
-        num_tokens_across_dp: int32 [R] on the CPU: the tokens that each of R ranks runs, padded.
-        has_work: whether any rank has tokens; if not, there is nothing to run.
-    """
-
+    # mode, descriptor and reason. In mode NONE the descriptor is of this rank's own tokens, and on
+    # a rank without work, where others have some, of the smallest planned size; else it is equal on
+    # all ranks
     dispatched: Dispatched
+    # int32 [R] on the CPU: the tokens that each of R ranks runs, padded
     num_tokens_across_dp: torch.Tensor
-    has_work: bool
+    has_work: bool  # whether any rank has tokens; if not, there is nothing to run
 
 
 class _Said(NamedTuple):

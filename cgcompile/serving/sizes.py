@@ -50,21 +50,13 @@ _COARSE_FROM, _COARSE_STEP = 256, 16
 
 
 def mode_named(mode: CUDAGraphMode | str, where: str) -> CUDAGraphMode:
-    """A mode by its name, as the configuration takes it.
-
-    Raises:
-        ConfigError: there is no such mode.
-    """
+    """A mode by its name, as the configuration takes it."""
     found: CUDAGraphMode = parsed("mode", where, mode, enum_parser(CUDAGraphMode))
     return found
 
 
 def checked_number(name: str, value: Any, least: int = 1) -> int:
-    """The whole number ``value``.
-
-    Raises:
-        SizesError: it is none, or less than ``least``; the message calls it ``name``.
-    """
+    """The whole number ``value``."""
     number = whole(value)
     if number is None or number < least:
         raise SizesError.number(name=name, found=value, least=least)
@@ -209,13 +201,7 @@ def padding_table(ladder: Sequence[int]) -> dict[int, int]:
 
 
 def checked_histogram(histogram: Mapping[int, int]) -> dict[int, int]:
-    """Batch size -> number of steps, in order; sizes without a step are left out.
-
-    Raises:
-        ConfigError: it is no mapping.
-        SizesError: a batch size is no whole number of at least 1, or a number of steps none of at
-            least 0.
-    """
+    """Batch size -> number of steps, in order; sizes without a step are left out."""
     expected = "a mapping from batch sizes to numbers of steps"
     require(isinstance(histogram, Mapping), "histogram", "sizes", histogram, expected)
     steps: dict[int, int] = {}
@@ -406,11 +392,7 @@ def removals(problem: Problem) -> Iterator[tuple[float, int]]:
 
 
 def solve(problem: Problem) -> Choice:
-    """Choose a ladder of little cost within the budget.
-
-    Raises:
-        SizesError: not even one size fits the budget of bytes, and one is needed.
-    """
+    """Choose a ladder of little cost within the budget."""
     graphs, nbytes = problem.budget
     left = dict.fromkeys(range(len(problem.sizes)))
     total = sum(problem.nbytes)
@@ -525,9 +507,6 @@ def removal_order(histogram: Mapping[int, int], sizes: Iterable[int]) -> list[tu
     """Order sizes as a greedy removal drops them, with the padded rows that each removal adds.
 
     The largest size stays, and is left out.
-
-    Raises:
-        SizesError: an entry of the histogram is out of range.
     """
     ladder = tuple(sorted(sizes))
     problem = _problem(checked_histogram(histogram), ladder, Budget(None, None), None, None, None)
