@@ -22,7 +22,7 @@ from cgcompile.encoder.protocol import (
     SupportsEncoderCudaGraph,
     named_buffers,
 )
-from cgcompile.errors import ConfigError, EncoderError
+from cgcompile.errors import EncoderError
 from cgcompile.settings import LARGEST_TABLE, checked, require, require_fields, require_whole, whole
 
 Grid = tuple[int, int, int]
@@ -55,11 +55,8 @@ class PatchTable:
     def __post_init__(self) -> None:
         require_fields(self)
         for name, known in (("rows", (PATCHES, TOKENS)), ("tail", (ZEROS, POSITIONS))):
-            if getattr(self, name) not in known:
-                expected = " or ".join(map(repr, known))
-                raise ConfigError.bad_value(
-                    name=name, where="PatchTable", value=getattr(self, name), expected=expected
-                )
+            value, expected = getattr(self, name), " or ".join(map(repr, known))
+            require(value in known, name, "PatchTable", value, expected)
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,15 @@
-"""What a model and the manager of its encoder graphs tell each other: plain data.
+"""What a model does so that its encoder runs on graphs: :class:`SupportsEncoderCudaGraph`.
 
 The names and defaults are those that engine authors know. An encoder with one set of graphs needs
-nothing else; ``paths``, ``capture_axes``, ``offset_keys``, ``on_none`` and ``frames`` are for what
-those names cannot say: several graph sets, a second captured shape, offsets whose tail must be a
-real sequence, and videos whose frames are sequences of attention.
+nothing else; ``paths``, ``capture_axes``, ``offset_keys``, ``on_none`` and ``frames`` are for
+several graph sets, a second captured size, offsets whose tail must be a real sequence, and videos
+whose frames are sequences of attention. Six methods are mandatory; the others have defaults, which
+a model gets by inheriting, or from :class:`CheckedModel`. :class:`~cgcompile.encoder.PatchEncoder`
+has all of them for the common layout.
 
-Results that belong to the caller: copied out of a graph once, then cut into views.
-
-What a graph returns lies in its pool, and the next replay writes there. So the rows that are real
-are copied right after a replay, with one kernel per tensor, however many items they belong to.
-
-What a model does so that its encoder runs on graphs: :class:`SupportsEncoderCudaGraph`.
-
-The method names are those that models of serving engines have already. Six of them say what only
-the model knows; the others have defaults here, which a model gets by inheriting, and the manager
-lends to a model that does not. :class:`~cgcompile.encoder.PatchEncoder` has all of them for the
-common layout.
-
-How they are called: with one path and no axes, as the source documents have it. With several
-paths, or one of a name of its own, ``path=`` is given by name to those that have it below, and
-``axes=`` where there are capture axes.
+With one path and no axes the methods are called without ``path=`` and ``axes=``. What a graph
+returns is in its pool, and the next replay overwrites it: so real rows are copied right after a
+replay, one kernel per tensor.
 """
 
 import inspect
@@ -33,7 +23,7 @@ import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.errors import ConfigError, EncoderError
-from cgcompile.settings import is_whole, require_fields, require_items, require_kind, whole
+from cgcompile.settings import is_whole, require, require_fields, require_items, require_kind, whole
 
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"
 VIDEO = "video"
@@ -131,11 +121,9 @@ class EncoderCudaGraphPathConfig:
 
     def __post_init__(self) -> None:
         least = self.min_token_budget
-        if least is not None and not is_whole(least, 1):
-            where = "EncoderCudaGraphPathConfig"
-            raise ConfigError.bad_value(
-                name="min_token_budget", where=where, value=least, expected="at least 1, or None"
-            )
+        valid = least is None or is_whole(least, 1)
+        where = "EncoderCudaGraphPathConfig"
+        require(valid, "min_token_budget", where, least, "at least 1, or None")
         _settle(self, ("min_token_budget",))
 
 
@@ -156,15 +144,11 @@ class EncoderCaptureAxis:
 
     def __post_init__(self) -> None:
         require_fields(self, but=("values",))
-        require_items("values", f"EncoderCaptureAxis {self.name!r}", self.values)
-        numbers = [whole(each) for each in self.values]
-        values = tuple(sorted({number for number in numbers if number is not None}))
-        if not values or None in numbers or values[0] < 0:
-            where = f"EncoderCaptureAxis {self.name!r}"
-            raise ConfigError.bad_value(
-                name="values", where=where, value=self.values, expected="at least one whole number"
-            )
-        object.__setattr__(self, "values", values)
+        where = f"EncoderCaptureAxis {self.name!r}"
+        require_items("values", where, self.values)
+        valid = bool(self.values) and all(is_whole(value, 0) for value in self.values)
+        require(valid, "values", where, self.values, "at least one whole number")
+        object.__setattr__(self, "values", tuple(sorted(set(map(int, self.values)))))
 
 
 @dataclass(frozen=True)
@@ -264,17 +248,15 @@ class EncoderCudaGraphConfig:
             "local_token_per_patch": 0,
         }
         for name, lowest in least.items():
-            found = getattr(self, name)
-            if not is_whole(found, lowest):
-                expected = f"a whole number of at least {lowest}"
-                raise ConfigError.bad_value(name=name, where=_WHERE, value=found, expected=expected)
+            value = getattr(self, name)
+            expected = f"a whole number of at least {lowest}"
+            require(is_whole(value, lowest), name, _WHERE, value, expected)
         _settle(self, least)
         for name in ("modalities", "buffer_keys"):
-            found = getattr(self, name)
-            require_items(name, _WHERE, found, str)
-            if not found or len(set(found)) < len(found):
-                expected = "at least one name, each once"
-                raise ConfigError.bad_value(name=name, where=_WHERE, value=found, expected=expected)
+            names = getattr(self, name)
+            require_items(name, _WHERE, names, str)
+            unique = bool(names) and len(set(names)) == len(names)
+            require(unique, name, _WHERE, names, "at least one name, each once")
 
     def _check_dual_path(self) -> None:
         named = ("global_token_per_image", "local_token_per_patch")
@@ -298,37 +280,24 @@ class EncoderCudaGraphConfig:
             raise ConfigError.impossible(what=what, because=because, instead="Leave it out.")
 
     def _check_keys(self) -> None:
-        said = {
-            "padding_logics": self.padding_logics,
-            "offset_keys": self.offset_keys,
-            "on_none": self.on_none,
-        }
-        for name, keys in said.items():
-            for key in keys:
-                if key not in self.buffer_keys:
-                    expected = f"names among buffer_keys ({', '.join(self.buffer_keys)})"
-                    raise ConfigError.bad_value(
-                        name=name, where=_WHERE, value=key, expected=expected
-                    )
+        expected = f"names among buffer_keys ({', '.join(self.buffer_keys)})"
+        for name in ("padding_logics", "offset_keys", "on_none"):
+            for key in getattr(self, name):
+                require(key in self.buffer_keys, name, _WHERE, key, expected)
         for key in self.offset_keys:
             if key in self.padding_logics:
                 what = f"a padding logic for {key!r}, which is among offset_keys too,"
                 raise ConfigError.impossible(
                     what=what, because="each says what the tail holds", instead="Keep one."
                 )
-        if isinstance(self.offset_keys, Mapping):
-            for key, rows in self.offset_keys.items():
-                if rows is not None and not is_whole(rows, 1):
-                    expected = "a whole number of at least 1, or None"
-                    raise ConfigError.bad_value(
-                        name=f"offset_keys[{key!r}]", where=_WHERE, value=rows, expected=expected
-                    )
-        for key, what in self.on_none.items():
-            if what not in (KEEP, ZERO):
-                expected = "'keep' or 'zero'"
-                raise ConfigError.bad_value(
-                    name=f"on_none[{key!r}]", where=_WHERE, value=what, expected=expected
-                )
+        rows_by_key = self.offset_keys if isinstance(self.offset_keys, Mapping) else {}
+        for key, rows in rows_by_key.items():
+            valid = rows is None or is_whole(rows, 1)
+            expected = "a whole number of at least 1, or None"
+            require(valid, f"offset_keys[{key!r}]", _WHERE, rows, expected)
+        for key, rule in self.on_none.items():
+            known = rule in (KEEP, ZERO)
+            require(known, f"on_none[{key!r}]", _WHERE, rule, "'keep' or 'zero'")
 
 
 @dataclass
