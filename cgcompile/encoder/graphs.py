@@ -1,25 +1,17 @@
-"""What a graph of an encoder is for: :class:`GraphKey`.
+"""The graphs of one encoder: sizes, buffers, capture and replay (:class:`EncoderGraphs`).
 
-How large graphs are, from what a user gives and what a model says: :func:`resolved_limits`.
+A graph reads the addresses that it was captured with, padded rows included. So each replay writes
+all rows of the buffers: the real ones, then zeros, or what a padding logic writes; offsets go on to
+the end, so that padding is a sequence like others. The rule: everything is checked before anything
+is written.
 
-The buffers of one graph, and how a replay fills them: :class:`GraphInputs`.
-
-A graph reads what lies at the addresses that it recorded, padded rows included. So each write
-says what all rows hold: the real ones, then zeros; or whatever a padding logic writes; offsets go
-on to the end, so that padding is a sequence like others. The rule: everything is checked before
-anything is written.
-
-Which encoder graphs fit into so many bytes: :func:`left_out`, and what measures them.
-
-A pool gives nothing back for one graph, so a graph that took too much could not be undone. What
-graphs take is therefore measured before, on memory that is dropped as a whole: :class:`Rehearsal`.
-
-The graphs of one encoder, their keys, buffers, capture and replay: :class:`EncoderGraphs`.
+A pool gives nothing back for one graph, so a graph that took too much could not be undone. With a
+budget of bytes graphs are therefore measured first, on memory that is dropped as a whole.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -44,7 +36,7 @@ from cgcompile.encoder.protocol import (
     named_buffers,
     own_rows,
 )
-from cgcompile.errors import CaptureError, ConfigError, EncoderError
+from cgcompile.errors import CaptureError, EncoderError
 from cgcompile.graphs.capture import bulk_capture, inside_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device
@@ -53,7 +45,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, Whole, holds_parameters_with_grad
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving.memory_plan import most_that_fit, ranked
-from cgcompile.settings import require_arguments, require_kind, whole
+from cgcompile.settings import require, require_arguments, require_kind, whole
 
 
 class GraphKey(NamedTuple):
@@ -105,14 +97,12 @@ def resolved_limits(
 
 
 def _by_path(config: EncoderCudaGraphConfig, given: Budgeted) -> dict[str, Sequence[int]]:
+    paths = list(config.graph_sets)
     if not isinstance(given, Mapping):
-        return {path: tuple(given) for path in config.graph_sets}
-    if set(given) != set(config.graph_sets):
-        expected = f"budgets for each of {', '.join(config.graph_sets)}"
-        raise ConfigError.bad_value(
-            name="token_budgets", where="encoder graphs", value=dict(given), expected=expected
-        )
-    return {path: tuple(given[path]) for path in config.graph_sets}
+        return {path: tuple(given) for path in paths}
+    expected = f"budgets for each of {', '.join(paths)}"
+    require(set(given) == set(paths), "token_budgets", "encoder graphs", dict(given), expected)
+    return {path: tuple(given[path]) for path in paths}
 
 
 def _given(
@@ -297,89 +287,32 @@ Sizes = tuple[str, int]
 """Path and budget; the graphs of all values of capture axes go together."""
 
 
-class Rehearsal:
-    """Captures that nobody replays, on memory of their own."""
-
-    def __init__(
-        self, pool: GraphPool, settings: CompilationConfig, recorded: Callable[..., Any]
-    ) -> None:
-        self._pool = GraphPool(pool.device)
-        self._settings = settings
-        self.wrapper = CUDAGraphWrapper(
-            recorded, settings, CUDAGraphMode.FULL, pool=self._pool, name="encoder, measured"
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of all that was captured so far, without buffers of inputs."""
-        return self._pool.nbytes
-
-    def run(self, descriptor: BatchDescriptor, step: Callable[[], Any]) -> None:
-        """Warm up and capture.
-
-        What the capture itself raises is for the capture that counts to report.
-        """
-        warm_all(lambda _: step(), [descriptor], tuple, self._settings.num_warmups)
-        with bulk_capture():
-            try:
-                step()
-            except Exception:
-                return
-
-    def drop(self) -> None:
-        """Give all of it back to the device."""
-        self._pool.release()
-        self._pool.device.give_back()
-
-
-def left_out(
+def choose_budgets(
     missing: Sequence[GraphKey],
     captured: Sequence[GraphKey],
-    most: int,
-    left: int,
-    rehearsal: Callable[[], Rehearsal],
-    measure: Callable[[GraphKey, Rehearsal], int],
-) -> dict[GraphKey, str]:
-    """What has no room, and why.
+    fits: Callable[[Sequence[Sizes]], bool],
+) -> Sequence[Sizes]:
+    """Choose which of the missing graphs to capture: all if all fit.
 
-    The largest budget of each path comes first; a path for which it has no room gets no graph.
+    Else the largest budget of each path comes first; a path for which it has no room gets no graph.
     Then as many budgets as fit, those first that save the most padding if all numbers of tokens are
     equally frequent.
     """
-
     have = {key[:2] for key in captured}
     ladders: dict[str, set[int]] = {}
     for path, budget, _ in (*missing, *captured):
         ladders.setdefault(path, set()).add(budget)
-
-    def fits(some: Sequence[Sizes]) -> bool:
-        buffers, trial = 0, rehearsal()
-        try:
-            for key in missing:
-                if key[:2] in some:
-                    buffers += measure(key, trial)
-                    if trial.nbytes + buffers > left:
-                        return False
-            return True
-        finally:
-            trial.drop()
-
     order = [sizes for sizes in ranked(ladders) if sizes not in have]
-    kept: Sequence[Sizes] = order
-    if not fits(order):
-        tops = [sizes for sizes in order if sizes[1] == max(ladders[sizes[0]])]
-        first: list[Sizes] = []
-        for sizes in tops:
-            if fits([*first, sizes]):
-                first.append(sizes)
-        refused = {path for path, _ in tops} - {path for path, _ in first}
-        rest = [sizes for sizes in order if sizes not in tops and sizes[0] not in refused]
-        kept = most_that_fit([*first, *rest], len(first), fits)
-    why = (
-        f"{Reason.NOT_CAPTURED.value}: no room in max_graph_bytes={most}, of which "
-        f"{max(left, 0)} were left"
-    )
-    return {key: why for key in missing if key[:2] not in kept}
+    if fits(order):
+        return order
+    tops = [sizes for sizes in order if sizes[1] == max(ladders[sizes[0]])]
+    first: list[Sizes] = []
+    for sizes in tops:
+        if fits([*first, sizes]):
+            first.append(sizes)
+    refused = {path for path, _ in tops} - {path for path, _ in first}
+    rest = [sizes for sizes in order if sizes not in tops and sizes[0] not in refused]
+    return most_that_fit([*first, *rest], len(first), fits)
 
 
 log = logging.getLogger(__name__)
@@ -390,12 +323,11 @@ _MANY = 64  # graphs; each costs start-up time and memory
 
 
 class EncoderGraphs:
-    """Captures and replays. Not for several threads at a time."""
+    """Captures and replays the graphs of one encoder. Not for several threads at a time."""
 
     def __init__(
         self,
         model: CheckedModel,
-        config: EncoderCudaGraphConfig,
         limits: Limits,
         device: torch.device,
         dtype: torch.dtype,
@@ -403,16 +335,14 @@ class EncoderGraphs:
         pool: GraphPool | None,
         check_weights: bool,
     ) -> None:
-        self._model, self._config, self._limits = model, config, limits
+        self._model, self._config, self._limits = model, model.config, limits
         self._device, self._dtype = device, dtype
-        # A model that splits results itself decides there how many columns items have.
-        splits = model.has_own("postprocess_encoder_output")
-        self._columns = None if splits else config.out_hidden_size
+        self._columns = None if model.splits_results else self._config.out_hidden_size
         self._settings = settings
         self._owns_pool = pool is None  # what is shared may be in use
         if pool is None:
-            found = capture_device(device, settings.capture_device)
-            pool = None if found is None else GraphPool(found)
+            capturing = capture_device(device, settings.capture_device)
+            pool = None if capturing is None else GraphPool(capturing)
         self.pool = pool  # the memory of the graphs; None where nothing can be captured
         self._whole = Whole(model.model, self._recorded)
         self._wrapper = CUDAGraphWrapper(self._whole, settings, FULL, pool=pool, name="encoder")
@@ -471,19 +401,19 @@ class EncoderGraphs:
     @property
     def input_bytes(self) -> int:
         """Memory of the buffers of all graphs."""
-        return sum(each.nbytes for each in self._inputs.values())
+        return sum(inputs.nbytes for inputs in self._inputs.values())
 
     def inputs(self, key: GraphKey) -> GraphInputs:
         """The buffers of one graph; made when they are first asked for."""
         if type(key) is not GraphKey:
             require_kind("key", "graph_inputs", key, GraphKey)
-        found = self._inputs.get(key)
-        if found is None:
+        inputs = self._inputs.get(key)
+        if inputs is None:
             require_arguments("graph_inputs", {"key": key}, {"key": GraphKey})
-            found = self._inputs[key] = self._made(key)
-        return found
+            inputs = self._inputs[key] = self._new_inputs(key)
+        return inputs
 
-    def _made(self, key: GraphKey) -> GraphInputs:
+    def _new_inputs(self, key: GraphKey) -> GraphInputs:
         with torch.inference_mode(False), torch.no_grad():  # written in whatever mode
             made = self._model.prepare_encoder_cudagraph_capture_inputs(
                 key.budget,
@@ -495,24 +425,24 @@ class EncoderGraphs:
             )
         return GraphInputs(self._config, made)
 
-    def _looked_at(self, path: str) -> dict[str, torch.Tensor]:
-        """The buffers of the smallest graph of a path, for a look.
+    def _sample_inputs(self, path: str) -> dict[str, torch.Tensor]:
+        """Return the buffers of the smallest graph of a path.
 
-        What is made for it alone is not kept: it may be made after :meth:`forget`, or inside of the
-        capture of others, whose memory it would lie in, without contents.
+        New ones are not kept: they may be made after :meth:`forget`, or inside of another capture,
+        in whose pool they would be without contents.
         """
         key = min(key for key in self._descriptors if key.path == path)
-        return (self._inputs.get(key) or self._made(key)).values
+        return (self._inputs.get(key) or self._new_inputs(key)).values
 
     def named(self, path: str, axes: Sequence[int] | None = None) -> dict[str, Any]:
-        """What a method of the model is told by name: the path and the axes, if there are any."""
-        found: dict[str, Any] = {}
+        """Return the keyword arguments of a method of the model: path and axes, if any."""
+        named: dict[str, Any] = {}
         if list(self._limits.budgets) != [DEFAULT]:
-            found["path"] = path
+            named["path"] = path
         if self._config.capture_axes and axes is not None:
             names = [axis.name for axis in self._config.capture_axes]
-            found["axes"] = dict(zip(names, axes, strict=True))
-        return found
+            named["axes"] = dict(zip(names, axes, strict=True))
+        return named
 
     # -------------------------------------------------------------- capture
 
@@ -525,7 +455,7 @@ class EncoderGraphs:
         """Capture what is planned and has no graph yet."""
         if inside_capture():  # buffers would lie in its memory, without contents
             raise CaptureError.nested(what="capture of encoder graphs")
-        missing = {each: key for key, each in self._descriptors.items() if not self.has(key)}
+        missing = {batch: key for key, batch in self._descriptors.items() if not self.has(key)}
         if len(missing) == len(self._descriptors):
             self._weights = []  # the graphs that read them are gone
         self.without_room = self._left_out(list(missing.values()), around, max_graph_bytes)
@@ -536,9 +466,9 @@ class EncoderGraphs:
         self._wrapper.closed = False
         try:
             with around(), self._uncompiled():
-                found = capture_set(
+                result = capture_set(
                     "Capturing encoder CUDA graphs",
-                    CUDAGraphMode.FULL,
+                    FULL,
                     list(missing),
                     lambda descriptor, phase: self._first_run(missing[descriptor]),
                     self,
@@ -549,11 +479,11 @@ class EncoderGraphs:
             self._wrapper.closed = True
         if self._check_weights and not self._weights:
             kind = self._device.type
-            self._weights = [WeightsGuard(each, kind) for each in self._modules]
+            self._weights = [WeightsGuard(module, kind) for module in self._modules]
         for key in self.captured():
             timed(key, lambda key=key: self._run(key))  # type: ignore[misc]
         left_out = tuple((self._descriptors[key], why) for key, why in self.without_room.items())
-        return replace(found, missing=found.missing + left_out)
+        return replace(result, missing=result.missing + left_out)
 
     def _left_out(
         self,
@@ -561,25 +491,51 @@ class EncoderGraphs:
         around: Callable[[], AbstractContextManager[Any]],
         max_graph_bytes: int | None,
     ) -> dict[GraphKey, str]:
-        """What has no room, and why. Nothing of it has buffers afterwards."""
+        """Return the graphs without room and the reason. They have no buffers afterwards."""
         if max_graph_bytes is None or self.pool is None or not missing:
             return {}
-        pool = self.pool
-        with around(), self._uncompiled():
-            return left_out(
-                missing,
-                self.captured(),
-                max_graph_bytes,
-                max_graph_bytes - pool.nbytes,
-                lambda: Rehearsal(pool, self._settings, self._whole),
-                self._rehearse,
-            )
+        left = max_graph_bytes - self.pool.nbytes
 
-    def _rehearse(self, key: GraphKey, rehearsal: Rehearsal) -> int:
-        """Capture on other memory what is to be measured; the bytes that its buffers will add."""
-        inputs = self._inputs.get(key) or self._made(key)
+        def fits(some: Sequence[Sizes]) -> bool:
+            return self._fit([key for key in missing if key[:2] in some], left)
+
+        with around(), self._uncompiled():
+            kept = choose_budgets(missing, self.captured(), fits)
+        why = (
+            f"{Reason.NOT_CAPTURED.value}: no room in max_graph_bytes={max_graph_bytes}, of which "
+            f"{max(left, 0)} were left"
+        )
+        return {key: why for key in missing if key[:2] not in kept}
+
+    def _fit(self, keys: Sequence[GraphKey], left: int) -> bool:
+        """Capture graphs on memory that is dropped; return whether they fit in ``left`` bytes."""
+        assert self.pool is not None
+        pool, buffers = GraphPool(self.pool.device), 0
+        wrapper = CUDAGraphWrapper(
+            self._whole, self._settings, FULL, pool=pool, name="encoder, measured"
+        )
+        try:
+            for key in keys:
+                buffers += self._rehearse(key, wrapper)
+                if pool.nbytes + buffers > left:
+                    return False
+            return True
+        finally:
+            pool.release()
+            pool.device.give_back()
+
+    def _rehearse(self, key: GraphKey, wrapper: CUDAGraphWrapper) -> int:
+        """Warm up and capture a graph to measure it; return the bytes that its buffers will add."""
+        inputs = self._inputs.get(key) or self._new_inputs(key)
         inputs.check_offsets()
-        rehearsal.run(key.descriptor, lambda: self._run(key, rehearsal.wrapper, inputs))
+
+        def step(_: object = None) -> None:
+            self._run(key, wrapper, inputs)
+
+        warm_all(step, [key], tuple, self._settings.num_warmups)
+        # The capture that counts reports what fails here.
+        with bulk_capture(), suppress(Exception):
+            step()
         return 0 if key in self._inputs else inputs.nbytes
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
@@ -665,8 +621,8 @@ class EncoderGraphs:
         )
         check_keys(made.values, self._config, "prepare_encoder_cudagraph_replay_buffers()")
         if path not in self._dtypes:
-            looked_at = self._looked_at(path)
-            self._dtypes[path] = {key: each.dtype for key, each in looked_at.items()}
+            sample = self._sample_inputs(path)
+            self._dtypes[path] = {key: buffer.dtype for key, buffer in sample.items()}
         dtypes = self._dtypes[path]
         values: dict[str, torch.Tensor] = {}
         for key in self._config.buffer_keys:
@@ -683,7 +639,9 @@ class EncoderGraphs:
         """A result without rows, of the structure that others have."""
         if path not in self._empty:  # nothing has run yet that could tell
             key = min(key for key in self._descriptors if key.path == path)
-            self._learn(path, self._forward(self._looked_at(path), **self.named(path, key.axes)))
+            self._learn(
+                path, self._forward(self._sample_inputs(path), **self.named(path, key.axes))
+            )
         return compat.tree_map(torch.clone, self._empty[path])
 
     def _learn(self, path: str, result: Any) -> None:

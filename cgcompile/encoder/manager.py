@@ -1,19 +1,10 @@
-"""What replays and eager runs cost on this machine: :class:`Calibration`.
-
-Whether a graph pays depends on the model and the device, and packing by a rule of thumb may be
-slower than no graphs at all. So each graph is timed once it is captured, and the forward that it
-recorded is timed plain.
-
-What happens to the items of one call: :class:`EncoderCalls`.
-
-Specs, packing, one run per group and path, and the results back in the order of the items. What has
-no graph runs eager, under a reason.
-
-Run an encoder on graphs of fixed budgets: :class:`EncoderCudaGraphManager`.
+"""Run an encoder on graphs of fixed budgets: :class:`EncoderCudaGraphManager`.
 
 Images and videos have many sizes, and a graph has one. So items are packed into groups, each of
 which fits a budget of output tokens, and padded up to it; what no graph holds, or what is cheaper
-without one, runs eager. The manager never begins a capture itself: a wrapper of ``graphs`` does.
+without one, runs eager under a reason (:class:`EncoderCalls`). Whether a graph pays depends on the
+model and the device, so graphs can be timed once they are captured (:class:`Calibration`).
+
 The rule, for models: a graph reads its own buffers alone, and :mod:`~cgcompile.encoder.protocol`
 says what goes into them. Callers have none: results are theirs, and any thread may call.
 """
@@ -22,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +26,6 @@ from cgcompile.encoder.protocol import (
     DEFAULT,
     GLOBAL,
     CheckedModel,
-    EncoderCudaGraphConfig,
     EncoderItemSpec,
     check_columns,
 )
@@ -79,21 +68,20 @@ class Calibration:
         return Costs(replays=replays, eagers=eagers)
 
     def _time(self, run: Callable[[], Any]) -> float:
-        """The shortest of a few runs, in milliseconds."""
+        """Return the shortest of a few runs, in milliseconds."""
         run()
         return min(self._once(run) for _ in range(_RUNS))
 
     def _once(self, run: Callable[[], Any]) -> float:
-        if self._device.type != "cuda":
-            start = time.perf_counter()
-            run()
-            return (time.perf_counter() - start) * 1e3
-        torch.cuda.synchronize(self._device)
-        # The host's part of an eager run is waited for too, so the clock is the host's.
-        start = time.perf_counter()
+        self._synchronize()
+        start = time.perf_counter()  # of the host, whose part of an eager run counts too
         run()
-        torch.cuda.synchronize(self._device)
+        self._synchronize()
         return (time.perf_counter() - start) * 1e3
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -111,21 +99,19 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 class EncoderCalls:
-    """Not for several threads at a time."""
+    """Runs the items of one call, in groups. Not for several threads at a time."""
 
     def __init__(
         self,
         model: CheckedModel,
-        config: EncoderCudaGraphConfig,
         limits: Limits,
         graphs: EncoderGraphs,
         statistics: EncoderStatistics,
         costs: Costs,
     ) -> None:
-        self._model, self._config, self._limits = model, config, limits
+        self._model, self._config, self._limits = model, model.config, limits
         self._graphs, self._statistics = graphs, statistics
-        self._paths = list(config.graph_sets)
-        self._splits = model.has_own("postprocess_encoder_output")
+        self._paths = list(self._config.graph_sets)
         self._version: tuple[int, int] | None = None
         self._known = Capacity(((),) * len(self._paths), *limits[1:])
         self.costs = costs  # as given; may be replaced
@@ -239,7 +225,7 @@ class EncoderCalls:
     ) -> None:
         """Items that need not run: results without rows, as the model itself puts them together."""
         self._statistics.record((), len(items))
-        if self._model.has_own("postprocess_encoder_output"):
+        if self._model.splits_results:
             outputs = {path: self._graphs.empty(path) for path in self._paths}
             counts = {path: [0] * len(items) for path in self._paths}
             self._split(outputs, items, counts, dest, self.selected(mm_kwargs, items, count))
@@ -264,7 +250,7 @@ class EncoderCalls:
             clone=False,
             batch_mm_kwargs=mm_kwargs,
         )
-        if self._splits and items and items[0] in dest:
+        if self._model.splits_results and items and items[0] in dest:
             leaves = [each for each in compat.tree_leaves(dest[items[0]]) if _has_columns(each)]
             if leaves:
                 check_columns(leaves, self._config.out_hidden_size, "postprocess_encoder_output")
@@ -422,9 +408,8 @@ class EncoderCudaGraphManager:
         require(sharder is None or shares, "sharder", where, sharder, expected)
         device = device_named(device, where)
         self._model = CheckedModel(model)
-        self.config = _copied(self._model.get_encoder_cudagraph_config())
+        self.config = self._model.config
         self.statistics = EncoderStatistics()
-        self._model.check_paths(self.config)
         self._device = torch.empty(0, device=device).device  # with an index, alike in all threads
         self._limits = resolved_limits(
             self.config,
@@ -436,7 +421,6 @@ class EncoderCudaGraphManager:
         self._settings = CompilationConfig.resolve(config)
         self._graphs = EncoderGraphs(
             self._model,
-            self.config,
             self._limits,
             self._device,
             dtype,
@@ -445,15 +429,14 @@ class EncoderCudaGraphManager:
             check_weights,
         )
         self._calls = EncoderCalls(
-            self._model, self.config, self._limits, self._graphs, self.statistics, costs or Costs()
+            self._model, self._limits, self._graphs, self.statistics, costs or Costs()
         )
         self._calibrate = calibrate
         self._sharder = sharder
         self._graph_capture = graph_capture
         self._inference_mode = inference_mode
         self._logged = 0
-        made = self._graphs.pool
-        self._lock = new_lock() if made is None else made.lock
+        self._lock = new_lock() if self.pool is None else self.pool.lock
         log.info(
             "encoder graphs of %s: token budgets %s, at most %d items and %d frames a replay",
             type(model).__name__,
@@ -467,16 +450,16 @@ class EncoderCudaGraphManager:
         method = "get_encoder_cudagraph_budget_range"
         if not (no_budgets or (no_items and self._model.has_own(method))):
             return None
-        found: tuple[int, int] = self._model.get_encoder_cudagraph_budget_range(settings)
-        return found
+        span: tuple[int, int] = self._model.get_encoder_cudagraph_budget_range(settings)
+        return span
 
     # -------------------------------------------------------------- what a user may ask
 
     @property
     def token_budgets(self) -> list[int] | dict[str, list[int]]:
         """The budgets, ascending; of several paths, by path."""
-        found = {path: list(budgets) for path, budgets in self._limits.budgets.items()}
-        return found[DEFAULT] if list(found) == [DEFAULT] else found
+        by_path = {path: list(budgets) for path, budgets in self._limits.budgets.items()}
+        return by_path[DEFAULT] if list(by_path) == [DEFAULT] else by_path
 
     @property
     def max_batch_size(self) -> int:
@@ -593,12 +576,12 @@ class EncoderCudaGraphManager:
                 calibration.measure(key, run, lambda: self._graphs.plain(key))
 
         with self._lock, self._mode():
-            found = self._graphs.capture(self._graph_capture, timed, max_graph_bytes)
+            result = self._graphs.capture(self._graph_capture, timed, max_graph_bytes)
             if self._calibrate and calibration.replays:
                 self._calls.costs = calibration.costs(list(self.config.graph_sets))
                 self.statistics.measured(calibration.replays)
             self._calls.make_tables()
-        return found
+        return result
 
     def clear(self) -> None:
         """Drop the graphs, their buffers and memory; calls run eager, :meth:`capture` works again.
@@ -637,14 +620,14 @@ class EncoderCudaGraphManager:
         """
         with self._lock, self._mode():
             if self._sharder is not None:
-                found = self._sharded(self._sharder, mm_kwargs)
+                results = self._sharded(self._sharder, mm_kwargs)
             else:
                 specs = self._calls.specs(mm_kwargs)
                 if self._settings.strict:
                     self._calls.check(specs)
-                found = self._calls.encoded(mm_kwargs, specs)
+                results = self._calls.encoded(mm_kwargs, specs)
             self._log_statistics()
-        return found
+        return results
 
     def _log_statistics(self) -> None:
         """Log what graphs were worth, once for so many items."""
@@ -671,18 +654,9 @@ class EncoderCudaGraphManager:
         if not specs:
             return []
         rows, paths = None, list(self.config.graph_sets)
-        if not self._model.has_own("postprocess_encoder_output"):
+        if not self._model.splits_results:
             rows = [sum(map(spec.tokens, paths)) for spec in specs]
         return sharder.gather(own, shares, self._graphs.empty(paths[0]), rows)
 
     def _mode(self) -> AbstractContextManager[Any]:
         return torch.inference_mode() if self._inference_mode else nullcontext()
-
-
-def _copied(config: object) -> EncoderCudaGraphConfig:
-    if not isinstance(config, EncoderCudaGraphConfig):
-        method, found = "get_encoder_cudagraph_config", type(config).__name__
-        raise EncoderError.returned(
-            method=method, found=found, expected="an EncoderCudaGraphConfig"
-        )
-    return replace(config)

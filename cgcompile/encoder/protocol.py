@@ -15,7 +15,7 @@ replay, one kernel per tensor.
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
@@ -646,9 +646,21 @@ class CheckedModel:
         for method in MANDATORY:
             if not _is_own(model, method):
                 raise EncoderError.no_method(model=name, method=method)
+        config = model.get_encoder_cudagraph_config()
+        if not isinstance(config, EncoderCudaGraphConfig):
+            raise EncoderError.returned(
+                method="get_encoder_cudagraph_config",
+                found=type(config).__name__,
+                expected="an EncoderCudaGraphConfig",
+            )
+        self.config = replace(config)  # a copy: fixed from now on
+        # A model that splits results itself decides there how many columns items have.
+        self.splits_results = self.has_own("postprocess_encoder_output")
+        self._check_paths()
 
-    def check_paths(self, config: EncoderCudaGraphConfig) -> None:
-        """Raise unless the methods take ``path=`` and ``axes=`` where the manager gives them."""
+    def _check_paths(self) -> None:
+        """Raise unless the methods take ``path=`` and ``axes=`` where the manager passes them."""
+        config = self.config
         for name, graphs in _BY_PATH.items():
             wanted = {"path": f"paths {', '.join(config.graph_sets)}"}
             if list(config.graph_sets) == [DEFAULT]:

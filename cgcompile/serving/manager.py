@@ -403,7 +403,10 @@ class CudaGraphManager:
 
     @checked
     def dummy_batch(self, descriptor: BatchDescriptor, phase: str) -> Batch:
-        """A batch of a padded size; see :func:`~cgcompile.serving.batch.dummy_batch`."""
+        """Return a batch of a padded size that any model can run; see :meth:`InputBuffer.dummy`.
+
+        A graph for mixed batches is captured with one query of all tokens as the longest.
+        """
         return self._fillers.dummy(descriptor)
 
     def release(self) -> None:

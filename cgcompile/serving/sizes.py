@@ -1,26 +1,16 @@
 """Which batch sizes are captured, and what a batch is padded to: pure functions.
 
-A *ladder* is a tuple of sizes, in order, each once. A batch of n rows runs at the smallest size
-that is at least n; above the largest size it runs without a graph. Without this file an engine
-captures by hand, and loses graphs where it rounds: the batches between the largest size and the
-maximum are then slow for ever, and nothing says so.
+A *ladder* is a tuple of sizes, ascending, without duplicates. A batch of n rows runs at the
+smallest size that is at least n; above the largest size it runs without a graph. Sizes are rows of
+the padded batch, in tokens; only ``decode_sizes`` counts requests too. The one rule a caller keeps:
+decode batches and mixed batches have ladders of their own, because a ladder that is rounded to the
+query length covers less of mixed batches.
 
-Sizes are rows of the padded batch, in tokens; only ``decode_sizes`` speaks of requests too. The one
-rule a caller keeps: decode batches and mixed batches have ladders of their own, because what is
-rounded to the query length for the first covers less of the second.
-
-Ladders fitted to what an engine really ran are in ``fit.py``.
-
-A ladder fitted to the batches that an engine really ran: :func:`fit_sizes`.
-
-The usual ladder spends most of its graphs on sizes that a given engine seldom sees. Here the sizes
-are chosen for least padding, or least cost, under a budget of graphs or of bytes.
-
-A batch runs at the smallest size that is large enough, so that the cost of a ladder is a sum over
-neighbours: (steps between a and b) times cost(b). Beginning with all candidates, the size whose
-removal adds the least cost is removed until the ladder is within its budget (:func:`removals`).
-Then sizes are moved between their neighbours, and added, as long as that saves cost. The tests
-compare the result with the exact optimum: 0.04 % above it in the mean.
+:func:`fit_sizes` fits a ladder to the batches that an engine really ran. The cost of a ladder is a
+sum over neighbours: (steps between a and b) times cost(b). Beginning with all candidates, the size
+whose removal adds the least cost is removed until the ladder is within its budget
+(:func:`removals`); then sizes are moved between their neighbours, and added, as long as that saves
+cost. The tests compare with the exact optimum: 0.04 % above it in the mean.
 """
 
 import math
@@ -51,8 +41,8 @@ _COARSE_FROM, _COARSE_STEP = 256, 16
 
 def mode_named(mode: CUDAGraphMode | str, where: str) -> CUDAGraphMode:
     """A mode by its name, as the configuration takes it."""
-    found: CUDAGraphMode = parsed("mode", where, mode, enum_parser(CUDAGraphMode))
-    return found
+    member: CUDAGraphMode = parsed("mode", where, mode, enum_parser(CUDAGraphMode))
+    return member
 
 
 def checked_number(name: str, value: Any, least: int = 1) -> int:
@@ -76,18 +66,18 @@ def checked_sizes(sizes: Iterable[int], maximum: int | None = None) -> tuple[int
     Raises:
         SizesError: there are none; one is no whole number of at least 1; or above the maximum.
     """
-    found = set()
     if not isinstance(sizes, Iterable):
         raise SizesError.not_a_size(found=sizes)
+    numbers = set()
     for size in sizes:
         number = whole(size)
         if number is None or number < 1:
             raise SizesError.not_a_size(found=size)
         require_whole("sizes", "checked_sizes", number, 1, LARGEST_TABLE)
-        found.add(number)
-    if not found:
+        numbers.add(number)
+    if not numbers:
         raise SizesError.empty()
-    ladder = tuple(sorted(found))
+    ladder = tuple(sorted(numbers))
     if maximum is not None:
         limit = checked_number("maximum", maximum)
         if ladder[-1] > limit:
@@ -141,7 +131,7 @@ def round_sizes(
         SizesError: a number is out of range, or no multiple is within the maximum.
     """
     several = multiple if isinstance(multiple, Iterable) else (multiple,)
-    step = math.lcm(*(checked_number("multiple", each) for each in several))
+    step = math.lcm(*(checked_number("multiple", factor) for factor in several))
     maximum = checked_number("maximum", maximum)
     last = maximum - maximum % step
     if not last:
@@ -188,8 +178,8 @@ def decode_sizes(
 
 def padded_size(ladder: Sequence[int], rows: int) -> int | None:
     """The smallest size of at least ``rows`` (1 or more); None above the largest. O(log sizes)."""
-    place = bisect_left(ladder, rows)
-    return ladder[place] if place < len(ladder) else None
+    index = bisect_left(ladder, rows)
+    return ladder[index] if index < len(ladder) else None
 
 
 def padding_table(ladder: Sequence[int]) -> dict[int, int]:
@@ -275,10 +265,10 @@ def get_cudagraph_sizes(
     query_len = checked_number("uniform_decode_query_len", uniform_decode_query_len)
     if mode is CUDAGraphMode.NONE or capture_sizes is None:
         return {}, {}
-    given = tuple(capture_sizes) if isinstance(capture_sizes, Iterable) else capture_sizes
-    if given == ():
+    sizes = tuple(capture_sizes) if isinstance(capture_sizes, Iterable) else capture_sizes
+    if sizes == ():
         return {}, {}
-    table = padding_table(checked_sizes(given))
+    table = padding_table(checked_sizes(sizes))
     if not uniform_decode_cudagraph:
         return table, {}
     limit = most * query_len
@@ -547,24 +537,16 @@ def _budget(
 
 
 def _measured(name: str, measure: _Measure, size: int) -> float:
-    found: Any = measure(size)
-    number: float | None = whole(found)  # as int, so that sums of rows are exact
-    if number is None and type(found) is not bool and isinstance(found, Real):
-        number = float(found)
+    """Call a measure of the user's: a finite number; of ``bytes_of`` a whole one."""
+    value: Any = measure(size)
+    number: float | None = whole(value)  # as int, so that sums of rows are exact
+    expected = "bytes, a whole number of at least 0"
+    if name != "bytes_of":
+        expected = "a finite number of at least 0"
+        if number is None and type(value) is not bool and isinstance(value, Real):
+            number = float(value)
     if number is None or not 0 <= number < math.inf:
-        raise SizesError.bad_measure(
-            name=name, size=size, found=found, expected="a finite number of at least 0"
-        )
-    return number
-
-
-def _measured_bytes(bytes_of: Callable[[int], int], size: int) -> int:
-    found = bytes_of(size)
-    number = whole(found)
-    if number is None or number < 0:
-        raise SizesError.bad_measure(
-            name="bytes_of", size=size, found=found, expected="bytes, a whole number of at least 0"
-        )
+        raise SizesError.bad_measure(name=name, size=size, found=value, expected=expected)
     return number
 
 
@@ -592,7 +574,7 @@ def _problem(
     return Problem(
         sizes,
         tuple(_measured("cost_of", cost_of, size) if cost_of else size for size in sizes),
-        tuple(_measured_bytes(bytes_of, size) if bytes_of else 0 for size in sizes),
+        tuple(int(_measured("bytes_of", bytes_of, size)) if bytes_of else 0 for size in sizes),
         tuple(counted[number] for number in served),
         tuple(above),
         budget,
@@ -605,7 +587,7 @@ def _fitted(
     pairs = zip((START, *chosen.ladder), chosen.ladder, strict=False)
     last = problem.sizes[chosen.ladder[-1]] if chosen.ladder else 0
     must = problem.above[START] == math.inf
-    # A size that no observed batch takes costs a graph and serves nobody; the last one covers.
+    # A size that no observed batch takes costs a graph and saves nothing; the last one covers.
     used = tuple(
         place
         for below, place in pairs
