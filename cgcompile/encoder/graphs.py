@@ -96,26 +96,26 @@ def resolved_limits(
     return Limits(budgets, items, frames)
 
 
-def _by_path(config: EncoderCudaGraphConfig, given: Budgeted) -> dict[str, Sequence[int]]:
+def _by_path(config: EncoderCudaGraphConfig, budgets: Budgeted) -> dict[str, Sequence[int]]:
     paths = list(config.graph_sets)
-    if not isinstance(given, Mapping):
-        return {path: tuple(given) for path in paths}
+    if not isinstance(budgets, Mapping):
+        return {path: tuple(budgets) for path in paths}
     expected = f"budgets for each of {', '.join(paths)}"
-    require(set(given) == set(paths), "token_budgets", "encoder graphs", dict(given), expected)
-    return {path: tuple(given[path]) for path in paths}
+    require(set(budgets) == set(paths), "token_budgets", "encoder graphs", dict(budgets), expected)
+    return {path: tuple(budgets[path]) for path in paths}
 
 
 def _given(
     by_path: dict[str, Sequence[int]], max_items: int | None, budget_range: Range | None
 ) -> tuple[dict[str, tuple[int, ...]], int]:
-    found: dict[str, Budgets] = {}
+    resolved: dict[str, Budgets] = {}
     for path, budgets in by_path.items():
         # numbers that are none are for resolve_budgets to name
         numbers = [number for each in budgets if (number := whole(each)) and number > 0]
         span = budget_range or (min(numbers, default=1), max(numbers, default=1))
-        found[path] = resolve_budgets(budgets, max_items, budget_range=span)
-    items = min(each.max_items for each in found.values())
-    return {path: each.budgets for path, each in found.items()}, items
+        resolved[path] = resolve_budgets(budgets, max_items, budget_range=span)
+    items = min(limits.max_items for limits in resolved.values())
+    return {path: limits.budgets for path, limits in resolved.items()}, items
 
 
 def _inferred(
@@ -144,19 +144,21 @@ _POISON = 0x7F  # an index that no buffer has, in an integer of any width
 class GraphInputs:
     """What one graph reads. Not for several threads at a time."""
 
-    def __init__(self, config: EncoderCudaGraphConfig, made: EncoderCudaGraphCaptureInputs) -> None:
-        values = getattr(made, "values", None)
+    def __init__(
+        self, config: EncoderCudaGraphConfig, inputs: EncoderCudaGraphCaptureInputs
+    ) -> None:
+        values = getattr(inputs, "values", None)
         if not isinstance(values, dict):
             expected = "EncoderCudaGraphCaptureInputs(values={key: tensor})"
             raise EncoderError.returned(
-                method=_CAPTURE[:-2], found=type(made).__name__, expected=expected
+                method=_CAPTURE[:-2], found=type(inputs).__name__, expected=expected
             )
         check_keys(values, config, _CAPTURE)
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
-                found = f"{type(value).__name__} for {key!r}"
+                kind = f"{type(value).__name__} for {key!r}"
                 raise EncoderError.returned(
-                    method=_CAPTURE[:-2], found=found, expected="a tensor for each key"
+                    method=_CAPTURE[:-2], found=kind, expected="a tensor for each key"
                 )
         self._config = config
         self.values: dict[str, torch.Tensor] = dict(values)
@@ -172,18 +174,18 @@ class GraphInputs:
     def nbytes(self) -> int:
         """Memory of the buffers and of what writes them, in bytes."""
         kept = [*self.values.values(), *self._ends.values(), *self._steps.values()]
-        return sum(each.nbytes for each in kept)
+        return sum(tensor.nbytes for tensor in kept)
 
     def check_offsets(self) -> None:
         """Raise unless offsets end where their buffer does. Synchronises, so for captures alone."""
         for key in self._config.offset_keys:
-            found = self.values[key].reshape(-1).tolist()
-            if not found or found[-1] < 1 or found[-1] < max(found):
-                raise EncoderError.no_offset_end(key=key, last=found[-1] if found else None)
+            offsets = self.values[key].reshape(-1).tolist()
+            if not offsets or offsets[-1] < 1 or offsets[-1] < max(offsets):
+                raise EncoderError.no_offset_end(key=key, last=offsets[-1] if offsets else None)
 
-    def write(self, given: EncoderCudaGraphReplayBuffers, poison: bool = False) -> list[str]:
+    def write(self, rows: EncoderCudaGraphReplayBuffers, poison: bool = False) -> list[str]:
         """Fill the buffers for a replay. Nothing synchronises, but copies from pageable memory."""
-        values = given.values
+        values = rows.values
         check_keys(values, self._config, _REPLAY)
         for key in self._config.buffer_keys:
             if values[key] is not None:
@@ -250,18 +252,18 @@ class GraphInputs:
 
     def _pad(self, key: str, dst: torch.Tensor, value: torch.Tensor) -> None:
         before, room = dst.data_ptr(), _layout(dst)
-        place = dst.untyped_storage(), dst.storage_offset(), dst.size(), dst.stride()
+        memory = dst.untyped_storage(), dst.storage_offset(), dst.size(), dst.stride()
         try:
             self._config.padding_logics[key](dst, value)
         except Exception as error:
-            dst.set_(*place)
+            dst.set_(*memory)
             found = f"{type(error).__name__}: {error}".splitlines()[0]
             raise EncoderError.padding_failed(
                 key=key, found=_layout(value), room=room, error=found
             ) from error
         if dst.data_ptr() != before or _layout(dst) != room:
             found = _layout(dst)
-            dst.set_(*place)  # so that the next good call works
+            dst.set_(*memory)  # so that the next good call works
             raise EncoderError.buffer_moved(key=key, found=found, room=room)
 
 
@@ -367,13 +369,13 @@ class EncoderGraphs:
     def planned(self) -> list[GraphKey]:
         """All that :meth:`capture` is to make, the largest first."""
         axes = [axis.values for axis in self._config.capture_axes]
-        found = [
+        keys = [
             GraphKey(path, budget, values)
             for path, budgets in self._limits.budgets.items()
             for budget in budgets
             for values in product(*axes)
         ]
-        return sorted(found, key=lambda key: (key.budget, key.axes), reverse=True)
+        return sorted(keys, key=lambda key: (key.budget, key.axes), reverse=True)
 
     def captured(self) -> list[GraphKey]:
         """What has a graph now, the largest first."""
@@ -415,7 +417,7 @@ class EncoderGraphs:
 
     def _new_inputs(self, key: GraphKey) -> GraphInputs:
         with torch.inference_mode(False), torch.no_grad():  # written in whatever mode
-            made = self._model.prepare_encoder_cudagraph_capture_inputs(
+            inputs = self._model.prepare_encoder_cudagraph_capture_inputs(
                 key.budget,
                 self._limits.max_items,
                 self._limits.max_frames,
@@ -423,7 +425,7 @@ class EncoderGraphs:
                 self._dtype,
                 **self.named(key.path, key.axes),
             )
-        return GraphInputs(self._config, made)
+        return GraphInputs(self._config, inputs)
 
     def _sample_inputs(self, path: str) -> dict[str, torch.Tensor]:
         """Return the buffers of the smallest graph of a path.
@@ -581,7 +583,7 @@ class EncoderGraphs:
 
     def replay(self, key: GraphKey, mm_kwargs: dict[str, Any], rows: int) -> Any:
         """Run items on a graph."""
-        given = self._model.prepare_encoder_cudagraph_replay_buffers(
+        buffers = self._model.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs,
             self._limits.max_items,
             self._limits.max_frames,
@@ -591,7 +593,7 @@ class EncoderGraphs:
         self.pool.follow_stream()  # a replay on another stream may read the buffers still
         if self._settings.poison and self._owns_pool:
             self.pool.poison()
-        for name in self.inputs(key).write(given, poison=self._settings.poison):
+        for name in self.inputs(key).write(buffers, poison=self._settings.poison):
             self.kept_keys[name] = self.kept_keys.get(name, 0) + 1
         return own_rows(self._run(key), rows)
 
@@ -616,19 +618,19 @@ class EncoderGraphs:
             for axis in self._config.capture_axes
         ]
         named = self.named(path, needed)
-        made = self._model.prepare_encoder_cudagraph_replay_buffers(
+        buffers = self._model.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs, len(specs), frames, **named
         )
-        check_keys(made.values, self._config, "prepare_encoder_cudagraph_replay_buffers()")
+        check_keys(buffers.values, self._config, "prepare_encoder_cudagraph_replay_buffers()")
         if path not in self._dtypes:
             sample = self._sample_inputs(path)
             self._dtypes[path] = {key: buffer.dtype for key, buffer in sample.items()}
         dtypes = self._dtypes[path]
         values: dict[str, torch.Tensor] = {}
         for key in self._config.buffer_keys:
-            if made.values[key] is None:
+            if buffers.values[key] is None:
                 raise EncoderError.nothing_to_run_on(key=key)
-            values[key] = made.values[key].to(self._device, dtypes[key])
+            values[key] = buffers.values[key].to(self._device, dtypes[key])
         return self._forward(values, **named)
 
     def plain(self, key: GraphKey) -> Any:

@@ -60,8 +60,8 @@ class Calibration:
 
     def costs(self, paths: Sequence[str]) -> Costs:
         """What packing estimates with."""
-        measured = [(place, self._plain.get(path)) for place, path in enumerate(paths)]
-        eagers = {place: _line(points) for place, points in measured if points}
+        measured = [(index, self._plain.get(path)) for index, path in enumerate(paths)]
+        eagers = {index: _line(points) for index, points in measured if points}
         replays = {
             (paths.index(path), budget): cost for (path, budget), cost in self.replays.items()
         }
@@ -163,8 +163,8 @@ class EncoderCalls:
         """A call of some of the items."""
         if items == list(range(count)):
             return mm_kwargs
-        found: dict[str, Any] = self._model.select_encoder_cudagraph_items(mm_kwargs, items)
-        return found
+        selected: dict[str, Any] = self._model.select_encoder_cudagraph_items(mm_kwargs, items)
+        return selected
 
     def _capacity(self) -> Capacity:
         if self._graphs.blocked():
@@ -189,13 +189,13 @@ class EncoderCalls:
         idle = [n for n, spec in enumerate(specs) if not any(map(spec.tokens, self._paths))]
         if idle:  # last, as others tell what a result looks like
             self._without_tokens(idle, mm_kwargs, len(specs), dest)
-        missing = [place for place in range(len(specs)) if place not in dest]
+        missing = [item for item in range(len(specs)) if item not in dest]
         if missing:
             found = f"no result for item {missing[0]}"
             raise EncoderError.returned(
                 method="postprocess_encoder_output", found=found, expected="one for each"
             )
-        return [dest[place] for place in range(len(specs))]
+        return [dest[item] for item in range(len(specs))]
 
     def check(self, specs: list[EncoderItemSpec]) -> None:
         """Refuse items that would run eager, but where that is the cheaper way; for ``strict``."""
@@ -218,7 +218,7 @@ class EncoderCalls:
             yield [item], Group((item,), (None,) * len(self._paths))
         needs = [self._need(specs[item]) for item in listed]
         for group in pack(needs, self._capacity(), self.costs):
-            yield [listed[place] for place in group.items], group
+            yield [listed[index] for index in group.items], group
 
     def _without_tokens(
         self, items: list[int], mm_kwargs: dict[str, Any], count: int, dest: dict[int, Any]
@@ -251,7 +251,7 @@ class EncoderCalls:
             batch_mm_kwargs=mm_kwargs,
         )
         if self._model.splits_results and items and items[0] in dest:
-            leaves = [each for each in compat.tree_leaves(dest[items[0]]) if _has_columns(each)]
+            leaves = [leaf for leaf in compat.tree_leaves(dest[items[0]]) if _has_columns(leaf)]
             if leaves:
                 check_columns(leaves, self._config.out_hidden_size, "postprocess_encoder_output")
 
@@ -318,14 +318,14 @@ class EncoderCalls:
 
     def _axes(self, specs: list[EncoderItemSpec]) -> tuple[int, ...] | None:
         """For each capture axis the least value that is enough for all items; None if none is."""
-        found = []
+        values = []
         for axis in self._config.capture_axes:
             needed = max(spec.axes[axis.name] for spec in specs)
             enough = [value for value in axis.values if value >= needed]
             if not enough:
                 return None
-            found.append(enough[0])
-        return tuple(found)
+            values.append(enough[0])
+        return tuple(values)
 
 
 def _has_columns(leaf: Any) -> bool:
@@ -403,7 +403,7 @@ class EncoderCudaGraphManager:
         check_weights: bool = True,
     ) -> None:
         where = "EncoderCudaGraphManager"
-        shares = all(hasattr(sharder, each) for each in ("rank", "assign", "agree", "gather"))
+        shares = all(hasattr(sharder, name) for name in ("rank", "assign", "agree", "gather"))
         expected = "a Sharder, what has its methods, or None"
         require(sharder is None or shares, "sharder", where, sharder, expected)
         device = device_named(device, where)
@@ -642,10 +642,10 @@ class EncoderCudaGraphManager:
             specs = self._calls.specs(mm_kwargs)
             shares = sharder.assign([spec.input_size for spec in specs])
             for share in shares if self._settings.strict else ():  # of all, so that all raise
-                self._calls.check([specs[place] for place in share])
+                self._calls.check([specs[item] for item in share])
             mine = shares[sharder.rank]
             selected = self._calls.selected(mm_kwargs, list(mine), len(specs))
-            own = self._calls.encoded(selected, [specs[place] for place in mine])
+            own = self._calls.encoded(selected, [specs[item] for item in mine])
             sharder.check(own)
         except BaseException as failed:
             sharder.agree(failed)  # the others wait for what will not come

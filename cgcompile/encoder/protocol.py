@@ -41,9 +41,9 @@ nothing of it is zeroed before.
 def _settle(instance: object, names: Iterable[str]) -> None:
     """Replace whole numbers of other types in these fields of a frozen dataclass by ints."""
     for name in names:
-        found = getattr(instance, name)
-        if type(found) is not int and found is not None:
-            object.__setattr__(instance, name, whole(found))
+        value = getattr(instance, name)
+        if type(value) is not int and value is not None:
+            object.__setattr__(instance, name, whole(value))
 
 
 @dataclass
@@ -89,7 +89,7 @@ class EncoderItemSpec:
         _settle(self, counts)
         for name in ("path_output_tokens", "axes"):
             numbers = getattr(self, name)
-            settled = {key: whole(each) for key, each in numbers.items()}
+            settled = {key: whole(number) for key, number in numbers.items()}
             if None not in settled.values():  # else it is named where it is used
                 object.__setattr__(self, name, settled)
 
@@ -260,9 +260,9 @@ class EncoderCudaGraphConfig:
 
     def _check_dual_path(self) -> None:
         named = ("global_token_per_image", "local_token_per_patch")
-        given = [name for name in named if getattr(self, name)]
-        if given and not self.enable_dual_path_graph:
-            what = f"EncoderCudaGraphConfig({given[0]}={getattr(self, given[0])})"
+        listed = [name for name in named if getattr(self, name)]
+        if listed and not self.enable_dual_path_graph:
+            what = f"EncoderCudaGraphConfig({listed[0]}={getattr(self, listed[0])})"
             because = "it is used with enable_dual_path_graph=True alone"
             raise ConfigError.impossible(
                 what=what, because=because, instead="Set that too, or leave this out."
@@ -371,7 +371,7 @@ def split_rows(tree: Any, counts: Sequence[int]) -> list[Any]:
 
 def joined_rows(trees: Sequence[Any]) -> Any:
     """Results one after the other; a single one as it is, and one without rows not at all."""
-    kept = [each for each in trees if any(len(leaf) for leaf in compat.tree_leaves(each))]
+    kept = [tree for tree in trees if any(len(leaf) for leaf in compat.tree_leaves(tree))]
     kept = kept or list(trees[:1])
     if len(kept) == 1:
         return kept[0]
@@ -513,17 +513,17 @@ class SupportsEncoderCudaGraph(Protocol):
         """
         config = self.get_encoder_cudagraph_config()
         specs = self.get_encoder_cudagraph_item_specs(mm_kwargs)
-        items, frames = len(specs), sum(each.frames for each in specs)
+        items, frames = len(specs), sum(spec.frames for spec in specs)
         named: dict[str, Any] = {} if list(config.graph_sets) == [DEFAULT] else {"path": path}
         if config.capture_axes:
             names = [axis.name for axis in config.capture_axes]
             named["axes"] = {
-                name: max((each.axes.get(name, 0) for each in specs), default=0) for name in names
+                name: max((spec.axes.get(name, 0) for spec in specs), default=0) for name in names
             }
-        made = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, items, frames, **named)
+        buffers = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, items, frames, **named)
         inputs: dict[str, torch.Tensor] = {}
         for key in config.buffer_keys:
-            value = made.values[key]
+            value = buffers.values[key]
             if value is None:
                 raise EncoderError.nothing_to_run_on(key=key)
             inputs[key] = value
@@ -548,11 +548,11 @@ class SupportsEncoderCudaGraph(Protocol):
         known = list(self.get_encoder_cudagraph_config().modalities)
         if len(known) == 1:
             return known[0]
-        given = {key for key, value in mm_kwargs.items() if value is not None}
-        found = [each for each in known if any(_names(key, each) for key in given)]
-        if len(found) != 1:
-            raise EncoderError.modality(keys=sorted(given), found=found, known=known)
-        return found[0]
+        keys = {key for key, value in mm_kwargs.items() if value is not None}
+        matching = [modality for modality in known if any(_names(key, modality) for key in keys)]
+        if len(matching) != 1:
+            raise EncoderError.modality(keys=sorted(keys), found=matching, known=known)
+        return matching[0]
 
     def postprocess_encoder_output(
         self,
@@ -582,11 +582,11 @@ class SupportsEncoderCudaGraph(Protocol):
         counts = per_item_out_tokens
         if not isinstance(counts, Mapping):
             counts = {DEFAULT: counts}
-        found: list[list[Any]] = [[] for _ in indices]
+        columns: list[list[Any]] = [[] for _ in indices]
         for path, tree in parts.items():
-            for mine, part in zip(found, split_rows(tree, counts[path]), strict=True):
+            for mine, part in zip(columns, split_rows(tree, counts[path]), strict=True):
                 mine.append(part)
-        for index, mine in zip(indices, found, strict=True):
+        for index, mine in zip(indices, columns, strict=True):
             joined = joined_rows(mine)
             dest[index] = compat.tree_map(torch.clone, joined) if clone else joined
 
@@ -609,9 +609,9 @@ def _names(key: str, modality: str) -> bool:
 
 def _is_own(model: object, name: str) -> bool:
     """Whether a model brings a method itself, on its class or on the object."""
-    found = getattr(model, name, None)
+    method = getattr(model, name, None)
     default = getattr(SupportsEncoderCudaGraph, name)
-    return callable(found) and getattr(found, "__func__", found) is not default
+    return callable(method) and getattr(method, "__func__", method) is not default
 
 
 def supports_encoder_cudagraph(model: object) -> bool:
@@ -627,9 +627,9 @@ def _takes(method: Any, keyword: str) -> bool:
         return True
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(
-        each.kind is inspect.Parameter.VAR_KEYWORD
-        or (each.name == keyword and each.kind in by_name)
-        for each in known
+        parameter.kind is inspect.Parameter.VAR_KEYWORD
+        or (parameter.name == keyword and parameter.kind in by_name)
+        for parameter in known
     )
 
 
@@ -679,6 +679,6 @@ class CheckedModel:
     def __getattr__(self, name: str) -> Any:
         if name not in OPTIONAL:
             return getattr(self.model, name)
-        found = getattr(self.model, name, None)
+        method = getattr(self.model, name, None)
         default = getattr(SupportsEncoderCudaGraph, name)
-        return found if callable(found) else MethodType(default, self.model)
+        return method if callable(method) else MethodType(default, self.model)

@@ -93,7 +93,7 @@ class EncoderStatistics:
     def replays(self) -> int:
         """How many graphs were replayed."""
         with self._lock:
-            return sum(each.replays for each in self._graphs.values())
+            return sum(graph.replays for graph in self._graphs.values())
 
     def waste(self, path: str | None = None) -> float:
         """The share of replayed output tokens that was padding, of one path or of all."""

@@ -111,8 +111,8 @@ class MemoryMeter:
 
     def _read(self, driver: int) -> GraphMemory:
         """Query the allocator, without synchronising."""
-        pools = [self._pool, *(graph.pool for graph in self.graphs)]
-        pools = [pool for pool in pools if pool is not None]
+        candidates = (self._pool, *(graph.pool for graph in self.graphs))
+        pools = [pool for pool in candidates if pool is not None]
         held = sum(pool.held.held for pool in pools)
         staging = sum(pool.arena.nbytes for pool in pools)
         return GraphMemory(held, staging, self._outputs.nbytes, driver)
