@@ -63,7 +63,7 @@ class GraphKey(NamedTuple):
 
     @property
     def descriptor(self) -> BatchDescriptor:
-        """As the forward context has it."""
+        """The key as the forward context has it."""
         return BatchDescriptor(self.budget, extra=(self.path, *self.axes))
 
 
@@ -86,32 +86,34 @@ def resolved_limits(
     max_frames: int | None,
     budget_range: Range | None,
 ) -> Limits:
-    """Budgets of each path, and the items and frames of all."""
+    """Resolve the budgets of each path, and the items and frames of all."""
     if token_budgets is None:
         assert budget_range is not None
         budgets, items = _inferred(config, max_items, budget_range)
     else:
-        budgets, items = _given(_by_path(config, token_budgets), max_items, budget_range)
+        budgets, items = _checked_budgets(config, token_budgets, max_items, budget_range)
     frames = resolve_frames(items, config.most_frames_of_an_item, max_frames)
     return Limits(budgets, items, frames)
 
 
-def _by_path(config: EncoderCudaGraphConfig, budgets: Budgeted) -> dict[str, Sequence[int]]:
-    paths = list(config.graph_sets)
-    if not isinstance(budgets, Mapping):
-        return {path: tuple(budgets) for path in paths}
-    expected = f"budgets for each of {', '.join(paths)}"
-    require(set(budgets) == set(paths), "token_budgets", "encoder graphs", dict(budgets), expected)
-    return {path: tuple(budgets[path]) for path in paths}
-
-
-def _given(
-    by_path: dict[str, Sequence[int]], max_items: int | None, budget_range: Range | None
+def _checked_budgets(
+    config: EncoderCudaGraphConfig,
+    token_budgets: Budgeted,
+    max_items: int | None,
+    budget_range: Range | None,
 ) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Return the user's budgets of each path, and the items of all."""
+    paths = list(config.graph_sets)
+    if not isinstance(token_budgets, Mapping):
+        token_budgets = dict.fromkeys(paths, tuple(token_budgets))
+    expected = f"budgets for each of {', '.join(paths)}"
+    same = set(token_budgets) == set(paths)
+    require(same, "token_budgets", "encoder graphs", dict(token_budgets), expected)
     resolved: dict[str, Budgets] = {}
-    for path, budgets in by_path.items():
-        # numbers that are none are for resolve_budgets to name
-        numbers = [number for each in budgets if (number := whole(each)) and number > 0]
+    for path in paths:
+        budgets = tuple(token_budgets[path])
+        # resolve_budgets names invalid numbers
+        numbers = [number for budget in budgets if (number := whole(budget)) and number > 0]
         span = budget_range or (min(numbers, default=1), max(numbers, default=1))
         resolved[path] = resolve_budgets(budgets, max_items, budget_range=span)
     items = min(limits.max_items for limits in resolved.values())
@@ -121,10 +123,11 @@ def _given(
 def _inferred(
     config: EncoderCudaGraphConfig, max_items: int | None, span: Range
 ) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Return generated budgets of each path, and the items of all."""
     base = resolve_budgets(None, max_items, budget_range=span)
     most = base.budgets[-1]
     sets = config.graph_sets.items()
-    starts = {path: each.min_token_budget or base.budgets[0] for path, each in sets}
+    starts = {path: settings.min_token_budget or base.budgets[0] for path, settings in sets}
     for path, least in starts.items():
         if least > most:  # budgets below it would hold no item of this path
             raise EncoderError.path_above_range(path=path, least=least, most=most)

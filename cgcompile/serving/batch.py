@@ -147,7 +147,7 @@ class AllHooks:
                 hook.after_replay()
 
 
-class Fillers:
+class PaddingBatches:
     """Makes batches that fit the buffers of one manager, and checks its optional inputs."""
 
     def __init__(self, inputs: StaticInputs, dispatcher: CudagraphDispatcher) -> None:

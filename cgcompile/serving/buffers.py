@@ -135,15 +135,15 @@ class InputBuffer:
         require_whole("num_reqs", "InputBuffer.dummy", num_reqs, 1, LARGEST_TABLE)
         rows = self.rows(num_tokens, num_reqs)
         sizes = tuple(size if isinstance(size, int) else rows for size in self.shape)
-        found = torch.zeros(sizes, dtype=self.dtype)
+        dummy = torch.zeros(sizes, dtype=self.dtype)
         value = self.tail if self.dummy_value is None else self.dummy_value
         if value is not None:
-            return found.fill_(num_tokens if isinstance(value, str) else value)
+            return dummy.fill_(num_tokens if isinstance(value, str) else value)
         if self.counts == BOUNDARIES:
             offsets = torch.arange(rows) * (num_tokens // num_reqs)
             offsets[-1] = num_tokens
-            found.movedim(self.dim, -1).copy_(offsets)
-        return found
+            dummy.movedim(self.dim, -1).copy_(offsets)
+        return dummy
 
     def rows(self, num_tokens: int, num_reqs: int) -> int:
         """How many rows a batch has."""
@@ -155,7 +155,7 @@ class InputBuffer:
         return num_reqs if self.counts == REQS else num_reqs + 1
 
 
-class _Held:
+class _Buffer:
     """One buffer and what is known of its rows."""
 
     def __init__(self, spec: InputBuffer, rows: int, device: torch.device) -> None:
@@ -280,7 +280,7 @@ class StaticInputs:
         require_whole("max_num_tokens", "StaticInputs", max_num_tokens, 1, LARGEST_ROWS)
         require_whole("max_num_reqs", "StaticInputs", max_num_reqs, 1, LARGEST_ROWS)
         self._held = {
-            spec.name: _Held(spec, spec.rows(max_num_tokens, max_num_reqs), where)
+            spec.name: _Buffer(spec, spec.rows(max_num_tokens, max_num_reqs), where)
             for spec in self.specs
         }
         self.buffers: dict[str, torch.Tensor] = {n: h.whole for n, h in self._held.items()}
@@ -506,7 +506,7 @@ class OutputBuffers:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def owns(self, start: int) -> bool:
-        """Whether a storage that begins at an address is one of the buffers."""
+        """Return whether a storage that begins at an address is one of the buffers."""
         return any(address(buffer) == start for buffer in self._buffers)
 
     def poison(self) -> None:
@@ -522,9 +522,9 @@ class OutputBuffers:
         return compat.tree_unflatten(list(self._buffers), self._spec)
 
     def keep(self, result: Any, sizes: tuple[int, int]) -> Any:
-        """Copy what a step of these sizes made to the front of the buffers.
+        """Copy the result of a step to the front of the buffers; return views of those.
 
-        The buffers are made if there are none.
+        The first result allocates the buffers; later ones must have its structure.
         """
         leaves, spec = compat.tree_leaves(result), compat.tree_spec(result)
         kinds = self._outputs.counted(leaves, sizes)

@@ -20,7 +20,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, Counters
-from cgcompile.serving.batch import NO_WORK, Batch, Fillers, GraphHooks
+from cgcompile.serving.batch import NO_WORK, Batch, GraphHooks, PaddingBatches
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, check_numbers
 from cgcompile.serving.memory_plan import (
@@ -134,7 +134,7 @@ class CudaGraphManager:
         self._graphs = CapturedGraphs(dispatcher, watched, torch.device(device).type)
         self._prepare = prepare or self.dummy_batch
         self._graph_capture = graph_capture
-        self._fillers = Fillers(self.inputs, dispatcher)
+        self._padding_batches = PaddingBatches(self.inputs, dispatcher)
         self._config = CompilationConfig.resolve(config)
         self.backend = handle_of(model) if backend is None else backend
         self._steps = StepRunner(
@@ -407,7 +407,7 @@ class CudaGraphManager:
 
         A graph for mixed batches is captured with one query of all tokens as the longest.
         """
-        return self._fillers.dummy(descriptor)
+        return self._padding_batches.dummy(descriptor)
 
     def release(self) -> None:
         """Drop all graphs and their memory, and the output buffers; :meth:`capture` works again.
@@ -467,7 +467,7 @@ class CudaGraphManager:
             if batch is None or not (batch.num_tokens or batch.inputs):
                 return None
             chosen = self._allowed(batch, restrictions)
-            self._fillers.check(batch)
+            self._padding_batches.check(batch)
             return self._run(batch, chosen)
         finally:
             self._lock.release()
@@ -487,7 +487,7 @@ class CudaGraphManager:
         # Errors of this rank are raised before other ranks count on it.
         own = self._allowed(batch, restrictions)
         if batch.num_tokens:
-            self._fillers.check(batch)
+            self._padding_batches.check(batch)
             self.inputs.check(batch.inputs, (batch.num_tokens, batch.num_reqs))
         if own.mode is FULL or not batch.num_tokens:  # else no rank takes a FULL graph
             self._graphs.check_weights(own.descriptor)
@@ -498,7 +498,7 @@ class CudaGraphManager:
         if batch.num_tokens:
             return self._run(batch, chosen)
         phase = self._graphs.due(chosen.mode, chosen.descriptor)
-        idle = self._fillers.idle(chosen.descriptor, batch.state)
+        idle = self._padding_batches.idle(chosen.descriptor, batch.state)
         # A graph is never captured with the batch of an idle rank.
         self._run(self._prepare(chosen.descriptor, phase) if phase else idle, chosen)
         return None

@@ -275,7 +275,7 @@ def get_cudagraph_sizes(
     return table, {rows: size for rows, size in table.items() if query_len <= size <= limit}
 
 
-START = -1  # the place before the first size: none chosen yet
+START = -1  # the index before the first size: none chosen yet
 
 _Measure = Callable[[int], float]
 
@@ -310,7 +310,7 @@ class Budget(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A ladder, as places, and what it costs."""
+    """A ladder, as indices, and what it costs."""
 
     cost: float
     nbytes: int
@@ -319,37 +319,37 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """A ladder is a tuple of places in ``sizes``; every tuple here goes by those places."""
+    """A ladder is a tuple of indices into ``sizes``, as is every tuple here."""
 
     sizes: tuple[int, ...]
     costs: tuple[float, ...]
     nbytes: tuple[int, ...]
-    steps: tuple[int, ...]  # with a batch of at most that size; at START, the last place: none
+    steps: tuple[int, ...]  # with a batch of at most that size; at START, the last index: none
     above: tuple[float, ...]  # cost of larger batches; infinite if the size may not be the last
     budget: Budget
 
-    def between(self, below: int, place: int) -> float:
-        """The cost of the steps above ``below`` that run at ``place``, the next larger size.
+    def between(self, below: int, index: int) -> float:
+        """The cost of the steps above ``below`` that run at ``index``, the next larger size.
 
-        The place after the last size stands for running without a graph.
+        The index after the last size stands for running without a graph.
         """
-        if place == len(self.sizes):
+        if index == len(self.sizes):
             return self.above[below]
-        return (self.steps[place] - self.steps[below]) * self.costs[place]
+        return (self.steps[index] - self.steps[below]) * self.costs[index]
 
-    def around(self, below: int, place: int, above: int) -> float:
-        """The cost of the steps above ``below`` up to ``above``, with ``place`` between them."""
-        return self.between(below, place) + self.between(place, above)
+    def around(self, below: int, index: int, above: int) -> float:
+        """The cost of the steps above ``below`` up to ``above``, with ``index`` between them."""
+        return self.between(below, index) + self.between(index, above)
 
     def choice(self, ladder: tuple[int, ...]) -> Choice:
         """Return that ladder with its cost and bytes."""
         pairs = zip((START, *ladder), (*ladder, len(self.sizes)), strict=True)
-        cost = sum(self.between(below, place) for below, place in pairs)
-        return Choice(cost, sum(self.nbytes[place] for place in ladder), ladder)
+        cost = sum(self.between(below, index) for below, index in pairs)
+        return Choice(cost, sum(self.nbytes[index] for index in ladder), ladder)
 
 
 def removals(problem: Problem) -> Iterator[tuple[float, int]]:
-    """Yield all places in the order of a greedy removal, with the cost that each removal adds.
+    """Yield all indices in the order of a greedy removal, with the cost that each removal adds.
 
     A size that must stay is left out.
     """
@@ -357,22 +357,22 @@ def removals(problem: Problem) -> Iterator[tuple[float, int]]:
     below, above = list(range(START, end - 1)), list(range(1, end + 1))
     current: dict[int, float] = {}
 
-    def ranked(place: int) -> tuple[float, int]:
-        without = problem.between(below[place], above[place])
-        current[place] = without - problem.around(below[place], place, above[place])
-        return current[place], place
+    def ranked(index: int) -> tuple[float, int]:
+        without = problem.between(below[index], above[index])
+        current[index] = without - problem.around(below[index], index, above[index])
+        return current[index], index
 
-    heap = [ranked(place) for place in range(end)]
+    heap = [ranked(index) for index in range(end)]
     heapify(heap)
     while heap:
-        loss, place = heappop(heap)
-        if current.get(place) != loss:
+        loss, index = heappop(heap)
+        if current.get(index) != loss:
             continue  # removed, or ranked again since
         if loss == math.inf:
             return
-        del current[place]
-        yield loss, place
-        lower, upper = below[place], above[place]
+        del current[index]
+        yield loss, index
+        lower, upper = below[index], above[index]
         if lower != START:
             above[lower] = upper
             heappush(heap, ranked(lower))
@@ -386,12 +386,12 @@ def solve(problem: Problem) -> Choice:
     graphs, nbytes = problem.budget
     left = dict.fromkeys(range(len(problem.sizes)))
     total = sum(problem.nbytes)
-    for loss, place in removals(problem):
+    for loss, index in removals(problem):
         fits = (graphs is None or len(left) <= graphs) and (nbytes is None or total <= nbytes)
         if fits and loss >= 0:
             break
-        del left[place]
-        total -= problem.nbytes[place]
+        del left[index]
+        total -= problem.nbytes[index]
     if nbytes is not None and total > nbytes:
         raise SizesError.too_few_bytes(nbytes=nbytes, size=problem.sizes[-1], needed=total)
     ladder = list(left)
@@ -407,17 +407,17 @@ def _room(problem: Problem, ladder: list[int]) -> float:
 
 
 def _moved(problem: Problem, ladder: list[int]) -> bool:
-    """Move each size to the best place between its neighbours; return whether that saved cost."""
+    """Move each size to the best index between its neighbours; return whether that saved cost."""
     room, moved = _room(problem, ladder), False
-    for index, place in enumerate(ladder):
-        below = ladder[index - 1] if index else START
-        above = ladder[index + 1] if index + 1 < len(ladder) else len(problem.sizes)
-        most = room + problem.nbytes[place]
+    for position, index in enumerate(ladder):
+        below = ladder[position - 1] if position else START
+        above = ladder[position + 1] if position + 1 < len(ladder) else len(problem.sizes)
+        most = room + problem.nbytes[index]
         usable = [at for at in range(below + 1, above) if problem.nbytes[at] <= most]
         best = min(usable, key=lambda at: problem.around(below, at, above))
-        now = problem.around(below, place, above)
+        now = problem.around(below, index, above)
         if _less(problem.around(below, best, above), now):
-            ladder[index], room, moved = best, most - problem.nbytes[best], True
+            ladder[position], room, moved = best, most - problem.nbytes[best], True
     return moved
 
 
@@ -427,14 +427,14 @@ def _added(problem: Problem, ladder: list[int]) -> bool:
     if graphs is not None and len(ladder) >= graphs:
         return False
     best, best_at = 0.0, None
-    for index, (below, above) in enumerate(
+    for position, (below, above) in enumerate(
         zip((START, *ladder), (*ladder, len(problem.sizes)), strict=True)
     ):
         without = problem.between(below, above)
-        for place in range(below + 1, above):
-            gain = without - problem.around(below, place, above)
-            if gain > best and problem.nbytes[place] <= room and _less(without - gain, without):
-                best, best_at = gain, (index, place)
+        for index in range(below + 1, above):
+            gain = without - problem.around(below, index, above)
+            if gain > best and problem.nbytes[index] <= room and _less(without - gain, without):
+                best, best_at = gain, (position, index)
     if best_at is None:
         return False
     ladder.insert(*best_at)
@@ -500,7 +500,7 @@ def removal_order(histogram: Mapping[int, int], sizes: Iterable[int]) -> list[tu
     """
     ladder = tuple(sorted(sizes))
     problem = _problem(checked_histogram(histogram), ladder, Budget(None, None), None, None, None)
-    return [(loss, ladder[place]) for loss, place in removals(problem)]
+    return [(loss, ladder[index]) for loss, index in removals(problem)]
 
 
 def _candidates(
@@ -589,11 +589,11 @@ def _fitted(
     must = problem.above[START] == math.inf
     # A size that no observed batch takes costs a graph and saves nothing; the last one covers.
     used = tuple(
-        place
-        for below, place in pairs
-        if problem.steps[place] > problem.steps[below] or (must and problem.sizes[place] == last)
+        index
+        for below, index in pairs
+        if problem.steps[index] > problem.steps[below] or (must and problem.sizes[index] == last)
     )
-    sizes = tuple(problem.sizes[place] for place in used)
+    sizes = tuple(problem.sizes[index] for index in used)
     padded = ((padded_size(sizes, rows) or rows) - rows for rows in steps)
     return FittedSizes(
         sizes,
@@ -601,5 +601,5 @@ def _fitted(
         padding_share(sizes, steps),
         sum(more * times for more, times in zip(padded, steps.values(), strict=True)),
         sum(times for rows, times in steps.items() if not sizes or rows > sizes[-1]),
-        sum(problem.nbytes[place] for place in used) if with_bytes else None,
+        sum(problem.nbytes[index] for index in used) if with_bytes else None,
     )

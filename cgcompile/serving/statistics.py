@@ -14,7 +14,7 @@ from cgcompile.locks import new_lock
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.reasons import EXPECTED, Reason
 from cgcompile.serving.dispatcher import Dispatched
-from cgcompile.serving.plan import Planned, kind_of
+from cgcompile.serving.plan import FULL, NONE, PIECEWISE, Planned, kind_of
 from cgcompile.settings import checked
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class DispatchStatistics:
         # Per mode, so that no enumeration is hashed at each step: its hash is slow.
         self._full: dict[BatchDescriptor, _Graph] = {}
         self._piecewise: dict[BatchDescriptor, _Graph] = {}
-        self._none = _Graph(CUDAGraphMode.NONE, None)
+        self._none = _Graph(NONE, None)
         self._losses: dict[tuple[str, Reason], Lost] = {}
         self.clear()
 
@@ -140,14 +140,14 @@ class DispatchStatistics:
         with self._lock:
             self._room = self._max_sizes
             self._full, self._piecewise, self._losses = {}, {}, {}
-            self._none = _Graph(CUDAGraphMode.NONE, None)
+            self._none = _Graph(NONE, None)
             for mode, descriptor in self._plan:
                 self._graph(mode, descriptor)
 
     def _graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> _Graph:
-        if mode is CUDAGraphMode.NONE:
+        if mode is NONE:
             return self._none
-        graphs = self._full if mode is CUDAGraphMode.FULL else self._piecewise
+        graphs = self._full if mode is FULL else self._piecewise
         graph = graphs.get(descriptor)
         if graph is None:
             graph = graphs[descriptor] = _Graph(mode, descriptor)
@@ -197,11 +197,8 @@ class DispatchStatistics:
     def padding_share(self) -> float:
         """The share of all rows that ran and were padding: 0.0 to 1.0."""
         with self._lock:
-            return self._padding_share()
-
-    def _padding_share(self) -> float:
-        ran = sum(graph.ran for graph in self._graphs())
-        return 1 - sum(graph.real for graph in self._graphs()) / ran if ran else 0.0
+            ran = sum(graph.ran for graph in self._graphs())
+            return 1 - sum(graph.real for graph in self._graphs()) / ran if ran else 0.0
 
     def _graphs(self) -> list[_Graph]:
         return [*self._full.values(), *self._piecewise.values(), self._none]
@@ -213,19 +210,16 @@ class DispatchStatistics:
 
     def cells(self) -> list[Cell]:
         """Steps by (unpadded tokens, padded tokens, mode), ascending."""
-        with self._lock:
-            return self._cells()
-
-    def _cells(self) -> list[Cell]:
         hits: dict[tuple[int | None, int | None, str], int] = {}
-        for graph in self._graphs():
-            # A step without a graph runs as many rows as are real.
-            padded = graph.descriptor.num_tokens if graph.descriptor else None
-            rest = [(None, graph.overflow)] if graph.overflow else []
-            for tokens, count in [*graph.sizes.items(), *rest]:
-                real = None if tokens is None else int(tokens)  # JSON knows no NumPy
-                key = (real, real if padded is None else padded, graph.mode.name)
-                hits[key] = hits.get(key, 0) + count
+        with self._lock:
+            for graph in self._graphs():
+                # A step without a graph runs as many rows as are real.
+                padded = graph.descriptor.num_tokens if graph.descriptor else None
+                rest = [(None, graph.overflow)] if graph.overflow else []
+                for tokens, count in [*graph.sizes.items(), *rest]:
+                    real = None if tokens is None else int(tokens)  # JSON knows no NumPy
+                    key = (real, real if padded is None else padded, graph.mode.name)
+                    hits[key] = hits.get(key, 0) + count
         cells = [Cell(*key, count) for key, count in hits.items()]
         return sorted(cells, key=lambda cell: [-1 if n is None else n for n in cell[:2]])
 
@@ -237,12 +231,12 @@ class DispatchStatistics:
                 "steps": sum(graph.hits for graph in graphs),
                 "real_tokens": int(sum(graph.real for graph in graphs)),
                 "padded_tokens": int(sum(graph.ran for graph in graphs)),
-                "padding_share": self._padding_share(),
+                "padding_share": self.padding_share,
                 "modes": {
                     mode.name: sum(graph.hits for graph in graphs if graph.mode is mode)
-                    for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE)
+                    for mode in (FULL, PIECEWISE, NONE)
                 },
-                "cells": [cell._asdict() for cell in self._cells()],
+                "cells": [cell._asdict() for cell in self.cells()],
                 "reasons": [
                     {
                         "mode": mode,
@@ -262,19 +256,16 @@ class DispatchStatistics:
         and, if they were to have had another mode, in one with that reason as well.
         """
         with self._lock:
-            return self._rows()
-
-    def _rows(self) -> list[Row]:
-        ranges = _served([*self._full, *self._piecewise])
-        graphs = [*self._full.values(), *self._piecewise.values()]
-        pairs = sorted(zip(graphs, ranges, strict=True), key=lambda pair: _order(pair[0]))
-        rows = [
-            Row(served, of.mode.name, of.descriptor, of.hits, int(of.real), int(of.ran))
-            for of, served in pairs
-        ]
-        for (mode, reason), lost in self._losses.items():
-            served, real = _span(lost.least, lost.most, "token"), int(lost.real)
-            rows.append(Row(served, mode, None, lost.count, real, real, reason, lost.detail))
+            graphs = [*self._full.values(), *self._piecewise.values()]
+            ranges = _served([*self._full, *self._piecewise])
+            pairs = sorted(zip(graphs, ranges, strict=True), key=lambda pair: _order(pair[0]))
+            rows = [
+                Row(served, of.mode.name, of.descriptor, of.hits, int(of.real), int(of.ran))
+                for of, served in pairs
+            ]
+            for (mode, reason), lost in self._losses.items():
+                served, real = _span(lost.least, lost.most, "token"), int(lost.real)
+                rows.append(Row(served, mode, None, lost.count, real, real, reason, lost.detail))
         return rows
 
     def coverage(self) -> str:
@@ -285,7 +276,7 @@ class DispatchStatistics:
         """
         table = [("batches", "mode", "graph", "padding", "hits", "reason")]
         with self._lock:
-            for row in self._rows():
+            for row in self.rows():
                 hits = str(row.hits)
                 if row.reason is None:
                     waste = f"{1 - row.real / row.ran:.1%}" if row.hits else "-"
@@ -293,8 +284,7 @@ class DispatchStatistics:
                 else:
                     why = f"{row.reason.value}: {row.detail}"
                     table.append((row.batches, row.mode, "-", "", hits, why))
-            total = sum(graph.hits for graph in self._graphs())
-            share = self._padding_share()
+            total, share = self.steps, self.padding_share
         lines = [*text_table(table), f"{total} steps, {share:.1%} of their rows padding"]
         return "\n".join(lines)
 
@@ -305,7 +295,7 @@ def _order(graph: _Graph) -> tuple[Any, ...]:
     assert key is not None
     kind = (key.query_len or 0, key.max_query_len or 0)
     variant = (key.has_lora, key.num_active_loras, str(key.extra))
-    return (graph.mode is CUDAGraphMode.PIECEWISE, variant, kind, key.num_tokens)
+    return (graph.mode is PIECEWISE, variant, kind, key.num_tokens)
 
 
 def _served(keys: Sequence[BatchDescriptor]) -> list[str]:
