@@ -544,7 +544,7 @@ class EncoderGraphs:
         return 0 if key in self._inputs else inputs.nbytes
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
-        """What a device asks for around compiled code: the host recorder cannot look into it."""
+        """Return the device's context around compiled code, which the host recorder cannot see."""
         if self.pool is None or not any(map(compat.holds_compiled_code, self._modules)):
             return nullcontext()
         return self.pool.device.around()

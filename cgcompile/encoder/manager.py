@@ -125,7 +125,7 @@ class EncoderCalls:
         return Need(tuple([self._room(path, spec) for path in self._paths]), spec.frames)
 
     def make_tables(self) -> None:
-        """What packing looks up, made now rather than at the first call."""
+        """Build the tables of packing now rather than at the first call."""
         pack((), self._capacity(), self.costs)
 
     def specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:

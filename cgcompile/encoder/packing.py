@@ -2,8 +2,8 @@
 
 A call of an encoder brings items of many sizes, and a graph has one. Items are grouped so that
 each group takes one replay per path, at the smallest budget that holds it. What a grouping costs
-is known before anything runs, so that the cheapest is a question of arithmetic. First fit, which
-asks only what still fits, pays a third more on common mixes.
+is known before anything runs, so that the cheapest is a question of arithmetic. First fit costs a
+third more on common mixes.
 
 The grouping is the cheaper of two: the shortest path over runs of the items in order of size, and
 best fit over the items in descending order. On mixes of images and videos that costs 0.4 % more

@@ -55,7 +55,7 @@ class Batch:
                 object.__setattr__(self, name, number)
 
     def numbers(self) -> dict[str, Any]:
-        """What a dispatcher asks of a batch, by the names of its arguments."""
+        """Return the arguments of :meth:`CudagraphDispatcher.dispatch`, by name."""
         return {
             "num_tokens": self.num_tokens,
             "num_reqs": self.num_reqs,

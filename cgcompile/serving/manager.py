@@ -73,7 +73,7 @@ class CudaGraphManager:
             a batch that no graph serves is an error, and said before ranks agree.
         hooks: what others do around graphs.
         graph_capture: a context around each set of captures, such as a communicator's.
-        lazily: capture a planned graph when a batch first asks for it, after one warming call; else
+        lazily: capture a planned graph when a batch first needs it, after one warming call; else
             only :meth:`capture` does.
         inference_mode: capture and run in inference mode; else in the caller's mode.
         check_weights: compare objects and addresses of all weights before each FULL replay, about
@@ -86,7 +86,7 @@ class CudaGraphManager:
     Attributes:
         model: as given.
         backend: the handle of the model; None of one that is not compiled.
-        dispatcher: as given; it knows what has been captured.
+        dispatcher: as given; it records what has been captured.
         agreement: as given.
         inputs: the input buffers.
         statistics: what was dispatched; ``print(manager.statistics.coverage())``.
@@ -454,7 +454,7 @@ class CudaGraphManager:
             ManagerError: another thread is inside of a call of this manager.
             DispatchError: ``strict``, and no graph serves the batch.
             AddressChangedError: a weight, or a tensor of metadata, moved since the capture.
-            AgreementError: a rank stays away or, checked, goes its own way.
+            AgreementError: a rank stays away or, checked, runs something else.
             BaseException: what the model or ``metadata`` raised.
         """
         if batch is not None and type(batch) is not Batch:

@@ -257,7 +257,7 @@ BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
 
 
 class Resolution(NamedTuple):
-    """A mode after attention and the model had their say."""
+    """The mode that attention and the model allow."""
 
     mode: CUDAGraphMode  # what is possible
     query_lens: tuple[int, ...]  # lengths of uniform decode that may take FULL graphs
@@ -268,7 +268,7 @@ class Resolution(NamedTuple):
 
     @property
     def whys(self) -> tuple[Why, ...]:
-        """All that was lost, and why; empty if nothing was."""
+        """The reasons of all lesser modes; empty if the mode is the wanted one."""
         return tuple(why for why in (self.mixed_why, self.decode_why) if why is not None)
 
 
@@ -391,7 +391,7 @@ class Ladders(NamedTuple):
         decode_sizes: Mapping[int, Iterable[int]] | None = None,
         varlen_decode_sizes: Mapping[int, Iterable[int]] | None = None,
     ) -> "Ladders":
-        """The ladders that the arguments of the dispatcher mean, which says what each one is."""
+        """Build the ladders from the arguments of the dispatcher, documented there."""
         for name, rows in (("decode", decode_sizes), ("varlen_decode", varlen_decode_sizes)):
             require_kind(f"{name}_sizes", _WHERE, rows, Mapping, maybe=True)
         if decode_num_reqs is not None:
