@@ -52,11 +52,11 @@ def generated_budgets(least: int, most: int, ratio: float = 2.0) -> tuple[int, .
     least, most = _checked_range((least, most))
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 1 < ratio < math.inf:
         raise EncoderError.ratio(found=ratio)
-    found, budget = [], least
+    ladder, budget = [], least
     while budget < most:
-        found.append(budget)
+        ladder.append(budget)
         budget = max(budget + 1, math.floor(budget * ratio))
-    return (*found, most)
+    return (*ladder, most)
 
 
 def smallest_budget(budgets: Sequence[int], tokens: int) -> int | None:
@@ -67,12 +67,12 @@ def smallest_budget(budgets: Sequence[int], tokens: int) -> int | None:
         tokens: output tokens, 0 or more; 0 takes the smallest.
     """
     try:
-        place = bisect_left(budgets, tokens)
+        index = bisect_left(budgets, tokens)
     except (RuntimeError, TypeError):
         values, hints = {"budgets": budgets, "tokens": tokens}, {"budgets": Sequence[int]}
         require_arguments("smallest_budget", values, {**hints, "tokens": int})
         raise
-    return budgets[place] if place < len(budgets) else None
+    return budgets[index] if index < len(budgets) else None
 
 
 @checked_last
@@ -104,18 +104,18 @@ def resolve_budgets(
             has less than one token for each item.
     """
     least, most = _checked_range(budget_range)
-    given = None if budgets is None else _checked_budgets(budgets)
+    ascending = None if budgets is None else _checked_budgets(budgets)
     if max_items is None:
-        ladder = generated_budgets(least, most) if given is None else given
+        ladder = generated_budgets(least, most) if ascending is None else ascending
         return Budgets(ladder, min(most // least, ladder[0]))
     items = checked_number("max_items", max_items, 1)
-    if given is None:
+    if ascending is None:
         if items > most:
             raise EncoderError.items_above_range(max_items=items, most=most)
         return Budgets(generated_budgets(max(least, items), most), items)
-    if items > given[0]:
-        raise EncoderError.items_above_budget(max_items=items, budget=given[0])
-    return Budgets(given, items)
+    if items > ascending[0]:
+        raise EncoderError.items_above_budget(max_items=items, budget=ascending[0])
+    return Budgets(ascending, items)
 
 
 @checked_last
@@ -189,36 +189,32 @@ def fitted_budgets(
 
 
 def checked_number(name: str, value: Any, least: int) -> int:
-    """A whole number of at least ``least``.
-
-    Raises:
-        EncoderError: it is none.
-    """
+    """A whole number of at least ``least``."""
     number = whole(value)
     if number is None or number < least:
         raise EncoderError.budget_number(name=name, found=value, least=least)
     return number
 
 
-def _checked_range(found: Any) -> tuple[int, int]:
+def _checked_range(span: Any) -> tuple[int, int]:
     try:
-        least, most = map(whole, found)
+        least, most = map(whole, span)
     except (TypeError, ValueError):
-        raise EncoderError.budget_range(found=found) from None
+        raise EncoderError.budget_range(found=span) from None
     if least is None or most is None or least < 1 or most < 1:
-        raise EncoderError.budget_range(found=found)
+        raise EncoderError.budget_range(found=span)
     if least > most:
         raise EncoderError.range_order(least=least, most=most)
     return least, most
 
 
 def _checked_budgets(budgets: Iterable[int]) -> tuple[int, ...]:
-    found = set()
+    numbers = set()
     for budget in budgets:
         number = whole(budget)
         if number is None or number < 1:
             raise EncoderError.not_a_budget(found=budget)
-        found.add(number)
-    if not found:
+        numbers.add(number)
+    if not numbers:
         raise EncoderError.no_budgets()
-    return tuple(sorted(found))
+    return tuple(sorted(numbers))

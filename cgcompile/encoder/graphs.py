@@ -1,25 +1,17 @@
-"""What a graph of an encoder is for: :class:`GraphKey`.
+"""The graphs of one encoder: sizes, buffers, capture and replay (:class:`EncoderGraphs`).
 
-How large graphs are, from what a user gives and what a model says: :func:`resolved_limits`.
+A graph reads the addresses that it was captured with, padded rows included. So each replay writes
+all rows of the buffers: the real ones, then zeros, or what a padding logic writes; offsets go on to
+the end, so that padding is a sequence like others. The rule: everything is checked before anything
+is written.
 
-The buffers of one graph, and how a replay fills them: :class:`GraphInputs`.
-
-A graph reads what lies at the addresses that it recorded, padded rows included. So each write
-says what all rows hold: the real ones, then zeros; or whatever a padding logic writes; offsets go
-on to the end, so that padding is a sequence like others. The rule: everything is checked before
-anything is written.
-
-Which encoder graphs fit into so many bytes: :func:`left_out`, and what measures them.
-
-A pool gives nothing back for one graph, so a graph that took too much could not be undone. What
-graphs take is therefore measured before, on memory that is dropped as a whole: :class:`Rehearsal`.
-
-The graphs of one encoder, their keys, buffers, capture and replay: :class:`EncoderGraphs`.
+A pool gives nothing back for one graph, so a graph that took too much could not be undone. With a
+budget of bytes graphs are therefore measured first, on memory that is dropped as a whole.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -44,7 +36,7 @@ from cgcompile.encoder.protocol import (
     named_buffers,
     own_rows,
 )
-from cgcompile.errors import CaptureError, ConfigError, EncoderError
+from cgcompile.errors import CaptureError, EncoderError
 from cgcompile.graphs.capture import bulk_capture, inside_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device
@@ -58,7 +50,7 @@ from cgcompile.graphs.wrapper import (
 )
 from cgcompile.reasons import Counters, Reason
 from cgcompile.serving.memory_plan import most_that_fit, ranked
-from cgcompile.settings import require_arguments, require_kind, whole
+from cgcompile.settings import require, require_arguments, require_kind, whole
 
 
 class GraphKey(NamedTuple):
@@ -76,7 +68,7 @@ class GraphKey(NamedTuple):
 
     @property
     def descriptor(self) -> BatchDescriptor:
-        """As the forward context has it."""
+        """The key as the forward context has it."""
         return BatchDescriptor(self.budget, extra=(self.path, *self.axes))
 
 
@@ -85,17 +77,11 @@ Range = tuple[int, int]
 
 
 class Limits(NamedTuple):
-    """What all graphs of a manager hold.
+    """What all graphs of a manager hold."""
 
-    Attributes:
-        budgets: by path, output tokens, ascending.
-        max_items: of one replay; at most the least budget.
-        max_frames: of one replay; 0, if graphs are not for videos: one for each item.
-    """
-
-    budgets: Mapping[str, tuple[int, ...]]
-    max_items: int
-    max_frames: int
+    budgets: Mapping[str, tuple[int, ...]]  # by path, output tokens, ascending
+    max_items: int  # of one replay; at most the least budget
+    max_frames: int  # of one replay; 0, if graphs are not for videos: one for each item
 
 
 def resolved_limits(
@@ -105,61 +91,48 @@ def resolved_limits(
     max_frames: int | None,
     budget_range: Range | None,
 ) -> Limits:
-    """Budgets of each path, and the items and frames of all.
-
-    Args:
-        config: of the encoder.
-        token_budgets: what a user gives, for all paths or by path; None: inferred.
-        max_items: what a user gives.
-        max_frames: what a user gives.
-        budget_range: (least, most) output tokens of the model, from which budgets and items are
-            inferred; None where nothing is, or with ``token_budgets`` where the model has none: the
-            items are inferred from the least and the most of these then.
-
-    Raises:
-        EncoderError: numbers that cannot be.
-        ConfigError: budgets by path, for other paths than the model has.
-    """
+    """Resolve the budgets of each path, and the items and frames of all."""
     if token_budgets is None:
         assert budget_range is not None
         budgets, items = _inferred(config, max_items, budget_range)
     else:
-        budgets, items = _given(_by_path(config, token_budgets), max_items, budget_range)
+        budgets, items = _checked_budgets(config, token_budgets, max_items, budget_range)
     frames = resolve_frames(items, config.most_frames_of_an_item, max_frames)
     return Limits(budgets, items, frames)
 
 
-def _by_path(config: EncoderCudaGraphConfig, given: Budgeted) -> dict[str, Sequence[int]]:
-    if not isinstance(given, Mapping):
-        return {path: tuple(given) for path in config.graph_sets}
-    if set(given) != set(config.graph_sets):
-        expected = f"budgets for each of {', '.join(config.graph_sets)}"
-        raise ConfigError.bad_value(
-            name="token_budgets", where="encoder graphs", value=dict(given), expected=expected
-        )
-    return {path: tuple(given[path]) for path in config.graph_sets}
-
-
-def _given(
-    by_path: dict[str, Sequence[int]], max_items: int | None, budget_range: Range | None
+def _checked_budgets(
+    config: EncoderCudaGraphConfig,
+    token_budgets: Budgeted,
+    max_items: int | None,
+    budget_range: Range | None,
 ) -> tuple[dict[str, tuple[int, ...]], int]:
-    found: dict[str, Budgets] = {}
-    for path, budgets in by_path.items():
-        # numbers that are none are for resolve_budgets to name
-        numbers = [number for each in budgets if (number := whole(each)) and number > 0]
+    """Return the user's budgets of each path, and the items of all."""
+    paths = list(config.graph_sets)
+    if not isinstance(token_budgets, Mapping):
+        token_budgets = dict.fromkeys(paths, tuple(token_budgets))
+    expected = f"budgets for each of {', '.join(paths)}"
+    same = set(token_budgets) == set(paths)
+    require(same, "token_budgets", "encoder graphs", dict(token_budgets), expected)
+    resolved: dict[str, Budgets] = {}
+    for path in paths:
+        budgets = tuple(token_budgets[path])
+        # resolve_budgets names invalid numbers
+        numbers = [number for budget in budgets if (number := whole(budget)) and number > 0]
         span = budget_range or (min(numbers, default=1), max(numbers, default=1))
-        found[path] = resolve_budgets(budgets, max_items, budget_range=span)
-    items = min(each.max_items for each in found.values())
-    return {path: each.budgets for path, each in found.items()}, items
+        resolved[path] = resolve_budgets(budgets, max_items, budget_range=span)
+    items = min(limits.max_items for limits in resolved.values())
+    return {path: limits.budgets for path, limits in resolved.items()}, items
 
 
 def _inferred(
     config: EncoderCudaGraphConfig, max_items: int | None, span: Range
 ) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Return generated budgets of each path, and the items of all."""
     base = resolve_budgets(None, max_items, budget_range=span)
     most = base.budgets[-1]
     sets = config.graph_sets.items()
-    starts = {path: each.min_token_budget or base.budgets[0] for path, each in sets}
+    starts = {path: settings.min_token_budget or base.budgets[0] for path, settings in sets}
     for path, least in starts.items():
         if least > most:  # budgets below it would hold no item of this path
             raise EncoderError.path_above_range(path=path, least=least, most=most)
@@ -177,33 +150,23 @@ _POISON = 0x7F  # an index that no buffer has, in an integer of any width
 
 
 class GraphInputs:
-    """What one graph reads. Not for several threads at a time.
+    """What one graph reads. Not for several threads at a time."""
 
-    Args:
-        config: which buffers there are, and how they are padded.
-        made: what the model made for the capture; its tensors are kept, and always the same.
-
-    Attributes:
-        values: the very tensors that the model made, by key.
-
-    Raises:
-        EncoderError: no tensors by key.
-        EncoderError: a key is missing or unknown.
-    """
-
-    def __init__(self, config: EncoderCudaGraphConfig, made: EncoderCudaGraphCaptureInputs) -> None:
-        values = getattr(made, "values", None)
+    def __init__(
+        self, config: EncoderCudaGraphConfig, inputs: EncoderCudaGraphCaptureInputs
+    ) -> None:
+        values = getattr(inputs, "values", None)
         if not isinstance(values, dict):
             expected = "EncoderCudaGraphCaptureInputs(values={key: tensor})"
             raise EncoderError.returned(
-                method=_CAPTURE[:-2], found=type(made).__name__, expected=expected
+                method=_CAPTURE[:-2], found=type(inputs).__name__, expected=expected
             )
         check_keys(values, config, _CAPTURE)
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
-                found = f"{type(value).__name__} for {key!r}"
+                kind = f"{type(value).__name__} for {key!r}"
                 raise EncoderError.returned(
-                    method=_CAPTURE[:-2], found=found, expected="a tensor for each key"
+                    method=_CAPTURE[:-2], found=kind, expected="a tensor for each key"
                 )
         self._config = config
         self.values: dict[str, torch.Tensor] = dict(values)
@@ -219,36 +182,18 @@ class GraphInputs:
     def nbytes(self) -> int:
         """Memory of the buffers and of what writes them, in bytes."""
         kept = [*self.values.values(), *self._ends.values(), *self._steps.values()]
-        return sum(each.nbytes for each in kept)
+        return sum(tensor.nbytes for tensor in kept)
 
     def check_offsets(self) -> None:
-        """Raise unless offsets end where their buffer does. Synchronises, so for captures alone.
-
-        Raises:
-            EncoderError: the last offset is 0 or not the largest, or there is none: padded
-                rows would be written by no kernel, and NaN of stale memory spread.
-        """
+        """Raise unless offsets end where their buffer does. Synchronises, so for captures alone."""
         for key in self._config.offset_keys:
-            found = self.values[key].reshape(-1).tolist()
-            if not found or found[-1] < 1 or found[-1] < max(found):
-                raise EncoderError.no_offset_end(key=key, last=found[-1] if found else None)
+            offsets = self.values[key].reshape(-1).tolist()
+            if not offsets or offsets[-1] < 1 or offsets[-1] < max(offsets):
+                raise EncoderError.no_offset_end(key=key, last=offsets[-1] if offsets else None)
 
-    def write(self, given: EncoderCudaGraphReplayBuffers, poison: bool = False) -> list[str]:
-        """Fill the buffers for a replay. Nothing synchronises, but copies from pageable memory.
-
-        Args:
-            given: real rows, by key; cast to the dtype of the buffer, as ``torch.can_cast`` allows.
-            poison: first fill what is about to be written with NaN, or with integers that are no
-                index, so that rows which nobody writes show.
-
-        Returns:
-            The keys that stay as they were, since their value is None.
-
-        Raises:
-            EncoderError: a key is missing or unknown, or a value does not fit; nothing is
-                written then. Or a padding logic failed.
-        """
-        values = given.values
+    def write(self, rows: EncoderCudaGraphReplayBuffers, poison: bool = False) -> list[str]:
+        """Fill the buffers for a replay. Nothing synchronises, but copies from pageable memory."""
+        values = rows.values
         check_keys(values, self._config, _REPLAY)
         for key in self._config.buffer_keys:
             if values[key] is not None:
@@ -315,27 +260,23 @@ class GraphInputs:
 
     def _pad(self, key: str, dst: torch.Tensor, value: torch.Tensor) -> None:
         before, room = dst.data_ptr(), _layout(dst)
-        place = dst.untyped_storage(), dst.storage_offset(), dst.size(), dst.stride()
+        memory = dst.untyped_storage(), dst.storage_offset(), dst.size(), dst.stride()
         try:
             self._config.padding_logics[key](dst, value)
         except Exception as error:
-            dst.set_(*place)
+            dst.set_(*memory)
             found = f"{type(error).__name__}: {error}".splitlines()[0]
             raise EncoderError.padding_failed(
                 key=key, found=_layout(value), room=room, error=found
             ) from error
         if dst.data_ptr() != before or _layout(dst) != room:
             found = _layout(dst)
-            dst.set_(*place)  # so that the next good call works
+            dst.set_(*memory)  # so that the next good call works
             raise EncoderError.buffer_moved(key=key, found=found, room=room)
 
 
 def check_keys(values: Mapping[str, object], config: EncoderCudaGraphConfig, where: str) -> None:
-    """Raise unless exactly the configured keys are there.
-
-    Raises:
-        EncoderError: one is missing, or unknown.
-    """
+    """Raise unless exactly the configured keys are there."""
     for key in values:
         if key not in config.buffer_keys:
             raise EncoderError.unknown_buffer(where=where, key=key, known=config.buffer_keys)
@@ -356,109 +297,32 @@ Sizes = tuple[str, int]
 """Path and budget; the graphs of all values of capture axes go together."""
 
 
-class Rehearsal:
-    """Captures that nobody replays, on memory of their own.
-
-    Args:
-        pool: what the graphs are to be captured into; its device is used, not its memory.
-        settings: of the graphs.
-        recorded: what they record.
-
-    Attributes:
-        wrapper: what captures.
-    """
-
-    def __init__(
-        self, pool: GraphPool, settings: CompilationConfig, recorded: Callable[..., Any]
-    ) -> None:
-        self._pool = GraphPool(pool.device)
-        self._settings = settings
-        self.wrapper = CUDAGraphWrapper(
-            recorded, settings, CUDAGraphMode.FULL, pool=self._pool, name="encoder, measured"
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of all that was captured so far, without buffers of inputs."""
-        return self._pool.nbytes
-
-    def run(self, descriptor: BatchDescriptor, step: Callable[[], Any]) -> None:
-        """Warm up and capture.
-
-        What the capture itself raises is for the capture that counts to report.
-
-        Raises:
-            BaseException: what the model raised in a warm-up.
-        """
-        warm_all(lambda _: step(), [descriptor], tuple, self._settings.num_warmups)
-        with bulk_capture():
-            try:
-                step()
-            except Exception:
-                return
-
-    def drop(self) -> None:
-        """Give all of it back to the device."""
-        self._pool.release()
-        self._pool.device.give_back()
-
-
-def left_out(
+def choose_budgets(
     missing: Sequence[GraphKey],
     captured: Sequence[GraphKey],
-    most: int,
-    left: int,
-    rehearsal: Callable[[], Rehearsal],
-    measure: Callable[[GraphKey, Rehearsal], int],
-) -> dict[GraphKey, str]:
-    """What has no room, and why.
+    fits: Callable[[Sequence[Sizes]], bool],
+) -> Sequence[Sizes]:
+    """Choose which of the missing graphs to capture: all if all fit.
 
-    The largest budget of each path comes first; a path for which it has no room gets no graph.
+    Else the largest budget of each path comes first; a path for which it has no room gets no graph.
     Then as many budgets as fit, those first that save the most padding if all numbers of tokens are
     equally frequent.
-
-    Args:
-        missing: what has no graph, the largest first.
-        captured: what has one.
-        most: bytes of all graphs and buffers of the pool.
-        left: of these, what others do not have yet.
-        rehearsal: a new one.
-        measure: captures a graph on a rehearsal; returns the bytes that its buffers will add.
     """
-
     have = {key[:2] for key in captured}
     ladders: dict[str, set[int]] = {}
     for path, budget, _ in (*missing, *captured):
         ladders.setdefault(path, set()).add(budget)
-
-    def fits(some: Sequence[Sizes]) -> bool:
-        buffers, trial = 0, rehearsal()
-        try:
-            for key in missing:
-                if key[:2] in some:
-                    buffers += measure(key, trial)
-                    if trial.nbytes + buffers > left:
-                        return False
-            return True
-        finally:
-            trial.drop()
-
     order = [sizes for sizes in ranked(ladders) if sizes not in have]
-    kept: Sequence[Sizes] = order
-    if not fits(order):
-        tops = [sizes for sizes in order if sizes[1] == max(ladders[sizes[0]])]
-        first: list[Sizes] = []
-        for sizes in tops:
-            if fits([*first, sizes]):
-                first.append(sizes)
-        refused = {path for path, _ in tops} - {path for path, _ in first}
-        rest = [sizes for sizes in order if sizes not in tops and sizes[0] not in refused]
-        kept = most_that_fit([*first, *rest], len(first), fits)
-    why = (
-        f"{Reason.NOT_CAPTURED.value}: no room in max_graph_bytes={most}, of which "
-        f"{max(left, 0)} were left"
-    )
-    return {key: why for key in missing if key[:2] not in kept}
+    if fits(order):
+        return order
+    tops = [sizes for sizes in order if sizes[1] == max(ladders[sizes[0]])]
+    first: list[Sizes] = []
+    for sizes in tops:
+        if fits([*first, sizes]):
+            first.append(sizes)
+    refused = {path for path, _ in tops} - {path for path, _ in first}
+    rest = [sizes for sizes in order if sizes not in tops and sizes[0] not in refused]
+    return most_that_fit([*first, *rest], len(first), fits)
 
 
 log = logging.getLogger(__name__)
@@ -469,28 +333,11 @@ _MANY = 64  # graphs; each costs start-up time and memory
 
 
 class EncoderGraphs:
-    """Captures and replays. Not for several threads at a time.
-
-    Args:
-        model: what speaks the protocol.
-        config: of the encoder.
-        limits: what is captured.
-        device: where the buffers are.
-        dtype: of floating point buffers.
-        settings: ``capture_device``, ``num_warmups``, ``strict``, ``poison``.
-        pool: memory shared with others; None: one of its own.
-        check_weights: compare the weights of modules before replays.
-
-    Attributes:
-        pool: the memory of the graphs; None where nothing can be captured.
-        kept_keys: how often a replay left a buffer as it was, by key.
-        without_room: what the last capture left out for its bytes, with the reason as text.
-    """
+    """Captures and replays the graphs of one encoder. Not for several threads at a time."""
 
     def __init__(
         self,
         model: CheckedModel,
-        config: EncoderCudaGraphConfig,
         limits: Limits,
         device: torch.device,
         dtype: torch.dtype,
@@ -498,17 +345,15 @@ class EncoderGraphs:
         pool: GraphPool | None,
         check_weights: bool,
     ) -> None:
-        self._model, self._config, self._limits = model, config, limits
+        self._model, self._config, self._limits = model, model.config, limits
         self._device, self._dtype = device, dtype
-        # A model that splits results itself decides there how many columns items have.
-        splits = model.has_own("postprocess_encoder_output")
-        self._columns = None if splits else config.out_hidden_size
+        self._columns = None if model.splits_results else self._config.out_hidden_size
         self._settings = settings
         self._owns_pool = pool is None  # what is shared may be in use
         if pool is None:
-            found = capture_device(device, settings.capture_device)
-            pool = None if found is None else GraphPool(found)
-        self.pool = pool
+            capturing = capture_device(device, settings.capture_device)
+            pool = None if capturing is None else GraphPool(capturing)
+        self.pool = pool  # the memory of the graphs; None where nothing can be captured
         self._whole = Whole(model.model, self._recorded)
         self._wrapper = CUDAGraphWrapper(self._whole, settings, FULL, pool=pool, name="encoder")
         self._wrapper.closed = True  # but in capture()
@@ -522,7 +367,7 @@ class EncoderGraphs:
         self._descriptors = {key: key.descriptor for key in self.planned()}
         self._empty: dict[str, Any] = {}
         self._dtypes: dict[str, dict[str, torch.dtype]] = {}
-        self.kept_keys: dict[str, int] = {}
+        self.kept_keys: dict[str, int] = {}  # how often a replay left a buffer as it was, by key
         self.without_room: dict[GraphKey, str] = {}
         if len(self._descriptors) > _MANY:
             log.warning("%d encoder graphs are planned", len(self._descriptors))
@@ -532,13 +377,13 @@ class EncoderGraphs:
     def planned(self) -> list[GraphKey]:
         """All that :meth:`capture` is to make, the largest first."""
         axes = [axis.values for axis in self._config.capture_axes]
-        found = [
+        keys = [
             GraphKey(path, budget, values)
             for path, budgets in self._limits.budgets.items()
             for budget in budgets
             for values in product(*axes)
         ]
-        return sorted(found, key=lambda key: (key.budget, key.axes), reverse=True)
+        return sorted(keys, key=lambda key: (key.budget, key.axes), reverse=True)
 
     def captured(self) -> list[GraphKey]:
         """What has a graph now, the largest first."""
@@ -566,21 +411,21 @@ class EncoderGraphs:
     @property
     def input_bytes(self) -> int:
         """Memory of the buffers of all graphs."""
-        return sum(each.nbytes for each in self._inputs.values())
+        return sum(inputs.nbytes for inputs in self._inputs.values())
 
     def inputs(self, key: GraphKey) -> GraphInputs:
         """The buffers of one graph; made when they are first asked for."""
         if type(key) is not GraphKey:
             require_kind("key", "graph_inputs", key, GraphKey)
-        found = self._inputs.get(key)
-        if found is None:
+        inputs = self._inputs.get(key)
+        if inputs is None:
             require_arguments("graph_inputs", {"key": key}, {"key": GraphKey})
-            found = self._inputs[key] = self._made(key)
-        return found
+            inputs = self._inputs[key] = self._new_inputs(key)
+        return inputs
 
-    def _made(self, key: GraphKey) -> GraphInputs:
+    def _new_inputs(self, key: GraphKey) -> GraphInputs:
         with torch.inference_mode(False), torch.no_grad():  # written in whatever mode
-            made = self._model.prepare_encoder_cudagraph_capture_inputs(
+            inputs = self._model.prepare_encoder_cudagraph_capture_inputs(
                 key.budget,
                 self._limits.max_items,
                 self._limits.max_frames,
@@ -588,26 +433,26 @@ class EncoderGraphs:
                 self._dtype,
                 **self.named(key.path, key.axes),
             )
-        return GraphInputs(self._config, made)
+        return GraphInputs(self._config, inputs)
 
-    def _looked_at(self, path: str) -> dict[str, torch.Tensor]:
-        """The buffers of the smallest graph of a path, for a look.
+    def _sample_inputs(self, path: str) -> dict[str, torch.Tensor]:
+        """Return the buffers of the smallest graph of a path.
 
-        What is made for it alone is not kept: it may be made after :meth:`forget`, or inside of the
-        capture of others, whose memory it would lie in, without contents.
+        New ones are not kept: they may be made after :meth:`forget`, or inside of another capture,
+        in whose pool they would be without contents.
         """
         key = min(key for key in self._descriptors if key.path == path)
-        return (self._inputs.get(key) or self._made(key)).values
+        return (self._inputs.get(key) or self._new_inputs(key)).values
 
     def named(self, path: str, axes: Sequence[int] | None = None) -> dict[str, Any]:
-        """What a method of the model is told by name: the path and the axes, if there are any."""
-        found: dict[str, Any] = {}
+        """Return the keyword arguments of a method of the model: path and axes, if any."""
+        named: dict[str, Any] = {}
         if list(self._limits.budgets) != [DEFAULT]:
-            found["path"] = path
+            named["path"] = path
         if self._config.capture_axes and axes is not None:
             names = [axis.name for axis in self._config.capture_axes]
-            found["axes"] = dict(zip(names, axes, strict=True))
-        return found
+            named["axes"] = dict(zip(names, axes, strict=True))
+        return named
 
     # -------------------------------------------------------------- capture
 
@@ -617,19 +462,10 @@ class EncoderGraphs:
         timed: Callable[[GraphKey, Callable[[], Any]], None],
         max_graph_bytes: int | None = None,
     ) -> BulkCapture:
-        """Capture what is planned and has no graph yet.
-
-        Args:
-            around: entered around all captures, and before around what is measured.
-            timed: called with each captured key and what replays it, in no capture.
-            max_graph_bytes: what ``pool.nbytes`` may come to.
-
-        Raises:
-            CaptureError: called inside of a capture.
-        """
+        """Capture what is planned and has no graph yet."""
         if inside_capture():  # buffers would lie in its memory, without contents
             raise CaptureError.nested(what="capture of encoder graphs")
-        missing = {each: key for key, each in self._descriptors.items() if not self.has(key)}
+        missing = {batch: key for key, batch in self._descriptors.items() if not self.has(key)}
         if len(missing) == len(self._descriptors):
             self._weights = []  # the graphs that read them are gone
         self.without_room = self._left_out(list(missing.values()), around, max_graph_bytes)
@@ -640,9 +476,9 @@ class EncoderGraphs:
         self._wrapper.closed = False
         try:
             with around(), self._uncompiled():
-                found = capture_set(
+                result = capture_set(
                     "Capturing encoder CUDA graphs",
-                    CUDAGraphMode.FULL,
+                    FULL,
                     list(missing),
                     lambda descriptor, phase: self._first_run(missing[descriptor]),
                     self,
@@ -653,11 +489,11 @@ class EncoderGraphs:
             self._wrapper.closed = True
         if self._check_weights and not self._weights:
             kind = self._device.type
-            self._weights = [WeightsGuard(each, kind) for each in self._modules]
+            self._weights = [WeightsGuard(module, kind) for module in self._modules]
         for key in self.captured():
             timed(key, lambda key=key: self._run(key))  # type: ignore[misc]
         left_out = tuple((self._descriptors[key], why) for key, why in self.without_room.items())
-        return replace(found, missing=found.missing + left_out)
+        return replace(result, missing=result.missing + left_out)
 
     def _left_out(
         self,
@@ -665,29 +501,55 @@ class EncoderGraphs:
         around: Callable[[], AbstractContextManager[Any]],
         max_graph_bytes: int | None,
     ) -> dict[GraphKey, str]:
-        """What has no room, and why. Nothing of it has buffers afterwards."""
+        """Return the graphs without room and the reason. They have no buffers afterwards."""
         if max_graph_bytes is None or self.pool is None or not missing:
             return {}
-        pool = self.pool
-        with around(), self._uncompiled():
-            return left_out(
-                missing,
-                self.captured(),
-                max_graph_bytes,
-                max_graph_bytes - pool.nbytes,
-                lambda: Rehearsal(pool, self._settings, self._whole),
-                self._rehearse,
-            )
+        left = max_graph_bytes - self.pool.nbytes
 
-    def _rehearse(self, key: GraphKey, rehearsal: Rehearsal) -> int:
-        """Capture on other memory what is to be measured; the bytes that its buffers will add."""
-        inputs = self._inputs.get(key) or self._made(key)
+        def fits(some: Sequence[Sizes]) -> bool:
+            return self._fit([key for key in missing if key[:2] in some], left)
+
+        with around(), self._uncompiled():
+            kept = choose_budgets(missing, self.captured(), fits)
+        why = (
+            f"{Reason.NOT_CAPTURED.value}: no room in max_graph_bytes={max_graph_bytes}, of which "
+            f"{max(left, 0)} were left"
+        )
+        return {key: why for key in missing if key[:2] not in kept}
+
+    def _fit(self, keys: Sequence[GraphKey], left: int) -> bool:
+        """Capture graphs on memory that is dropped; return whether they fit in ``left`` bytes."""
+        assert self.pool is not None
+        pool, buffers = GraphPool(self.pool.device), 0
+        wrapper = CUDAGraphWrapper(
+            self._whole, self._settings, FULL, pool=pool, name="encoder, measured"
+        )
+        try:
+            for key in keys:
+                buffers += self._rehearse(key, wrapper)
+                if pool.nbytes + buffers > left:
+                    return False
+            return True
+        finally:
+            pool.release()
+            pool.device.give_back()
+
+    def _rehearse(self, key: GraphKey, wrapper: CUDAGraphWrapper) -> int:
+        """Warm up and capture a graph to measure it; return the bytes that its buffers will add."""
+        inputs = self._inputs.get(key) or self._new_inputs(key)
         inputs.check_offsets()
-        rehearsal.run(key.descriptor, lambda: self._run(key, rehearsal.wrapper, inputs))
+
+        def step(_: object = None) -> None:
+            self._run(key, wrapper, inputs)
+
+        warm_all(step, [key], tuple, self._settings.num_warmups)
+        # The capture that counts reports what fails here.
+        with bulk_capture(), suppress(Exception):
+            step()
         return 0 if key in self._inputs else inputs.nbytes
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
-        """What a device asks for around compiled code: the host recorder cannot look into it."""
+        """Return the device's context around compiled code, which the host recorder cannot see."""
         if self.pool is None or not any(map(compat.holds_compiled_code, self._modules)):
             return nullcontext()
         return self.pool.device.around()
@@ -698,11 +560,7 @@ class EncoderGraphs:
         self._learn(key.path, result)
 
     def forget(self) -> None:
-        """Drop graphs, buffers and memory; those of others that share the pool stay.
-
-        Raises:
-            CaptureError: called inside of a capture; nothing is dropped then.
-        """
+        """Drop graphs, buffers and memory; those of others that share the pool stay."""
         if inside_capture():
             raise CaptureError.release_inside()
         if self.pool is not None:
@@ -723,27 +581,13 @@ class EncoderGraphs:
         return None if why is None else why.reason
 
     def check_weights(self) -> None:
-        """Raise if a weight is not what and where it was.
-
-        Raises:
-            AddressChangedError: it was replaced or moved.
-            HostValueChangedError: a 0-dim CPU tensor has another value.
-        """
+        """Raise if a weight is not what and where it was."""
         for guard in self._weights:
             guard.check("encoder", "its graphs")
 
     def replay(self, key: GraphKey, mm_kwargs: dict[str, Any], rows: int) -> Any:
-        """Run items on a graph.
-
-        Args:
-            key: what is captured.
-            mm_kwargs: the items.
-            rows: output tokens of them all.
-
-        Returns:
-            [rows, ...] in memory of its own, on the current stream.
-        """
-        given = self._model.prepare_encoder_cudagraph_replay_buffers(
+        """Run items on a graph."""
+        buffers = self._model.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs,
             self._limits.max_items,
             self._limits.max_frames,
@@ -753,7 +597,7 @@ class EncoderGraphs:
         self.pool.follow_stream()  # a replay on another stream may read the buffers still
         if self._settings.poison and self._owns_pool:
             self.pool.poison()
-        for name in self.inputs(key).write(given, poison=self._settings.poison):
+        for name in self.inputs(key).write(buffers, poison=self._settings.poison):
             self.kept_keys[name] = self.kept_keys.get(name, 0) + 1
         return own_rows(self._run(key), rows)
 
@@ -778,19 +622,19 @@ class EncoderGraphs:
             for axis in self._config.capture_axes
         ]
         named = self.named(path, needed)
-        made = self._model.prepare_encoder_cudagraph_replay_buffers(
+        buffers = self._model.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs, len(specs), frames, **named
         )
-        check_keys(made.values, self._config, "prepare_encoder_cudagraph_replay_buffers()")
+        check_keys(buffers.values, self._config, "prepare_encoder_cudagraph_replay_buffers()")
         if path not in self._dtypes:
-            looked_at = self._looked_at(path)
-            self._dtypes[path] = {key: each.dtype for key, each in looked_at.items()}
+            sample = self._sample_inputs(path)
+            self._dtypes[path] = {key: buffer.dtype for key, buffer in sample.items()}
         dtypes = self._dtypes[path]
         values: dict[str, torch.Tensor] = {}
         for key in self._config.buffer_keys:
-            if made.values[key] is None:
+            if buffers.values[key] is None:
                 raise EncoderError.nothing_to_run_on(key=key)
-            values[key] = made.values[key].to(self._device, dtypes[key])
+            values[key] = buffers.values[key].to(self._device, dtypes[key])
         return self._forward(values, **named)
 
     def plain(self, key: GraphKey) -> Any:
@@ -801,7 +645,9 @@ class EncoderGraphs:
         """A result without rows, of the structure that others have."""
         if path not in self._empty:  # nothing has run yet that could tell
             key = min(key for key in self._descriptors if key.path == path)
-            self._learn(path, self._forward(self._looked_at(path), **self.named(path, key.axes)))
+            self._learn(
+                path, self._forward(self._sample_inputs(path), **self.named(path, key.axes))
+            )
         return compat.tree_map(torch.clone, self._empty[path])
 
     def _learn(self, path: str, result: Any) -> None:

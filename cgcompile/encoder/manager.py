@@ -1,19 +1,10 @@
-"""What replays and eager runs cost on this machine: :class:`Calibration`.
-
-Whether a graph pays depends on the model and the device, and packing by a rule of thumb may be
-slower than no graphs at all. So each graph is timed once it is captured, and the forward that it
-recorded is timed plain.
-
-What happens to the items of one call: :class:`EncoderCalls`.
-
-Specs, packing, one run per group and path, and the results back in the order of the items. What has
-no graph runs eager, under a reason.
-
-Run an encoder on graphs of fixed budgets: :class:`EncoderCudaGraphManager`.
+"""Run an encoder on graphs of fixed budgets: :class:`EncoderCudaGraphManager`.
 
 Images and videos have many sizes, and a graph has one. So items are packed into groups, each of
 which fits a budget of output tokens, and padded up to it; what no graph holds, or what is cheaper
-without one, runs eager. The manager never begins a capture itself: a wrapper of ``graphs`` does.
+without one, runs eager under a reason (:class:`EncoderCalls`). Whether a graph pays depends on the
+model and the device, so graphs can be timed once they are captured (:class:`Calibration`).
+
 The rule, for models: a graph reads its own buffers alone, and :mod:`~cgcompile.encoder.protocol`
 says what goes into them. Callers have none: results are theirs, and any thread may call.
 """
@@ -22,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +26,6 @@ from cgcompile.encoder.protocol import (
     DEFAULT,
     GLOBAL,
     CheckedModel,
-    EncoderCudaGraphConfig,
     EncoderItemSpec,
     check_columns,
 )
@@ -55,14 +44,7 @@ _RUNS = 2
 
 
 class Calibration:
-    """Times of graphs, in milliseconds.
-
-    Args:
-        device: where they run.
-
-    Attributes:
-        replays: (path, budget) -> one replay; the slowest of several axes.
-    """
+    """Times of graphs, in milliseconds."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,29 +60,28 @@ class Calibration:
 
     def costs(self, paths: Sequence[str]) -> Costs:
         """What packing estimates with."""
-        measured = [(place, self._plain.get(path)) for place, path in enumerate(paths)]
-        eagers = {place: _line(points) for place, points in measured if points}
+        measured = [(index, self._plain.get(path)) for index, path in enumerate(paths)]
+        eagers = {index: _line(points) for index, points in measured if points}
         replays = {
             (paths.index(path), budget): cost for (path, budget), cost in self.replays.items()
         }
         return Costs(replays=replays, eagers=eagers)
 
     def _time(self, run: Callable[[], Any]) -> float:
-        """The shortest of a few runs, in milliseconds."""
+        """Return the shortest of a few runs, in milliseconds."""
         run()
         return min(self._once(run) for _ in range(_RUNS))
 
     def _once(self, run: Callable[[], Any]) -> float:
-        if self._device.type != "cuda":
-            start = time.perf_counter()
-            run()
-            return (time.perf_counter() - start) * 1e3
-        torch.cuda.synchronize(self._device)
-        # The host's part of an eager run is waited for too, so the clock is the host's.
-        start = time.perf_counter()
+        self._synchronize()
+        start = time.perf_counter()  # of the host, whose part of an eager run counts too
         run()
-        torch.cuda.synchronize(self._device)
+        self._synchronize()
         return (time.perf_counter() - start) * 1e3
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -118,36 +99,22 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 class EncoderCalls:
-    """Not for several threads at a time.
-
-    Args:
-        model: what speaks the protocol.
-        config: of the encoder.
-        limits: of each replay.
-        graphs: what is captured.
-        statistics: counts what runs.
-        costs: what packing estimates with.
-
-    Attributes:
-        costs: as given; may be replaced.
-    """
+    """Runs the items of one call, in groups. Not for several threads at a time."""
 
     def __init__(
         self,
         model: CheckedModel,
-        config: EncoderCudaGraphConfig,
         limits: Limits,
         graphs: EncoderGraphs,
         statistics: EncoderStatistics,
         costs: Costs,
     ) -> None:
-        self._model, self._config, self._limits = model, config, limits
+        self._model, self._config, self._limits = model, model.config, limits
         self._graphs, self._statistics = graphs, statistics
-        self._paths = list(config.graph_sets)
-        self._splits = model.has_own("postprocess_encoder_output")
+        self._paths = list(self._config.graph_sets)
         self._version: tuple[int, int] | None = None
         self._known = Capacity(((),) * len(self._paths), *limits[1:])
-        self.costs = costs
+        self.costs = costs  # as given; may be replaced
 
     def _room(self, path: str, spec: EncoderItemSpec) -> int:
         """Output tokens whose room an item takes: as its result has, or as its input needs."""
@@ -158,7 +125,7 @@ class EncoderCalls:
         return Need(tuple([self._room(path, spec) for path in self._paths]), spec.frames)
 
     def make_tables(self) -> None:
-        """What packing looks up, made now rather than at the first call."""
+        """Build the tables of packing now rather than at the first call."""
         pack((), self._capacity(), self.costs)
 
     def specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
@@ -196,8 +163,8 @@ class EncoderCalls:
         """A call of some of the items."""
         if items == list(range(count)):
             return mm_kwargs
-        found: dict[str, Any] = self._model.select_encoder_cudagraph_items(mm_kwargs, items)
-        return found
+        selected: dict[str, Any] = self._model.select_encoder_cudagraph_items(mm_kwargs, items)
+        return selected
 
     def _capacity(self) -> Capacity:
         if self._graphs.blocked():
@@ -222,20 +189,16 @@ class EncoderCalls:
         idle = [n for n, spec in enumerate(specs) if not any(map(spec.tokens, self._paths))]
         if idle:  # last, as others tell what a result looks like
             self._without_tokens(idle, mm_kwargs, len(specs), dest)
-        missing = [place for place in range(len(specs)) if place not in dest]
+        missing = [item for item in range(len(specs)) if item not in dest]
         if missing:
             found = f"no result for item {missing[0]}"
             raise EncoderError.returned(
                 method="postprocess_encoder_output", found=found, expected="one for each"
             )
-        return [dest[place] for place in range(len(specs))]
+        return [dest[item] for item in range(len(specs))]
 
     def check(self, specs: list[EncoderItemSpec]) -> None:
-        """Refuse items that would run eager, but where that is the cheaper way; for ``strict``.
-
-        Raises:
-            DispatchError: names the first of them, and why.
-        """
+        """Refuse items that would run eager, but where that is the cheaper way; for ``strict``."""
         for items, group in self._groups(specs):
             mine = [specs[item] for item in items]
             for path, budget in zip(self._paths, group.budgets, strict=True):
@@ -255,14 +218,14 @@ class EncoderCalls:
             yield [item], Group((item,), (None,) * len(self._paths))
         needs = [self._need(specs[item]) for item in listed]
         for group in pack(needs, self._capacity(), self.costs):
-            yield [listed[place] for place in group.items], group
+            yield [listed[index] for index in group.items], group
 
     def _without_tokens(
         self, items: list[int], mm_kwargs: dict[str, Any], count: int, dest: dict[int, Any]
     ) -> None:
         """Items that need not run: results without rows, as the model itself puts them together."""
         self._statistics.record((), len(items))
-        if self._model.has_own("postprocess_encoder_output"):
+        if self._model.splits_results:
             outputs = {path: self._graphs.empty(path) for path in self._paths}
             counts = {path: [0] * len(items) for path in self._paths}
             self._split(outputs, items, counts, dest, self.selected(mm_kwargs, items, count))
@@ -287,8 +250,8 @@ class EncoderCalls:
             clone=False,
             batch_mm_kwargs=mm_kwargs,
         )
-        if self._splits and items and items[0] in dest:
-            leaves = [each for each in compat.tree_leaves(dest[items[0]]) if _has_columns(each)]
+        if self._model.splits_results and items and items[0] in dest:
+            leaves = [leaf for leaf in compat.tree_leaves(dest[items[0]]) if _has_columns(leaf)]
             if leaves:
                 check_columns(leaves, self._config.out_hidden_size, "postprocess_encoder_output")
 
@@ -355,14 +318,14 @@ class EncoderCalls:
 
     def _axes(self, specs: list[EncoderItemSpec]) -> tuple[int, ...] | None:
         """For each capture axis the least value that is enough for all items; None if none is."""
-        found = []
+        values = []
         for axis in self._config.capture_axes:
             needed = max(spec.axes[axis.name] for spec in specs)
             enough = [value for value in axis.values if value >= needed]
             if not enough:
                 return None
-            found.append(enough[0])
-        return tuple(found)
+            values.append(enough[0])
+        return tuple(values)
 
 
 def _has_columns(leaf: Any) -> bool:
@@ -440,14 +403,13 @@ class EncoderCudaGraphManager:
         check_weights: bool = True,
     ) -> None:
         where = "EncoderCudaGraphManager"
-        shares = all(hasattr(sharder, each) for each in ("rank", "assign", "agree", "gather"))
+        shares = all(hasattr(sharder, name) for name in ("rank", "assign", "agree", "gather"))
         expected = "a Sharder, what has its methods, or None"
         require(sharder is None or shares, "sharder", where, sharder, expected)
         device = device_named(device, where)
         self._model = CheckedModel(model)
-        self.config = _copied(self._model.get_encoder_cudagraph_config())
+        self.config = self._model.config
         self.statistics = EncoderStatistics()
-        self._model.check_paths(self.config)
         self._device = torch.empty(0, device=device).device  # with an index, alike in all threads
         self._limits = resolved_limits(
             self.config,
@@ -459,7 +421,6 @@ class EncoderCudaGraphManager:
         self._settings = CompilationConfig.resolve(config)
         self._graphs = EncoderGraphs(
             self._model,
-            self.config,
             self._limits,
             self._device,
             dtype,
@@ -468,15 +429,14 @@ class EncoderCudaGraphManager:
             check_weights,
         )
         self._calls = EncoderCalls(
-            self._model, self.config, self._limits, self._graphs, self.statistics, costs or Costs()
+            self._model, self._limits, self._graphs, self.statistics, costs or Costs()
         )
         self._calibrate = calibrate
         self._sharder = sharder
         self._graph_capture = graph_capture
         self._inference_mode = inference_mode
         self._logged = 0
-        made = self._graphs.pool
-        self._lock = new_lock() if made is None else made.lock
+        self._lock = new_lock() if self.pool is None else self.pool.lock
         log.info(
             "encoder graphs of %s: token budgets %s, at most %d items and %d frames a replay",
             type(model).__name__,
@@ -490,16 +450,16 @@ class EncoderCudaGraphManager:
         method = "get_encoder_cudagraph_budget_range"
         if not (no_budgets or (no_items and self._model.has_own(method))):
             return None
-        found: tuple[int, int] = self._model.get_encoder_cudagraph_budget_range(settings)
-        return found
+        span: tuple[int, int] = self._model.get_encoder_cudagraph_budget_range(settings)
+        return span
 
     # -------------------------------------------------------------- what a user may ask
 
     @property
     def token_budgets(self) -> list[int] | dict[str, list[int]]:
         """The budgets, ascending; of several paths, by path."""
-        found = {path: list(budgets) for path, budgets in self._limits.budgets.items()}
-        return found[DEFAULT] if list(found) == [DEFAULT] else found
+        by_path = {path: list(budgets) for path, budgets in self._limits.budgets.items()}
+        return by_path[DEFAULT] if list(by_path) == [DEFAULT] else by_path
 
     @property
     def max_batch_size(self) -> int:
@@ -616,12 +576,12 @@ class EncoderCudaGraphManager:
                 calibration.measure(key, run, lambda: self._graphs.plain(key))
 
         with self._lock, self._mode():
-            found = self._graphs.capture(self._graph_capture, timed, max_graph_bytes)
+            result = self._graphs.capture(self._graph_capture, timed, max_graph_bytes)
             if self._calibrate and calibration.replays:
                 self._calls.costs = calibration.costs(list(self.config.graph_sets))
                 self.statistics.measured(calibration.replays)
             self._calls.make_tables()
-        return found
+        return result
 
     def clear(self) -> None:
         """Drop the graphs, their buffers and memory; calls run eager, :meth:`capture` works again.
@@ -660,14 +620,14 @@ class EncoderCudaGraphManager:
         """
         with self._lock, self._mode():
             if self._sharder is not None:
-                found = self._sharded(self._sharder, mm_kwargs)
+                results = self._sharded(self._sharder, mm_kwargs)
             else:
                 specs = self._calls.specs(mm_kwargs)
                 if self._settings.strict:
                     self._calls.check(specs)
-                found = self._calls.encoded(mm_kwargs, specs)
+                results = self._calls.encoded(mm_kwargs, specs)
             self._log_statistics()
-        return found
+        return results
 
     def _log_statistics(self) -> None:
         """Log what graphs were worth, once for so many items."""
@@ -682,10 +642,10 @@ class EncoderCudaGraphManager:
             specs = self._calls.specs(mm_kwargs)
             shares = sharder.assign([spec.input_size for spec in specs])
             for share in shares if self._settings.strict else ():  # of all, so that all raise
-                self._calls.check([specs[place] for place in share])
+                self._calls.check([specs[item] for item in share])
             mine = shares[sharder.rank]
             selected = self._calls.selected(mm_kwargs, list(mine), len(specs))
-            own = self._calls.encoded(selected, [specs[place] for place in mine])
+            own = self._calls.encoded(selected, [specs[item] for item in mine])
             sharder.check(own)
         except BaseException as failed:
             sharder.agree(failed)  # the others wait for what will not come
@@ -694,18 +654,9 @@ class EncoderCudaGraphManager:
         if not specs:
             return []
         rows, paths = None, list(self.config.graph_sets)
-        if not self._model.has_own("postprocess_encoder_output"):
+        if not self._model.splits_results:
             rows = [sum(map(spec.tokens, paths)) for spec in specs]
         return sharder.gather(own, shares, self._graphs.empty(paths[0]), rows)
 
     def _mode(self) -> AbstractContextManager[Any]:
         return torch.inference_mode() if self._inference_mode else nullcontext()
-
-
-def _copied(config: object) -> EncoderCudaGraphConfig:
-    if not isinstance(config, EncoderCudaGraphConfig):
-        method, found = "get_encoder_cudagraph_config", type(config).__name__
-        raise EncoderError.returned(
-            method=method, found=found, expected="an EncoderCudaGraphConfig"
-        )
-    return replace(config)

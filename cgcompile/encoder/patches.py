@@ -22,7 +22,7 @@ from cgcompile.encoder.protocol import (
     SupportsEncoderCudaGraph,
     named_buffers,
 )
-from cgcompile.errors import ConfigError, EncoderError
+from cgcompile.errors import EncoderError
 from cgcompile.settings import LARGEST_TABLE, checked, require, require_fields, require_whole, whole
 
 Grid = tuple[int, int, int]
@@ -55,11 +55,8 @@ class PatchTable:
     def __post_init__(self) -> None:
         require_fields(self)
         for name, known in (("rows", (PATCHES, TOKENS)), ("tail", (ZEROS, POSITIONS))):
-            if getattr(self, name) not in known:
-                expected = " or ".join(map(repr, known))
-                raise ConfigError.bad_value(
-                    name=name, where="PatchTable", value=getattr(self, name), expected=expected
-                )
+            value, expected = getattr(self, name), " or ".join(map(repr, known))
+            require(value in known, name, "PatchTable", value, expected)
 
 
 @dataclass(frozen=True)
@@ -105,10 +102,10 @@ def _positions(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 def _input(mm_kwargs: Mapping[str, Any], name: str) -> Any:
-    found = mm_kwargs.get(name)
-    if found is None:
+    value = mm_kwargs.get(name)
+    if value is None:
         raise EncoderError.no_input(name=name, known=list(mm_kwargs))
-    return found
+    return value
 
 
 class PatchEncoder(SupportsEncoderCudaGraph):
@@ -171,14 +168,14 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         if max_frames_per_video > 1:
             names["video"] = ("pixel_values_videos", "video_grid_thw")
         self._inputs = dict(inputs or names)
-        tails = {key: _positions for key, each in self._tables.items() if each.tail == POSITIONS}
+        tails = {key: _positions for key, spec in self._tables.items() if spec.tail == POSITIONS}
         self._config = EncoderCudaGraphConfig(
             modalities=list(self._inputs),
             buffer_keys=[PIXELS, *self._tables, *self._offsets],
             out_hidden_size=out_hidden_size,
             padding_logics={**tails, **(padding_logics or {})},
             max_frames_per_video=max_frames_per_video,
-            offset_keys={key: each.longest_padding for key, each in self._offsets.items()},
+            offset_keys={key: spec.longest_padding for key, spec in self._offsets.items()},
             input_rows_per_token=merge_size**2,
         )
 
@@ -202,11 +199,11 @@ class PatchEncoder(SupportsEncoderCudaGraph):
             EncoderError: none are given, or one is no grid of whole blocks to merge.
         """
         name = self._names(mm_kwargs)[1]
-        found = _input(mm_kwargs, name)
-        rows = found.tolist() if isinstance(found, torch.Tensor) else found
+        value = _input(mm_kwargs, name)
+        rows = value.tolist() if isinstance(value, torch.Tensor) else value
         if not isinstance(rows, Iterable):
             raise EncoderError.grid(name=name, item=0, found=rows, merge=self._merge)
-        return [self._grid(name, item, each) for item, each in enumerate(rows)]
+        return [self._grid(name, item, grid) for item, grid in enumerate(rows)]
 
     def _grid(self, name: str, item: int, found: Any) -> Grid:
         numbers = found.tolist() if isinstance(found, torch.Tensor) else found
@@ -219,12 +216,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         raise EncoderError.grid(name=name, item=item, found=found, merge=self._merge)
 
     def _patches(self, mm_kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, list[Grid]]:
-        """All patches of a call, and the grids that they belong to.
-
-        Raises:
-            EncoderError: inputs are missing or no patches and grids, or the grids have another
-                number of patches. Buffers would hide that: they are filled up with zeros.
-        """
+        """All patches of a call, and the grids that they belong to."""
         pixels, grid = self._names(mm_kwargs)
         rows, grids = _input(mm_kwargs, pixels), self.grids(mm_kwargs)
         if not isinstance(rows, torch.Tensor) or rows.dim() == 0:
@@ -283,7 +275,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
                 most = offsets.most(token_budget, max_batch_size, frames)
             total = self._rows(offsets.rows, token_budget)
             entries = 1 + most + -(-total // (offsets.longest_padding or total))
-            even = [min(total, -(-total * place // most)) for place in range(entries)]
+            even = [min(total, -(-total * index // most)) for index in range(entries)]
             values[key] = torch.tensor(even, dtype=offsets.dtype, device=device)
         return EncoderCudaGraphCaptureInputs(values)
 
@@ -316,17 +308,17 @@ class PatchEncoder(SupportsEncoderCudaGraph):
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], *, path: str = DEFAULT) -> Any:
         if self._eager is not None:
             return self._eager(*self._patches(mm_kwargs))
-        made = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0).values
-        rows: Any = made[PIXELS]
-        placed = {key: self._placed(key, value, rows) for key, value in made.items()}
-        with named_buffers(made):
+        buffers = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0).values
+        rows: Any = buffers[PIXELS]
+        placed = {key: self._placed(key, value, rows) for key, value in buffers.items()}
+        with named_buffers(buffers):
             return self._forward(placed)
 
     def _placed(self, key: str, value: Any, rows: torch.Tensor) -> torch.Tensor:
         """What a buffer would hold: where the tower is, or the patches; of the buffer's dtype."""
         tower = self.tower
         weights = list(tower.parameters()) if isinstance(tower, torch.nn.Module) else []
-        weight = next((each for each in weights if each.is_floating_point()), rows)
+        weight = next((tensor for tensor in weights if tensor.is_floating_point()), rows)
         kinds: dict[str, torch.dtype | None] = {k: t.dtype for k, t in self._tables.items()}
         kinds.update({name: offsets.dtype for name, offsets in self._offsets.items()})
         placed: torch.Tensor = value.to(weight.device, kinds.get(key) or weight.dtype)

@@ -1,31 +1,21 @@
-"""What a model and the manager of its encoder graphs tell each other: plain data.
+"""What a model does so that its encoder runs on graphs: :class:`SupportsEncoderCudaGraph`.
 
 The names and defaults are those that engine authors know. An encoder with one set of graphs needs
-nothing else; ``paths``, ``capture_axes``, ``offset_keys``, ``on_none`` and ``frames`` are for what
-those names cannot say: several graph sets, a second captured shape, offsets whose tail must be a
-real sequence, and videos whose frames are sequences of attention.
+nothing else; ``paths``, ``capture_axes``, ``offset_keys``, ``on_none`` and ``frames`` are for
+several graph sets, a second captured size, offsets whose tail must be a real sequence, and videos
+whose frames are sequences of attention. Six methods are mandatory; the others have defaults, which
+a model gets by inheriting, or from :class:`CheckedModel`. :class:`~cgcompile.encoder.PatchEncoder`
+has all of them for the common layout.
 
-Results that belong to the caller: copied out of a graph once, then cut into views.
-
-What a graph returns lies in its pool, and the next replay writes there. So the rows that are real
-are copied right after a replay, with one kernel per tensor, however many items they belong to.
-
-What a model does so that its encoder runs on graphs: :class:`SupportsEncoderCudaGraph`.
-
-The method names are those that models of serving engines have already. Six of them say what only
-the model knows; the others have defaults here, which a model gets by inheriting, and the manager
-lends to a model that does not. :class:`~cgcompile.encoder.PatchEncoder` has all of them for the
-common layout.
-
-How they are called: with one path and no axes, as the source documents have it. With several
-paths, or one of a name of its own, ``path=`` is given by name to those that have it below, and
-``axes=`` where there are capture axes.
+With one path and no axes the methods are called without ``path=`` and ``axes=``. What a graph
+returns is in its pool, and the next replay overwrites it: so real rows are copied right after a
+replay, one kernel per tensor.
 """
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
@@ -33,7 +23,7 @@ import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.errors import ConfigError, EncoderError
-from cgcompile.settings import is_whole, require_fields, require_items, require_kind, whole
+from cgcompile.settings import is_whole, require, require_fields, require_items, require_kind, whole
 
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"
 VIDEO = "video"
@@ -51,9 +41,9 @@ nothing of it is zeroed before.
 def _settle(instance: object, names: Iterable[str]) -> None:
     """Replace whole numbers of other types in these fields of a frozen dataclass by ints."""
     for name in names:
-        found = getattr(instance, name)
-        if type(found) is not int and found is not None:
-            object.__setattr__(instance, name, whole(found))
+        value = getattr(instance, name)
+        if type(value) is not int and value is not None:
+            object.__setattr__(instance, name, whole(value))
 
 
 @dataclass
@@ -99,7 +89,7 @@ class EncoderItemSpec:
         _settle(self, counts)
         for name in ("path_output_tokens", "axes"):
             numbers = getattr(self, name)
-            settled = {key: whole(each) for key, each in numbers.items()}
+            settled = {key: whole(number) for key, number in numbers.items()}
             if None not in settled.values():  # else it is named where it is used
                 object.__setattr__(self, name, settled)
 
@@ -131,11 +121,9 @@ class EncoderCudaGraphPathConfig:
 
     def __post_init__(self) -> None:
         least = self.min_token_budget
-        if least is not None and not is_whole(least, 1):
-            where = "EncoderCudaGraphPathConfig"
-            raise ConfigError.bad_value(
-                name="min_token_budget", where=where, value=least, expected="at least 1, or None"
-            )
+        valid = least is None or is_whole(least, 1)
+        where = "EncoderCudaGraphPathConfig"
+        require(valid, "min_token_budget", where, least, "at least 1, or None")
         _settle(self, ("min_token_budget",))
 
 
@@ -156,15 +144,11 @@ class EncoderCaptureAxis:
 
     def __post_init__(self) -> None:
         require_fields(self, but=("values",))
-        require_items("values", f"EncoderCaptureAxis {self.name!r}", self.values)
-        numbers = [whole(each) for each in self.values]
-        values = tuple(sorted({number for number in numbers if number is not None}))
-        if not values or None in numbers or values[0] < 0:
-            where = f"EncoderCaptureAxis {self.name!r}"
-            raise ConfigError.bad_value(
-                name="values", where=where, value=self.values, expected="at least one whole number"
-            )
-        object.__setattr__(self, "values", values)
+        where = f"EncoderCaptureAxis {self.name!r}"
+        require_items("values", where, self.values)
+        valid = bool(self.values) and all(is_whole(value, 0) for value in self.values)
+        require(valid, "values", where, self.values, "at least one whole number")
+        object.__setattr__(self, "values", tuple(sorted(set(map(int, self.values)))))
 
 
 @dataclass(frozen=True)
@@ -264,23 +248,21 @@ class EncoderCudaGraphConfig:
             "local_token_per_patch": 0,
         }
         for name, lowest in least.items():
-            found = getattr(self, name)
-            if not is_whole(found, lowest):
-                expected = f"a whole number of at least {lowest}"
-                raise ConfigError.bad_value(name=name, where=_WHERE, value=found, expected=expected)
+            value = getattr(self, name)
+            expected = f"a whole number of at least {lowest}"
+            require(is_whole(value, lowest), name, _WHERE, value, expected)
         _settle(self, least)
         for name in ("modalities", "buffer_keys"):
-            found = getattr(self, name)
-            require_items(name, _WHERE, found, str)
-            if not found or len(set(found)) < len(found):
-                expected = "at least one name, each once"
-                raise ConfigError.bad_value(name=name, where=_WHERE, value=found, expected=expected)
+            names = getattr(self, name)
+            require_items(name, _WHERE, names, str)
+            unique = bool(names) and len(set(names)) == len(names)
+            require(unique, name, _WHERE, names, "at least one name, each once")
 
     def _check_dual_path(self) -> None:
         named = ("global_token_per_image", "local_token_per_patch")
-        given = [name for name in named if getattr(self, name)]
-        if given and not self.enable_dual_path_graph:
-            what = f"EncoderCudaGraphConfig({given[0]}={getattr(self, given[0])})"
+        listed = [name for name in named if getattr(self, name)]
+        if listed and not self.enable_dual_path_graph:
+            what = f"EncoderCudaGraphConfig({listed[0]}={getattr(self, listed[0])})"
             because = "it is used with enable_dual_path_graph=True alone"
             raise ConfigError.impossible(
                 what=what, because=because, instead="Set that too, or leave this out."
@@ -298,37 +280,24 @@ class EncoderCudaGraphConfig:
             raise ConfigError.impossible(what=what, because=because, instead="Leave it out.")
 
     def _check_keys(self) -> None:
-        said = {
-            "padding_logics": self.padding_logics,
-            "offset_keys": self.offset_keys,
-            "on_none": self.on_none,
-        }
-        for name, keys in said.items():
-            for key in keys:
-                if key not in self.buffer_keys:
-                    expected = f"names among buffer_keys ({', '.join(self.buffer_keys)})"
-                    raise ConfigError.bad_value(
-                        name=name, where=_WHERE, value=key, expected=expected
-                    )
+        expected = f"names among buffer_keys ({', '.join(self.buffer_keys)})"
+        for name in ("padding_logics", "offset_keys", "on_none"):
+            for key in getattr(self, name):
+                require(key in self.buffer_keys, name, _WHERE, key, expected)
         for key in self.offset_keys:
             if key in self.padding_logics:
                 what = f"a padding logic for {key!r}, which is among offset_keys too,"
                 raise ConfigError.impossible(
                     what=what, because="each says what the tail holds", instead="Keep one."
                 )
-        if isinstance(self.offset_keys, Mapping):
-            for key, rows in self.offset_keys.items():
-                if rows is not None and not is_whole(rows, 1):
-                    expected = "a whole number of at least 1, or None"
-                    raise ConfigError.bad_value(
-                        name=f"offset_keys[{key!r}]", where=_WHERE, value=rows, expected=expected
-                    )
-        for key, what in self.on_none.items():
-            if what not in (KEEP, ZERO):
-                expected = "'keep' or 'zero'"
-                raise ConfigError.bad_value(
-                    name=f"on_none[{key!r}]", where=_WHERE, value=what, expected=expected
-                )
+        rows_by_key = self.offset_keys if isinstance(self.offset_keys, Mapping) else {}
+        for key, rows in rows_by_key.items():
+            valid = rows is None or is_whole(rows, 1)
+            expected = "a whole number of at least 1, or None"
+            require(valid, f"offset_keys[{key!r}]", _WHERE, rows, expected)
+        for key, rule in self.on_none.items():
+            known = rule in (KEEP, ZERO)
+            require(known, f"on_none[{key!r}]", _WHERE, rule, "'keep' or 'zero'")
 
 
 @dataclass
@@ -358,12 +327,7 @@ class EncoderCudaGraphReplayBuffers:
 def checked_rows(
     tree: Any, least: int, columns: int | None, method: str, exactly: bool = False
 ) -> list[torch.Tensor]:
-    """The tensors of a result, each with enough rows; see :func:`check_columns`.
-
-    Raises:
-        EncoderError: no tensor, or too few rows; or, ``exactly``, another number of them; or
-            other columns.
-    """
+    """The tensors of a result, each with enough rows; see :func:`check_columns`."""
     leaves = compat.tree_leaves(tree)
     for leaf in leaves or [None]:
         fits = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
@@ -379,11 +343,7 @@ def checked_rows(
 
 
 def check_columns(leaves: Sequence[Any], columns: int, method: str) -> None:
-    """Raise unless one tensor of a result has so many columns.
-
-    Raises:
-        EncoderError: none has.
-    """
+    """Raise unless one tensor of a result has so many columns."""
     sizes = [leaf.shape[-1] if leaf.dim() > 1 else 1 for leaf in leaves]
     if columns not in sizes:
         raise EncoderError.columns(method=method, found=dict.fromkeys(sizes), expected=columns)
@@ -411,7 +371,7 @@ def split_rows(tree: Any, counts: Sequence[int]) -> list[Any]:
 
 def joined_rows(trees: Sequence[Any]) -> Any:
     """Results one after the other; a single one as it is, and one without rows not at all."""
-    kept = [each for each in trees if any(len(leaf) for leaf in compat.tree_leaves(each))]
+    kept = [tree for tree in trees if any(len(leaf) for leaf in compat.tree_leaves(tree))]
     kept = kept or list(trees[:1])
     if len(kept) == 1:
         return kept[0]
@@ -553,17 +513,17 @@ class SupportsEncoderCudaGraph(Protocol):
         """
         config = self.get_encoder_cudagraph_config()
         specs = self.get_encoder_cudagraph_item_specs(mm_kwargs)
-        items, frames = len(specs), sum(each.frames for each in specs)
+        items, frames = len(specs), sum(spec.frames for spec in specs)
         named: dict[str, Any] = {} if list(config.graph_sets) == [DEFAULT] else {"path": path}
         if config.capture_axes:
             names = [axis.name for axis in config.capture_axes]
             named["axes"] = {
-                name: max((each.axes.get(name, 0) for each in specs), default=0) for name in names
+                name: max((spec.axes.get(name, 0) for spec in specs), default=0) for name in names
             }
-        made = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, items, frames, **named)
+        buffers = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, items, frames, **named)
         inputs: dict[str, torch.Tensor] = {}
         for key in config.buffer_keys:
-            value = made.values[key]
+            value = buffers.values[key]
             if value is None:
                 raise EncoderError.nothing_to_run_on(key=key)
             inputs[key] = value
@@ -588,11 +548,11 @@ class SupportsEncoderCudaGraph(Protocol):
         known = list(self.get_encoder_cudagraph_config().modalities)
         if len(known) == 1:
             return known[0]
-        given = {key for key, value in mm_kwargs.items() if value is not None}
-        found = [each for each in known if any(_names(key, each) for key in given)]
-        if len(found) != 1:
-            raise EncoderError.modality(keys=sorted(given), found=found, known=known)
-        return found[0]
+        keys = {key for key, value in mm_kwargs.items() if value is not None}
+        matching = [modality for modality in known if any(_names(key, modality) for key in keys)]
+        if len(matching) != 1:
+            raise EncoderError.modality(keys=sorted(keys), found=matching, known=known)
+        return matching[0]
 
     def postprocess_encoder_output(
         self,
@@ -622,22 +582,18 @@ class SupportsEncoderCudaGraph(Protocol):
         counts = per_item_out_tokens
         if not isinstance(counts, Mapping):
             counts = {DEFAULT: counts}
-        found: list[list[Any]] = [[] for _ in indices]
+        columns: list[list[Any]] = [[] for _ in indices]
         for path, tree in parts.items():
-            for mine, part in zip(found, split_rows(tree, counts[path]), strict=True):
+            for mine, part in zip(columns, split_rows(tree, counts[path]), strict=True):
                 mine.append(part)
-        for index, mine in zip(indices, found, strict=True):
+        for index, mine in zip(indices, columns, strict=True):
             joined = joined_rows(mine)
             dest[index] = compat.tree_map(torch.clone, joined) if clone else joined
 
 
 @contextmanager
 def named_buffers(keys: Collection[str]) -> Iterator[None]:
-    """Name the buffers where a forward reads a key that is not among them.
-
-    Raises:
-        EncoderError: a ``KeyError`` of a name that no buffer has.
-    """
+    """Name the buffers where a forward reads a key that is not among them."""
     try:
         yield
     except KeyError as error:
@@ -653,9 +609,9 @@ def _names(key: str, modality: str) -> bool:
 
 def _is_own(model: object, name: str) -> bool:
     """Whether a model brings a method itself, on its class or on the object."""
-    found = getattr(model, name, None)
+    method = getattr(model, name, None)
     default = getattr(SupportsEncoderCudaGraph, name)
-    return callable(found) and getattr(found, "__func__", found) is not default
+    return callable(method) and getattr(method, "__func__", method) is not default
 
 
 def supports_encoder_cudagraph(model: object) -> bool:
@@ -671,24 +627,14 @@ def _takes(method: Any, keyword: str) -> bool:
         return True
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(
-        each.kind is inspect.Parameter.VAR_KEYWORD
-        or (each.name == keyword and each.kind in by_name)
-        for each in known
+        parameter.kind is inspect.Parameter.VAR_KEYWORD
+        or (parameter.name == keyword and parameter.kind in by_name)
+        for parameter in known
     )
 
 
 class CheckedModel:
-    """A model's methods of the protocol, each its own or the default.
-
-    Args:
-        model: what has the mandatory methods.
-
-    Attributes:
-        model: as given.
-
-    Raises:
-        EncoderError: a mandatory method is missing, or the model is of the older protocol.
-    """
+    """A model's methods of the protocol, each its own or the default."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -700,13 +646,21 @@ class CheckedModel:
         for method in MANDATORY:
             if not _is_own(model, method):
                 raise EncoderError.no_method(model=name, method=method)
+        config = model.get_encoder_cudagraph_config()
+        if not isinstance(config, EncoderCudaGraphConfig):
+            raise EncoderError.returned(
+                method="get_encoder_cudagraph_config",
+                found=type(config).__name__,
+                expected="an EncoderCudaGraphConfig",
+            )
+        self.config = replace(config)  # a copy: fixed from now on
+        # A model that splits results itself decides there how many columns items have.
+        self.splits_results = self.has_own("postprocess_encoder_output")
+        self._check_paths()
 
-    def check_paths(self, config: EncoderCudaGraphConfig) -> None:
-        """Raise unless the methods take ``path=`` and ``axes=`` where the manager gives them.
-
-        Raises:
-            EncoderError: one takes no such keyword.
-        """
+    def _check_paths(self) -> None:
+        """Raise unless the methods take ``path=`` and ``axes=`` where the manager passes them."""
+        config = self.config
         for name, graphs in _BY_PATH.items():
             wanted = {"path": f"paths {', '.join(config.graph_sets)}"}
             if list(config.graph_sets) == [DEFAULT]:
@@ -725,6 +679,6 @@ class CheckedModel:
     def __getattr__(self, name: str) -> Any:
         if name not in OPTIONAL:
             return getattr(self.model, name)
-        found = getattr(self.model, name, None)
+        method = getattr(self.model, name, None)
         default = getattr(SupportsEncoderCudaGraph, name)
-        return found if callable(found) else MethodType(default, self.model)
+        return method if callable(method) else MethodType(default, self.model)

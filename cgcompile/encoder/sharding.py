@@ -34,12 +34,12 @@ def shares_by_load(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """
     require_whole("ranks", "shares_by_load", ranks, 1, MOST_RANKS)
     loads = [(0, rank) for rank in range(ranks)]
-    found: list[list[int]] = [[] for _ in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
     for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
         load, rank = heapq.heappop(loads)
-        found[rank].append(item)
+        shares[rank].append(item)
         heapq.heappush(loads, (load + sizes[item], rank))
-    return [sorted(items) for items in found]
+    return [sorted(items) for items in shares]
 
 
 class Sharder:
@@ -182,12 +182,12 @@ class Sharder:
         """For each tensor the rows of each item, of which each rank knows its own."""
         items = sum(map(len, shares))
         device = compat.tree_leaves(self._shape)[0].device
-        found = torch.zeros(count, items, dtype=torch.int64)
+        counts = torch.zeros(count, items, dtype=torch.int64)
         for item, mine in zip(shares[self.rank], columns, strict=True):
-            found[:, item] = torch.tensor([len(leaf) for leaf in mine])
-        found = found.to(device)
-        dist.all_reduce(found, group=self._group)
-        return [list(map(int, each)) for each in found.tolist()]
+            counts[:, item] = torch.tensor([len(leaf) for leaf in mine])
+        counts = counts.to(device)
+        dist.all_reduce(counts, group=self._group)
+        return [list(map(int, row)) for row in counts.tolist()]
 
     def _gathered(
         self,
@@ -198,16 +198,16 @@ class Sharder:
     ) -> dict[int, torch.Tensor]:
         """One tensor of all items, padded on the way to the rank that has most rows of it."""
         counts = [[rows[item] for item in items] for items in shares]
-        most = max(sum(each) for each in counts)
+        most = max(sum(sizes) for sizes in counts)
         padded = like.new_zeros((most, *like.shape[1:]))
         if own:
             padded[: sum(counts[self.rank])] = torch.cat([leaf.to(like.dtype) for leaf in own])
-        found = [torch.empty_like(padded) for _ in range(self.size)]
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
         if padded.numel():
-            dist.all_gather(found, padded, group=self._group)
+            dist.all_gather(gathered, padded, group=self._group)
         parts: dict[int, torch.Tensor] = {}
-        for items, each, whole in zip(shares, counts, found, strict=True):
-            parts.update(zip(items, torch.split(whole[: sum(each)], each), strict=True))
+        for items, sizes, whole in zip(shares, counts, gathered, strict=True):
+            parts.update(zip(items, torch.split(whole[: sum(sizes)], sizes), strict=True))
         return parts
 
 

@@ -1,7 +1,7 @@
-"""What the graphs of an encoder were worth: hits, padding, and why items ran without a graph.
+"""Count what the graphs of an encoder did: hits, padding, and why items ran without a graph.
 
-Counted are items, once each, whatever the number of paths: a *hit* had a graph on every path on
-which it has tokens, a *miss* ran eager on one of them at least, and an item without any tokens is
+Items are counted once each, whatever the number of paths: a *hit* had a graph on every path on
+which it has tokens, a *miss* ran eager on one of them at least, and an item without tokens is
 neither.
 """
 
@@ -11,22 +11,16 @@ from typing import Any, NamedTuple
 
 from cgcompile.locks import new_lock
 from cgcompile.reasons import Reason
+from cgcompile.serving.statistics import Lost, count_by_reason, text_table
 
 
 class Ran(NamedTuple):
-    """What a group of items did on one path.
+    """What a group of items did on one path."""
 
-    Attributes:
-        path: the set of graphs.
-        budget: of the graph; None without one.
-        tokens: real output tokens of each item.
-        reason: why there was no graph.
-    """
-
-    path: str
-    budget: int | None
-    tokens: Sequence[int]
-    reason: Reason | None = None
+    path: str  # the set of graphs
+    budget: int | None  # of the graph; None without one
+    tokens: Sequence[int]  # real output tokens of each item
+    reason: Reason | None = None  # why there was no graph
 
 
 @dataclass
@@ -36,16 +30,6 @@ class _Graph:
     replays: int = 0
     items: int = 0
     tokens: int = 0
-
-
-@dataclass
-class _Eager:
-    """Items of one path that had no graph for one reason."""
-
-    items: int = 0
-    tokens: int = 0
-    least: int = 0
-    most: int = 0
 
 
 class EncoderStatistics:
@@ -67,7 +51,7 @@ class EncoderStatistics:
         with self._lock:
             self.hits = self.misses = self.idle = 0
             self._graphs: dict[tuple[str, int], _Graph] = {}
-            self._eager: dict[tuple[str, Reason], _Eager] = {}
+            self._eager: dict[tuple[str, Reason], Lost] = {}
 
     def measured(self, costs: dict[tuple[str, int], float]) -> None:
         """What a replay of each (path, budget) takes, in milliseconds; for the table."""
@@ -76,16 +60,16 @@ class EncoderStatistics:
     def record(self, ran: Sequence[Ran], items: int) -> None:
         """Count one group of so many items, which ran on these paths."""
         served: list[bool | None] = [None] * items
-        for each in ran:
-            for item, tokens in enumerate(each.tokens):
+        for on_path in ran:
+            for item, tokens in enumerate(on_path.tokens):
                 if tokens:
-                    served[item] = served[item] is not False and each.budget is not None
+                    served[item] = served[item] is not False and on_path.budget is not None
         with self._lock:
             self.hits += served.count(True)
             self.misses += served.count(False)
             self.idle += served.count(None)
-            for each in ran:
-                self._count(each)
+            for on_path in ran:
+                self._count(on_path)
 
     def _count(self, ran: Ran) -> None:
         items, tokens = sum(map(bool, ran.tokens)), sum(ran.tokens)
@@ -95,11 +79,7 @@ class EncoderStatistics:
             graph.items += items
             graph.tokens += tokens
         elif ran.reason is not None:
-            eager = self._eager.setdefault((ran.path, ran.reason), _Eager(least=tokens))
-            eager.items += items
-            eager.tokens += tokens
-            eager.least = min(eager.least, tokens)
-            eager.most = max(eager.most, tokens)
+            self._eager.setdefault((ran.path, ran.reason), Lost(tokens)).add(tokens, items)
 
     # -------------------------------------------------------------- what was counted
 
@@ -113,16 +93,11 @@ class EncoderStatistics:
     def replays(self) -> int:
         """How many graphs were replayed."""
         with self._lock:
-            return sum(each.replays for each in self._graphs.values())
+            return sum(graph.replays for graph in self._graphs.values())
 
     def waste(self, path: str | None = None) -> float:
         """The share of replayed output tokens that was padding, of one path or of all."""
-        with self._lock:
-            real = padded = 0
-            for (where, budget), graph in self._graphs.items():
-                if path in (None, where):
-                    real += graph.tokens
-                    padded += graph.replays * budget
+        real, padded = self.tokens(path)
         return 1 - real / padded if padded else 0.0
 
     def tokens(self, path: str | None = None) -> tuple[int, int]:
@@ -136,11 +111,8 @@ class EncoderStatistics:
 
     def reasons(self) -> dict[Reason, int]:
         """Items that ran without a graph, by reason; once for each path that did."""
-        found: dict[Reason, int] = {}
         with self._lock:
-            for (_, reason), eager in self._eager.items():
-                found[reason] = found.get(reason, 0) + eager.items
-        return found
+            return count_by_reason(self._eager)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain data, for JSON."""
@@ -166,12 +138,11 @@ class EncoderStatistics:
                     {
                         "path": path,
                         "reason": reason.value,
-                        "items": eager.items,
-                        "tokens": eager.tokens,
-                        "least_tokens": eager.least,
-                        "most_tokens": eager.most,
+                        "items": lost.count,
+                        "tokens": lost.real,
+                        **lost.as_dict(),
                     }
-                    for (path, reason), eager in self._eager.items()
+                    for (path, reason), lost in self._eager.items()
                 ],
             }
 
@@ -182,7 +153,7 @@ class EncoderStatistics:
             planned: (path, budget) of all rows, in order.
             captured: those of them that have a graph.
         """
-        has = set(captured)
+        captured = set(captured)
         rows = [("path", "budget", "graph", "replays", "items", "padding", "replay ms")]
         with self._lock:
             for key in planned:
@@ -190,18 +161,12 @@ class EncoderStatistics:
                 ran = graph.replays * key[1]
                 waste = f"{1 - graph.tokens / ran:.1%}" if ran else "-"
                 cost = f"{self._costs[key]:.3f}" if key in self._costs else "-"
-                there = "yes" if key in has else "no"
+                there = "yes" if key in captured else "no"
                 counts = (str(graph.replays), str(graph.items))
                 rows.append((key[0], str(key[1]), there, *counts, waste, cost))
-            lines = _table(rows)
-            for (path, reason), eager in self._eager.items():
-                span = f"{eager.least}..{eager.most} tokens"
-                lines.append(f"eager on {path}: {reason.value}: {eager.items} items, {span}")
+            lines = text_table(rows)
+            for (path, reason), lost in self._eager.items():
+                span = f"{lost.least}..{lost.most} tokens"
+                lines.append(f"eager on {path}: {reason.value}: {lost.count} items, {span}")
             lines.append(f"{self.hits} hits, {self.misses} misses, {self.idle} without tokens")
         return "\n".join(lines)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
-    return [line.rstrip() for line in lines]

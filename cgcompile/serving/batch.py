@@ -1,9 +1,9 @@
-"""What an engine tells the manager about one step: :class:`Batch`, :class:`Metadata`, hooks.
+"""What an engine passes to the manager for one step: :class:`Batch`, :class:`Metadata`, hooks.
 
-Batches that nobody asked for: to warm up and capture with, and for a rank without work.
+And batches without requests: to warm up and capture with, and for a rank without work.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import ManagerError
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.serving.buffers import InputBuffer, StaticInputs
+from cgcompile.serving.buffers import StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.plan import Axis
 from cgcompile.settings import whole
@@ -55,7 +55,7 @@ class Batch:
                 object.__setattr__(self, name, number)
 
     def numbers(self) -> dict[str, Any]:
-        """What a dispatcher asks of a batch, by the names of its arguments."""
+        """Return the arguments of :meth:`CudagraphDispatcher.dispatch`, by name."""
         return {
             "num_tokens": self.num_tokens,
             "num_reqs": self.num_reqs,
@@ -147,112 +147,76 @@ class AllHooks:
                 hook.after_replay()
 
 
-def dummy_batch(
-    descriptor: BatchDescriptor,
-    inputs: Iterable[InputBuffer],
-    max_num_reqs: int,
-    absent: Collection[str] = (),
-) -> Batch:
-    """A batch of a padded size that any model can run: see :meth:`InputBuffer.dummy`.
-
-    A graph for mixed batches is captured with one query of all tokens as the longest, so that the
-    kernels of prefill are what it records.
-
-    Args:
-        descriptor: the padded sizes.
-        inputs: the buffers.
-        max_num_reqs: the most requests, for a descriptor that does not say.
-        absent: optional inputs that are left out.
-    """
-    num_tokens = descriptor.num_tokens
-    num_reqs = descriptor.num_reqs or min(num_tokens, max_num_reqs)
-    values = {
-        spec.name: None if spec.name in absent else spec.dummy(num_tokens, num_reqs)
-        for spec in inputs
-    }
-    longest = descriptor.max_query_len or num_tokens
-    return Batch(
-        num_tokens,
-        num_reqs,
-        values,
-        num_tokens // num_reqs if descriptor.uniform else longest,
-        descriptor.uniform,
-        descriptor.has_lora,
-        descriptor.num_active_loras,
-        descriptor.extra,
-    )
-
-
-class Fillers:
-    """Makes batches that fit the buffers of one manager, and knows its optional inputs.
-
-    Args:
-        inputs: the buffers.
-        dispatcher: whose axes say which optional inputs are there.
-
-    Raises:
-        ManagerError: an optional input without an axis.
-    """
+class PaddingBatches:
+    """Makes batches that fit the buffers of one manager, and checks its optional inputs."""
 
     def __init__(self, inputs: StaticInputs, dispatcher: CudagraphDispatcher) -> None:
         self._inputs = inputs
-        self._most = dispatcher.limits.max_num_reqs
-        self._optional = _places(inputs, dispatcher.axes)
+        self._max_num_reqs = dispatcher.limits.max_num_reqs
+        self._optional = _axis_of_optional(inputs, dispatcher.axes)
 
     def check(self, batch: Batch) -> None:
-        """Raise unless the optional inputs of a batch are there as its ``extra`` says.
+        """Raise unless the optional inputs of a batch are present as its ``extra`` states.
 
-        A batch without tokens has no graph, and its ``extra`` is not looked at.
-
-        Raises:
-            ManagerError: one is not.
+        A batch without tokens has no graph: its ``extra`` is not checked.
         """
-        for name, place in self._optional.items() if batch.num_tokens else ():
-            if batch.extra[place] is not (batch.inputs.get(name) is not None):
-                raise ManagerError.presence(name=name, said=batch.extra[place])
+        for name, index in self._optional.items() if batch.num_tokens else ():
+            if batch.extra[index] is not (batch.inputs.get(name) is not None):
+                raise ManagerError.presence(name=name, said=batch.extra[index])
 
     def dummy(self, descriptor: BatchDescriptor) -> Batch:
-        """A batch of a padded size; see :func:`~cgcompile.serving.batch.dummy_batch`."""
-        return dummy_batch(descriptor, self._inputs.specs, self._most, self._absent(descriptor))
+        """Return a batch of a padded size that any model can run: see :meth:`InputBuffer.dummy`.
+
+        A graph for mixed batches is captured with one query of all tokens as the longest, so that
+        the kernels of prefill are captured.
+        """
+        tokens = descriptor.num_tokens
+        reqs = descriptor.num_reqs or min(tokens, self._max_num_reqs)
+        absent = self._absent(descriptor)
+        values = {
+            spec.name: None if spec.name in absent else spec.dummy(tokens, reqs)
+            for spec in self._inputs.specs
+        }
+        longest = tokens // reqs if descriptor.uniform else descriptor.max_query_len or tokens
+        return _padding_batch(descriptor, tokens, reqs, values, longest)
 
     def idle(self, descriptor: BatchDescriptor, state: Any) -> Batch:
-        """One request without tokens, to be padded to a size: no row of it is real.
+        """Return one request without tokens, to be padded to a size: no row of it is real.
 
-        What is written for a row follows from the tails of the buffers alone, so that a tail that
-        writes to no cache (slot -1) is all it takes for an idle rank to leave caches alone.
-
-        Args:
-            descriptor: the padded sizes.
-            state: for the engine's ``metadata``.
+        Rows follow from the tails of the buffers alone, so that a tail that writes to no cache
+        (slot -1) makes an idle rank leave caches alone.
         """
-        absent = dict.fromkeys(self._absent(descriptor))
-        longest = descriptor.max_query_len or 1
-        if descriptor.uniform and descriptor.num_reqs:
-            longest = descriptor.num_tokens // descriptor.num_reqs
-        return Batch(
-            0,
-            1,
-            {**self._inputs.idle(), **absent},
-            longest,
-            descriptor.uniform,
-            descriptor.has_lora,
-            descriptor.num_active_loras,
-            descriptor.extra,
-            state,
-        )
+        values = {**self._inputs.idle(), **dict.fromkeys(self._absent(descriptor))}
+        longest = descriptor.query_len or descriptor.max_query_len or 1
+        return _padding_batch(descriptor, 0, 1, values, longest, state)
 
     def _absent(self, descriptor: BatchDescriptor) -> set[str]:
-        """Optional inputs that a batch is without; all of them in a step without a graph."""
+        """Return the optional inputs that a batch lacks; all of them in a step without a graph."""
         extra = descriptor.extra
         return {name for name, at in self._optional.items() if not extra or not extra[at]}
 
 
-def _places(inputs: StaticInputs, axes: Sequence[Axis]) -> dict[str, int]:
-    """The place in ``extra`` that says whether an optional input is there."""
-    exact = (place for place, a in enumerate(axes) if a.rule == "exact" and not a.full_only)
-    names = {axes[place].name: place for place in exact}
-    found = [spec.name for spec in inputs.specs if spec.optional]
-    for name in found:
-        if name not in names:
+def _padding_batch(
+    descriptor: BatchDescriptor,
+    num_tokens: int,
+    num_reqs: int,
+    values: dict[str, torch.Tensor | None],
+    longest: int,
+    state: Any = None,
+) -> Batch:
+    uniform, variant = descriptor.uniform, (descriptor.has_lora, descriptor.num_active_loras)
+    return Batch(num_tokens, num_reqs, values, longest, uniform, *variant, descriptor.extra, state)
+
+
+def _axis_of_optional(inputs: StaticInputs, axes: Sequence[Axis]) -> dict[str, int]:
+    """Return for each optional input the index in ``extra`` that states whether it is present."""
+    indices = {
+        axis.name: index
+        for index, axis in enumerate(axes)
+        if axis.rule == "exact" and not axis.full_only
+    }
+    names = [spec.name for spec in inputs.specs if spec.optional]
+    for name in names:
+        if name not in indices:
             raise ManagerError.no_axis(name=name)
-    return {name: names[name] for name in found}
+    return {name: indices[name] for name in names}

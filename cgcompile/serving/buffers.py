@@ -1,15 +1,12 @@
-"""What graphs read at each step, at addresses that stay: :class:`StaticInputs`.
+"""Buffers that graphs are bound to: :class:`StaticInputs` are read, :class:`OutputBuffers` written.
 
-A graph was captured for a padded size, so each step writes its real rows to the front of a buffer
+A graph is captured for a padded size, so each step writes its real rows to the front of a buffer
 and something harmless behind them. Without the second half, the rows of an earlier, larger batch
 stay there: a stale slot mapping writes into the cache of a request that is gone. The rule: declare
 for each buffer what its tail holds (:attr:`InputBuffer.tail`), and stage before metadata is built.
 
-One set of output buffers for the FULL graphs of all sizes: :class:`OutputBuffers`.
-
-Each graph copies its results to the front of the same buffers, inside the graph, so that the
-results of all sizes lie in the memory of the largest. The rule: what a step returned is valid until
-the next one.
+The FULL graphs of all sizes copy their results to the front of one set of output buffers, inside
+the graph. The rule: what a step returned is valid until the next one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,12 +42,12 @@ NUM_TOKENS = "num_tokens"
 
 
 def _has(dtype: torch.dtype, number: object) -> bool:
-    """Whether a dtype has a number, exactly or, of floating point, rounded."""
+    """Return whether a dtype can hold a number; a floating point dtype may round it."""
     try:
-        found = torch.empty((), dtype=dtype).fill_(number).item()  # type: ignore[call-overload]
+        value = torch.empty((), dtype=dtype).fill_(number).item()  # type: ignore[call-overload]
     except (RuntimeError, TypeError, OverflowError):
         return False
-    return dtype.is_floating_point or bool(found == number)
+    return dtype.is_floating_point or bool(value == number)
 
 
 @dataclass(frozen=True)
@@ -138,15 +135,15 @@ class InputBuffer:
         require_whole("num_reqs", "InputBuffer.dummy", num_reqs, 1, LARGEST_TABLE)
         rows = self.rows(num_tokens, num_reqs)
         sizes = tuple(size if isinstance(size, int) else rows for size in self.shape)
-        found = torch.zeros(sizes, dtype=self.dtype)
+        dummy = torch.zeros(sizes, dtype=self.dtype)
         value = self.tail if self.dummy_value is None else self.dummy_value
         if value is not None:
-            return found.fill_(num_tokens if isinstance(value, str) else value)
+            return dummy.fill_(num_tokens if isinstance(value, str) else value)
         if self.counts == BOUNDARIES:
             offsets = torch.arange(rows) * (num_tokens // num_reqs)
             offsets[-1] = num_tokens
-            found.movedim(self.dim, -1).copy_(offsets)
-        return found
+            dummy.movedim(self.dim, -1).copy_(offsets)
+        return dummy
 
     def rows(self, num_tokens: int, num_reqs: int) -> int:
         """How many rows a batch has."""
@@ -158,7 +155,7 @@ class InputBuffer:
         return num_reqs if self.counts == REQS else num_reqs + 1
 
 
-class _Held:
+class _Buffer:
     """One buffer and what is known of its rows."""
 
     def __init__(self, spec: InputBuffer, rows: int, device: torch.device) -> None:
@@ -283,7 +280,7 @@ class StaticInputs:
         require_whole("max_num_tokens", "StaticInputs", max_num_tokens, 1, LARGEST_ROWS)
         require_whole("max_num_reqs", "StaticInputs", max_num_reqs, 1, LARGEST_ROWS)
         self._held = {
-            spec.name: _Held(spec, spec.rows(max_num_tokens, max_num_reqs), where)
+            spec.name: _Buffer(spec, spec.rows(max_num_tokens, max_num_reqs), where)
             for spec in self.specs
         }
         self.buffers: dict[str, torch.Tensor] = {n: h.whole for n, h in self._held.items()}
@@ -294,7 +291,7 @@ class StaticInputs:
     @property
     def nbytes(self) -> int:
         """Memory of all buffers, in bytes."""
-        return sum(each.nbytes for each in self.buffers.values())
+        return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def check(self, values: Mapping[str, torch.Tensor | None], real: tuple[int, int]) -> None:
         """Raise unless :meth:`stage` would take these values of a batch; write nothing.
@@ -397,12 +394,12 @@ class StaticInputs:
     def views(self, num_tokens: int, num_reqs: int) -> dict[str, torch.Tensor]:
         """The fronts of all buffers for a padded batch, by name; the same objects each time."""
         key = (num_tokens, num_reqs)
-        found = self._views.get(key)
-        if found is None:
-            found = self._views[key] = {
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = {
                 name: held.front(held.spec.rows(*key)) for name, held in self._held.items()
             }
-        return found
+        return views
 
     def idle(self) -> dict[str, torch.Tensor]:
         """Values of one request without tokens, by name, on the device; made once.
@@ -415,8 +412,8 @@ class StaticInputs:
                 sizes = tuple(size if isinstance(size, int) else rows for size in spec.shape)
                 like = self.buffers[spec.name]
                 with torch.inference_mode(False), torch.no_grad():
-                    found = torch.full(sizes, spec.tail or 0, dtype=spec.dtype, device=like.device)
-                self._idle[spec.name] = found
+                    idle = torch.full(sizes, spec.tail or 0, dtype=spec.dtype, device=like.device)
+                self._idle[spec.name] = idle
         return dict(self._idle)
 
     def _check(self, name: str, value: torch.Tensor | None, real: tuple[int, int]) -> None:
@@ -442,95 +439,60 @@ class StaticInputs:
 
 
 class Outputs:
-    """What the rows of a model's results stand for.
-
-    Args:
-        rows: ``"tokens"`` or ``"reqs"``: what the first dimension of each tensor counts; one for
-            all, or one for each in the order of the flattened result.
-
-    Raises:
-        ManagerError: something else.
-    """
+    """What the rows of a model's results stand for."""
 
     def __init__(self, rows: str | Sequence[str]) -> None:
         self._rows = rows if isinstance(rows, str) else tuple(rows)
         self._known: dict[tuple[int, int], tuple[Any, list[Any], list[int], Any]] = {}
-        for each in (rows,) if isinstance(rows, str) else rows:
-            if each not in (TOKENS, REQS):
-                raise ManagerError.rows(found=each)
+        for name in (rows,) if isinstance(rows, str) else rows:
+            if name not in (TOKENS, REQS):
+                raise ManagerError.rows(found=name)
 
-    def places(self, leaves: Sequence[Any], sizes: tuple[int, int]) -> list[int]:
-        """For each result 0 if its rows are tokens, 1 if they are requests.
-
-        Args:
-            leaves: the flattened result.
-            sizes: (tokens, requests) that the step ran with.
-
-        Raises:
-            ManagerError: a result has other rows than declared, or is no tensor.
-        """
+    def counted(self, leaves: Sequence[Any], sizes: tuple[int, int]) -> list[int]:
+        """Return for each result 0 if its rows are tokens, 1 if they are requests."""
         rows = [self._rows] * len(leaves) if isinstance(self._rows, str) else list(self._rows)
         if len(rows) != len(leaves):
             raise ManagerError.count(declared=len(rows), found=len(leaves))
-        found = [(TOKENS, REQS).index(each) for each in rows]
-        for leaf, place in zip(leaves, found, strict=True):
-            if not isinstance(leaf, torch.Tensor):
-                raise ManagerError.output(
-                    found=type(leaf).__name__, rows=rows[0], size=sizes[place]
-                )
-            if not leaf.dim() or leaf.shape[0] != sizes[place]:
-                raise ManagerError.output(
-                    found=str(list(leaf.shape)), rows=(TOKENS, REQS)[place], size=sizes[place]
-                )
-        return found
+        kinds = [(TOKENS, REQS).index(name) for name in rows]
+        for leaf, kind, name in zip(leaves, kinds, rows, strict=True):
+            tensor = isinstance(leaf, torch.Tensor)
+            if not tensor or not leaf.dim() or leaf.shape[0] != sizes[kind]:
+                found = str(list(leaf.shape)) if tensor else type(leaf).__name__
+                raise ManagerError.output(found=found, rows=name, size=sizes[kind])
+        return kinds
 
     def real(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
-        """The rows of a padded result that are real, as views.
-
-        Args:
-            result: what the step returned.
-            padded: (tokens, requests) that it ran with.
-            real: (tokens, requests) of the batch.
-        """
+        """The rows of a padded result that are real, as views."""
         leaves = compat.tree_leaves(result)
-        places = self.places(leaves, padded)
+        kinds = self.counted(leaves, padded)
         if padded == real:
             return result
-        return _cut(leaves, places, real, compat.tree_spec(result))
+        return _cut(leaves, kinds, real, compat.tree_spec(result))
 
     def replayed(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
-        """As :meth:`real`, of what a graph returns: the same object at each step.
-
-        It is looked at once. What a caller gets is made afresh, for the caller to do with as it
-        likes.
-        """
+        """As :meth:`real`, of the result of a graph: the same object at each step, checked once."""
         known = self._known.get(padded)
         if known is None or known[0] is not result:
             leaves = compat.tree_leaves(result)
-            places = self.places(leaves, padded)
-            known = self._known[padded] = (result, leaves, places, compat.tree_spec(result))
-        _, leaves, places, spec = known
+            kinds = self.counted(leaves, padded)
+            known = self._known[padded] = (result, leaves, kinds, compat.tree_spec(result))
+        _, leaves, kinds, spec = known
         if leaves and leaves[0] is result:
-            return result[: real[places[0]]]
-        return _cut(leaves, places, real, spec)
+            return result[: real[kinds[0]]]
+        return _cut(leaves, kinds, real, spec)
 
     def forget(self) -> None:
-        """Let go of results: the graphs are released."""
+        """Drop results: the graphs are released."""
         self._known.clear()
 
 
-def _cut(leaves: list[Any], places: list[int], real: tuple[int, int], spec: Any) -> Any:
-    cut = [leaf[: real[place]] for leaf, place in zip(leaves, places, strict=True)]
+def _cut(leaves: list[Any], kinds: list[int], real: tuple[int, int], spec: Any) -> Any:
+    cut = [leaf[: real[kind]] for leaf, kind in zip(leaves, kinds, strict=True)]
     return compat.tree_unflatten(cut, spec)
 
 
 class OutputBuffers:
-    """Buffers for what a model returns: a tensor, or tensors in tuples, lists and dicts.
-
-    Args:
-        outputs: what rows stand for.
-        most: (tokens, requests) of the largest batch.
-    """
+    """Buffers for what a model returns: a tensor, or tensors in tuples, lists and dicts."""
 
     def __init__(self, outputs: Outputs, most: tuple[int, int]) -> None:
         self._outputs = outputs
@@ -541,10 +503,10 @@ class OutputBuffers:
     @property
     def nbytes(self) -> int:
         """Memory of the buffers, in bytes; 0 before the first step."""
-        return sum(each.nbytes for each in self._buffers)
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def owns(self, start: int) -> bool:
-        """Whether a storage that begins at an address is one of the buffers."""
+        """Return whether a storage that begins at an address is one of the buffers."""
         return any(address(buffer) == start for buffer in self._buffers)
 
     def poison(self) -> None:
@@ -560,23 +522,16 @@ class OutputBuffers:
         return compat.tree_unflatten(list(self._buffers), self._spec)
 
     def keep(self, result: Any, sizes: tuple[int, int]) -> Any:
-        """Copy what a step of these sizes made to the front of the buffers.
+        """Copy the result of a step to the front of the buffers; return views of those.
 
-        The buffers are made if there are none.
-
-        Returns:
-            The same structure, of views of the buffers.
-
-        Raises:
-            ManagerError: a result has other rows than declared, or the step returns something else
-                than the first one.
+        The first result allocates the buffers; later ones must have its structure.
         """
         leaves, spec = compat.tree_leaves(result), compat.tree_spec(result)
-        places = self._outputs.places(leaves, sizes)
+        kinds = self._outputs.counted(leaves, sizes)
         if self._spec is None:
             self._spec = spec
-            pairs = zip(leaves, places, strict=True)
-            self._buffers = [_empty(leaf, self._most[place]) for leaf, place in pairs]
+            pairs = zip(leaves, kinds, strict=True)
+            self._buffers = [_empty(leaf, self._most[kind]) for leaf, kind in pairs]
         if spec != self._spec or not all(map(_fits, self._buffers, leaves)):
             raise ManagerError.other_outputs()
         fronts = [b[: leaf.shape[0]] for b, leaf in zip(self._buffers, leaves, strict=True)]

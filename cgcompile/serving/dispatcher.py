@@ -1,20 +1,11 @@
-"""The tables of the dispatcher: for each variant and kind of batch, the graph of every size.
+"""Which graph serves a batch: numbers in; runtime mode, padded descriptor and a reason out.
 
-Plain Python. A look-up is two list indices. The tables of sizes are built once, and shared by all
-variants, so that many of those cost little memory; which graph serves a size is worked out anew
-when one is captured or refused, so that a step never searches.
+Plain Python: no torch, no device, no graph. The tables are built once, so that a step costs a few
+look-ups and never searches; which graph serves a size is worked out anew when a graph is captured
+or refused. Which graphs there are is in ``plan.py``.
 
-What a caller says of one batch, checked. Plain Python; contradictions raise ``BatchError``.
-
-Which graph serves a batch: numbers in; runtime mode, padded descriptor and a reason out.
-
-Plain Python: no torch, no device, no graph. Every answer stands in tables built once, so that a
-step costs a few look-ups. Without this file each engine writes the choice anew, and pays for its
-gaps: batches that no graph serves although one was captured, or that are padded and then run plain.
-
-The rule a caller keeps: ``uniform_decode`` is said, never guessed. Prefills of equal length look
-the same in numbers and run other kernels; ``is_uniform_decode`` in ``batches.py`` can tell. Read
-on in ``planning.py`` (which graphs there are) and ``variants.py`` (LoRA and further axes).
+The rule a caller keeps: ``uniform_decode`` is stated, never guessed. Prefills of equal length have
+the same numbers and run other kernels; :func:`is_uniform_decode` tells them apart.
 """
 
 import logging
@@ -34,11 +25,12 @@ from cgcompile.serving.plan import (
     Axis,
     Ladders,
     LoraCases,
-    PiecesOnly,
+    Planned,
     Resolution,
     Shapes,
     Variant,
     Variants,
+    capture_order,
     resolve_mode,
     shapes_of,
 )
@@ -98,22 +90,26 @@ class Slot:
         return Why(Reason.NOT_CAPTURED, f"{what} {detail}")
 
 
-class _Ladder:
-    """For every number from 0 to the largest size, the position of the first size not below it.
+class _Ladder(NamedTuple):
+    """For every number from 0 to the largest size, the index of the first size not below it."""
 
-    ``oversize`` is made once: its text must not differ at each step, and costs time.
-    """
+    shapes: Sequence[BatchDescriptor]
+    steps: list[int]
+    oversize: Why  # made once, not at each step
 
-    __slots__ = ("oversize", "shapes", "steps")
-
-    def __init__(self, shapes: Sequence[BatchDescriptor], sizes: Sequence[int], what: str) -> None:
-        self.shapes = shapes
-        self.steps = [bisect_left(sizes, number) for number in range(sizes[-1] + 1)]
-        self.oversize = Why(Reason.OVERSIZE, f"more than {sizes[-1]} {what}: no graph is as large")
+    @classmethod
+    def of(
+        cls, shapes: Sequence[BatchDescriptor], what: str, *, by_requests: bool = False
+    ) -> "_Ladder":
+        """Build the ladder of ascending shapes, by tokens or by requests."""
+        sizes = [(shape.num_reqs or 0) if by_requests else shape.num_tokens for shape in shapes]
+        steps = [bisect_left(sizes, number) for number in range(sizes[-1] + 1)]
+        detail = f"more than {sizes[-1]} {what}: no graph is as large"
+        return cls(shapes, steps, Why(Reason.OVERSIZE, detail))
 
 
 class Row:
-    """The graphs of one ladder in one variant; ``oversize`` says why it serves no larger batch."""
+    """The graphs of one ladder in one variant."""
 
     __slots__ = ("_serving", "_slots", "_steps", "oversize")
 
@@ -121,68 +117,58 @@ class Row:
         self._steps = ladder.steps
         self._slots = slots
         self._serving = slots
-        self.oversize = ladder.oversize
+        self.oversize = ladder.oversize  # why it serves no larger batch
         for slot in slots:
             slot.rows.append(self)
 
     def find(self, number: int) -> Slot | None:
-        """The smallest ready graph for at least ``number`` of what the ladder counts.
+        """Return the smallest ready graph for ``number`` rows; if no graph is ready, the smallest.
 
-        If none of them is ready, the smallest, which can say why.
+        None above the largest size.
         """
         return self._serving[self._steps[number]] if number < len(self._steps) else None
 
     def settle(self) -> None:
-        """For each size the first ready graph upward; look-ups see it as before, or after."""
+        """For each size find the first ready graph upward; look-ups see the old list or the new."""
         serving = list(self._slots)
         above: Slot | None = None
-        for place in reversed(range(len(serving))):
-            if serving[place].ready:
-                above = serving[place]
+        for index in reversed(range(len(serving))):
+            if serving[index].ready:
+                above = serving[index]
             elif above is not None:
-                serving[place] = above
+                serving[index] = above
         self._serving = serving
 
 
 class Tables(NamedTuple):
-    """The graphs of one variant, by kind of batch.
+    """The graphs of one variant, by kind of batch."""
 
-    Attributes:
-        piecewise: by tokens; None without PIECEWISE graphs.
-        mixed: FULL graphs for any batch, by tokens; None without.
-        decode: FULL graphs for uniform decode: per query length, by requests.
-        bounded: FULL graphs for other decode: per longest query of the batch, by tokens.
-    """
-
-    piecewise: Row | None
-    mixed: Row | None
-    decode: dict[int, Row]
+    piecewise: Row | None  # by tokens; None without PIECEWISE graphs
+    mixed: Row | None  # FULL graphs for any batch, by tokens; None without
+    decode: dict[int, Row]  # FULL graphs for uniform decode: per query length, by requests
+    # FULL graphs for other decode: per longest query of the batch, by tokens
     bounded: dict[int, Row]
 
 
-Slots = dict[tuple[CUDAGraphMode, BatchDescriptor], Slot]
+Slots = dict[Planned, Slot]
 
 
 def build_tables(
     shapes: Shapes, variants: Mapping[Variant, Variant]
 ) -> tuple[dict[Variant, Tables], Slots]:
-    """The tables of each variant, and every graph in them, in the order of capture.
+    """Build the tables of each variant, and a slot for every graph, in the order of capture.
 
-    Args:
-        shapes: of all variants.
-        variants: each one, and what its PIECEWISE graphs have of it. Of the latter there is a table
-            too, without FULL graphs if it is no variant itself.
+    ``variants`` maps each variant to the variant of its PIECEWISE graphs. The latter has a table
+    too, without FULL graphs unless it is a key itself.
     """
-    slots = {
-        (mode, descriptor): Slot(Dispatched(mode, descriptor))
-        for mode, descriptor in _in_order_of_capture(shapes, variants)
-    }
-    piecewise = _by_tokens(shapes.piecewise) if shapes.piecewise else None
-    mixed = _by_tokens(shapes.mixed) if shapes.mixed else None
-    bounded = {longest: _by_tokens(each, _SHORT) for longest, each in shapes.bounded.items()}
+    slots = {planned: Slot(Dispatched(*planned)) for planned in capture_order(shapes, variants)}
+    piecewise = _Ladder.of(shapes.piecewise, "tokens") if shapes.piecewise else None
+    mixed = _Ladder.of(shapes.mixed, "tokens") if shapes.mixed else None
+    short = "tokens in such short queries"
+    bounded = {longest: _Ladder.of(group, short) for longest, group in shapes.bounded.items()}
     decode = {
-        query_len: _by_requests(each, f"requests of length {query_len}")
-        for query_len, each in shapes.decode.items()
+        query_len: _Ladder.of(group, f"requests of length {query_len}", by_requests=True)
+        for query_len, group in shapes.decode.items()
     }
 
     def row(mode: CUDAGraphMode, variant: Variant, ladder: _Ladder) -> Row:
@@ -192,47 +178,15 @@ def build_tables(
         variant: row(PIECEWISE, variant, piecewise) if piecewise else None
         for variant in dict.fromkeys(variants.values())
     }
-    tables = {variant: Tables(found, None, {}, {}) for variant, found in pieces.items()}
+    tables = {variant: Tables(of_pieces, None, {}, {}) for variant, of_pieces in pieces.items()}
     for variant, in_pieces in variants.items():
         tables[variant] = Tables(
             pieces[in_pieces],
             row(FULL, variant, mixed) if mixed else None,
-            {key: row(FULL, variant, ladder) for key, ladder in decode.items()},
-            {key: row(FULL, variant, ladder) for key, ladder in bounded.items()},
+            {query_len: row(FULL, variant, ladder) for query_len, ladder in decode.items()},
+            {longest: row(FULL, variant, ladder) for longest, ladder in bounded.items()},
         )
     return tables, slots
-
-
-_SHORT = "tokens in such short queries"
-
-
-def _by_tokens(shapes: Sequence[BatchDescriptor], what: str = "tokens") -> _Ladder:
-    return _Ladder(shapes, [shape.num_tokens for shape in shapes], what)
-
-
-def _by_requests(shapes: Sequence[BatchDescriptor], what: str) -> _Ladder:
-    return _Ladder(shapes, [shape.num_reqs or 0 for shape in shapes], what)
-
-
-def _in_order_of_capture(
-    shapes: Shapes, variants: Mapping[Variant, Variant]
-) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
-    """PIECEWISE, then FULL; each largest first, and of one size the most demanding first."""
-    full = [*shapes.mixed, *(shape for each in shapes.decode.values() for shape in each)]
-    full += dict.fromkeys(shape for each in shapes.bounded.values() for shape in each)
-    found = []
-    in_pieces = list(dict.fromkeys(variants.values()))
-    for mode, kinds, each in (
-        (PIECEWISE, shapes.piecewise, in_pieces),
-        (FULL, full, list(variants)),
-    ):
-        for shape in sorted(kinds, key=_demand, reverse=True):
-            found += [(mode, variant.of(shape)) for variant in each]
-    return found
-
-
-def _demand(shape: BatchDescriptor) -> tuple[int, int, int]:
-    return shape.num_tokens, shape.num_reqs or 0, shape.max_query_len or 0
 
 
 def _is_sized(items: Any) -> bool:
@@ -284,11 +238,7 @@ def check_numbers(
     has_lora: Any = False,
     extra: Any = (),
 ) -> None:
-    """Raise unless what describes a batch is of the right kind; integers of NumPy are.
-
-    Raises:
-        BatchError: names the first argument that is not.
-    """
+    """Raise unless what describes a batch is of the right kind; integers of NumPy are."""
     for name, value in (("num_tokens", num_tokens), ("num_active_loras", num_active_loras)):
         if not is_whole(value):
             raise BatchError.field(name=name, value=value, expected="a whole number")
@@ -337,33 +287,22 @@ def uniform_numbers(
 def allowed_modes(
     valid: Collection[CUDAGraphMode] | None, invalid: Collection[CUDAGraphMode] | None
 ) -> tuple[bool, bool]:
-    """Whether FULL, and whether PIECEWISE, is allowed. By identity: enums are slow to hash."""
-    for name, modes in (("valid_modes", valid), ("invalid_modes", invalid)):
-        if modes is not None and type(modes) not in (tuple, set, frozenset, list):
-            require_items(name, "dispatch", modes)
+    """Return whether FULL and whether PIECEWISE is allowed. By identity: enums hash slowly."""
     full = piecewise = valid is None
-    for mode in valid or ():
-        if mode is FULL:
-            full = True
-        elif mode is PIECEWISE:
-            piecewise = True
-        else:
-            _check_none("valid_modes", mode)
-    for mode in invalid or ():
-        if mode is FULL:
-            full = False
-        elif mode is PIECEWISE:
-            piecewise = False
-        else:
-            _check_none("invalid_modes", mode)
+    for name, modes, allowed in (("valid_modes", valid, True), ("invalid_modes", invalid, False)):
+        if modes is None:
+            continue
+        if type(modes) not in (tuple, set, frozenset, list):
+            require_items(name, "dispatch", modes)
+        for mode in modes:
+            if mode is FULL:
+                full = allowed
+            elif mode is PIECEWISE:
+                piecewise = allowed
+            elif mode is not NONE:
+                expected = "runtime modes: NONE, PIECEWISE, FULL"
+                raise BatchError.field(name=name, value=mode, expected=expected)
     return full, piecewise
-
-
-def _check_none(name: str, mode: CUDAGraphMode) -> None:
-    if mode is not NONE:
-        raise BatchError.field(
-            name=name, value=mode, expected="runtime modes: NONE, PIECEWISE, FULL"
-        )
 
 
 log = logging.getLogger(__name__)
@@ -456,7 +395,7 @@ class CudagraphDispatcher:
             decode_sizes=decode_sizes,
             varlen_decode_sizes=varlen_decode_sizes,
         )
-        found = resolve_mode(
+        resolution = resolve_mode(
             mode,
             support,
             query_lens=ladders.decode,
@@ -464,38 +403,39 @@ class CudagraphDispatcher:
             piecewise=piecewise,
             support_why=support_why,
         )
-        for why in found.whys:
-            log.warning("CUDA graph mode %s becomes %s: %s", mode.name, found.mode.name, why)
+        for why in resolution.whys:
+            log.warning("CUDA graph mode %s becomes %s: %s", mode.name, resolution.mode.name, why)
         self.asked = mode
-        self.mode = found.mode
-        self.degraded = found.whys
+        self.mode = resolution.mode
+        self.degraded = resolution.whys
         self.limits = ladders.limits
-        self._resolution = found
+        self._resolution = resolution
         self.query_lens = tuple(ladders.decode)
         self._max_num_reqs = max_num_reqs
         too_many = f"more than max_num_reqs = {max_num_reqs} requests"
         self._too_many_reqs = Why(Reason.OVERSIZE, too_many)
-        self._mixed_why = self._why_mixed(found)
+        self._mixed_why = self._why_mixed(resolution)
         self._variants = Variants(LoraCases() if lora is None else lora, axes)
         self.axes = self._variants.axes
-        variants = {each: self._variants.in_pieces(each) for each in self._variants.all()}
-        self._tables, self._slots = build_tables(shapes_of(found, ladders), variants)
-        one = self._tables[next(iter(variants))]  # all variants have the same lengths
-        up_to = [f"up to {max(one.bounded)}"] if one.bounded else []
-        self._lengths = ", ".join([*map(str, one.decode), *up_to])
-        # The variant of most batches. Axes always have to be looked at.
-        plain = None if self.axes else self._variants.serving(False, 0, ())
-        self._plain = self._tables[plain] if isinstance(plain, Variant) else None
+        variants = {key: self._variants.in_pieces(key) for key in self._variants.all()}
+        self._tables, self._slots = build_tables(shapes_of(resolution, ladders), variants)
+        first = self._tables[next(iter(variants))]  # all variants have the same lengths
+        up_to = [f"up to {max(first.bounded)}"] if first.bounded else []
+        self._lengths = ", ".join([*map(str, first.decode), *up_to])
+        # Of batches without LoRA; axes have to be resolved for each batch.
+        plain = None if self.axes else self._variants.serving(False, 0, ())[0]
+        self._plain = None if plain is None else self._tables[plain]
         self.only_captured = only_captured
 
     @staticmethod
-    def _why_mixed(found: Resolution) -> Why | None:
-        """Why a batch that is no uniform decode has a lesser mode; None if it has what it may."""
-        if found.mode is NONE:
+    def _why_mixed(resolution: Resolution) -> Why | None:
+        """Return why a batch other than uniform decode has a lesser mode; None if it has not."""
+        mode, why = resolution.mode, resolution.mixed_why
+        if mode is NONE:
             return _MODE_NONE
-        if found.mixed_why is not None or found.mode is not CUDAGraphMode.FULL_DECODE_ONLY:
-            return found.mixed_why
-        return Why(Reason.MIXED_BATCH, f"mode {found.mode.name} has graphs for decode alone")
+        if why is not None or mode is not CUDAGraphMode.FULL_DECODE_ONLY:
+            return why
+        return Why(Reason.MIXED_BATCH, f"mode {mode.name} has graphs for decode alone")
 
     @property
     def only_captured(self) -> bool:
@@ -577,12 +517,12 @@ class CudagraphDispatcher:
         if num_tokens <= 0:
             check_empty(num_tokens, None)
             return None
-        variant = self._variants.serving(has_lora, num_active_loras, extra)
-        if isinstance(variant, Why):
+        variant, unlisted = self._variants.serving(has_lora, num_active_loras, extra)
+        if variant is None:
             return None
-        whole = isinstance(variant, Variant)
-        tables = self._tables[variant if isinstance(variant, Variant) else variant.variant]
-        full = self._find_full(tables, num_tokens, None, None, uniform_decode) if whole else None
+        tables, full = self._tables[variant], None
+        if unlisted is None:
+            full = self._find_full(tables, num_tokens, None, None, uniform_decode)
         pieces = tables.piecewise.find(num_tokens) if tables.piecewise is not None else None
         slots = [slot for slot in (full, pieces) if slot is not None and not slot.refused]
         slots.sort(key=lambda slot: not slot.ready)  # stable: FULL first
@@ -643,9 +583,9 @@ class CudagraphDispatcher:
             full, piecewise = allowed_modes(valid_modes, invalid_modes)
         tables = self._plain
         if tables is None or has_lora or num_active_loras or extra:
-            variant = self._variants.serving(has_lora, num_active_loras, extra)
-            if not isinstance(variant, Variant):
-                return self._without_full(variant, num_tokens, piecewise)
+            variant, unlisted = self._variants.serving(has_lora, num_active_loras, extra)
+            if variant is None or unlisted is not None:
+                return self._without_full(variant, unlisted, num_tokens, piecewise)
             tables = self._tables[variant]
         slot = self._find_full(tables, num_tokens, num_reqs, max_query_len, uniform_decode)
         why: Why | None
@@ -671,18 +611,17 @@ class CudagraphDispatcher:
         return _plain(num_tokens, why)
 
     def _without_full(
-        self, found: PiecesOnly | Why, num_tokens: int, piecewise: bool
+        self, variant: Variant | None, why: Why | None, num_tokens: int, piecewise: bool
     ) -> Dispatched:
-        """The answer where no FULL graph has the adapters and axes of a batch."""
+        """Dispatch a batch whose adapters and axes no FULL graph has."""
+        assert why is not None
         if self.mode is NONE:
             return _plain(num_tokens, _MODE_NONE)
-        if isinstance(found, Why):
-            return _plain(num_tokens, found)
-        row = self._tables[found.variant].piecewise
-        slot = row.find(num_tokens) if row is not None and piecewise else None
+        row = self._tables[variant].piecewise if variant is not None and piecewise else None
+        slot = row.find(num_tokens) if row is not None else None
         if slot is None or not slot.ready:
-            return _plain(num_tokens, found.why)
-        return Dispatched(PIECEWISE, slot.result.descriptor, found.why)
+            return _plain(num_tokens, why)
+        return Dispatched(PIECEWISE, slot.result.descriptor, why)
 
     def _find_full(
         self,
@@ -693,30 +632,30 @@ class CudagraphDispatcher:
         uniform_decode: bool,
     ) -> Slot | None:
         """The smallest ready FULL graph that serves the batch, else any; uniform ones first."""
-        found = None
+        exact = None
         if uniform_decode and (tables.decode or tables.bounded):
             max_query_len, reqs = uniform_numbers(
                 num_tokens, num_reqs, max_query_len, self.query_lens
             )
             row = tables.decode.get(max_query_len)
-            found = row.find(reqs) if row is not None else None
+            exact = row.find(reqs) if row is not None else None
         if tables.mixed is None and (max_query_len is None or not tables.bounded):
-            return found
+            return exact
         # A graph of n tokens has min(n, max_num_reqs) requests, of which each batch needs enough.
         rows = num_tokens
         if num_reqs is not None:
             if num_reqs > self._max_num_reqs:
-                return found
+                return exact
             rows = max(num_tokens, num_reqs)
         if tables.mixed is not None:
             return tables.mixed.find(rows)
         row = tables.bounded.get(max_query_len or 0)
         other = row.find(rows) if row is not None else None
-        if other is None or found is None:
-            return found or other
-        if found.ready is not other.ready:
-            return found if found.ready else other
-        return found if found.num_tokens <= other.num_tokens else other
+        if other is None or exact is None:
+            return exact or other
+        if exact.ready is not other.ready:
+            return exact if exact.ready else other
+        return exact if exact.num_tokens <= other.num_tokens else other
 
     def _why_not_full(
         self,

@@ -1,10 +1,8 @@
-"""What a user may ask a manager: :class:`Questions`, answered by the dispatcher and the meters.
+"""Capture all graphs of a model, and run each batch on the graph that serves it.
 
-Capture all graphs of a model, and run each batch on the graph that serves it.
-
-:class:`CudaGraphManager` owns what must stay where it is: input buffers, output buffers, graphs. An
-engine gives it real rows; it asks the dispatcher which graph serves them, and ``stepping.py`` runs
-the step. The rule: what a step returned is valid until the next one.
+:class:`CudaGraphManager` owns what graphs are bound to: input buffers, output buffers, the graphs
+themselves. The dispatcher chooses the graph of a batch, ``step_runner.py`` runs the step. The rule:
+what a step returned is valid until the next one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +20,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, Counters
-from cgcompile.serving.batch import NO_WORK, Batch, Fillers, GraphHooks
+from cgcompile.serving.batch import NO_WORK, Batch, GraphHooks, PaddingBatches
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, check_numbers
 from cgcompile.serving.memory_plan import (
@@ -32,7 +30,7 @@ from cgcompile.serving.memory_plan import (
     choose_graphs,
     plan_memory,
 )
-from cgcompile.serving.plan import largest, sets_of
+from cgcompile.serving.plan import FULL, NONE, PIECEWISE, is_decode, largest, sets_of
 from cgcompile.serving.ranks import Agreement, together
 from cgcompile.serving.sizes import padding_table
 from cgcompile.serving.statistics import DispatchStatistics
@@ -46,145 +44,10 @@ from cgcompile.settings import (
     require_whole,
 )
 
-
-def _is_decode(descriptor: BatchDescriptor) -> bool:
-    return descriptor.uniform or descriptor.max_query_len is not None
-
-
-class Questions:
-    """The part of a manager that only looks things up; ranks have not agreed on it.
-
-    Attributes:
-        dispatcher: which graphs there are to be, and which of them serves a batch.
-        meter: measures what graphs take.
-    """
-
-    dispatcher: CudagraphDispatcher
-    meter: MemoryMeter
-    _config: CompilationConfig
-    _graphs: CapturedGraphs
-    _steps: StepRunner
-
-    @property
-    def bulk(self) -> dict[str, BulkCapture]:
-        """How each set of captures went, by its title."""
-        return dict(self._graphs.bulk)
-
-    @property
-    def counters(self) -> Counters:
-        """What steps with graphs did, FULL ones and others."""
-        return self._steps.counters
-
-    @property
-    def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
-        """Who records steps that the model's own handle does not."""
-        return self._steps.wrappers
-
-    @property
-    def pool(self) -> GraphPool | None:
-        """The memory of FULL graphs, and of pieces of a model that is not compiled.
-
-        None where nothing can be captured: in mode NONE, and without a device that has graphs.
-        """
-        return self._steps.pool
-
-    @property
-    def cudagraph_sizes(self) -> dict[int, int]:
-        """Number of tokens -> planned size of the graph for any batch; empty if only decode has."""
-        plan = self.dispatcher.plan()
-        mode = self.dispatcher.mode.mixed_mode()
-        found = {each.num_tokens for m, each in plan if m is mode and not _is_decode(each)}
-        return padding_table(sorted(found))
-
-    @property
-    def uniform_decode_cudagraph_sizes(self) -> dict[int, int]:
-        """Number of tokens -> planned size of the graph for uniform decode; empty without any.
-
-        Of several query lengths it is the map of the longest, which is ``1 + draft tokens``.
-        """
-        uniform = [each for _, each in self.dispatcher.plan() if each.uniform]
-        longest = max((each.query_len or 0 for each in uniform), default=0)
-        sizes = sorted({each.num_tokens for each in uniform if each.query_len == longest})
-        return {n: size for n, size in padding_table(sizes).items() if n >= longest}
-
-    @property
-    def output_buffers(self) -> Any:
-        """The whole buffers that FULL graphs write, structured as results; None before any."""
-        return self._steps.outputs.whole
-
-    def graph_memory(self) -> GraphMemory:
-        """What the graphs take of the device now, in bytes, measured."""
-        return self.meter.memory()
-
-    def needs_capture(self) -> bool:
-        """Whether any graph is planned."""
-        return bool(self.dispatcher.plan())
-
-    def get_cudagraph_size(
-        self,
-        num_tokens: int,
-        uniform_decode: bool = False,
-        *,
-        has_lora: bool = False,
-        num_active_loras: int = 0,
-        extra: tuple[Any, ...] = (),
-    ) -> int | None:
-        """The padded size of the graph for so many tokens, captured or planned; None if none is.
-
-        Adapters and axes are given as to the dispatcher.
-        """
-        return self.dispatcher.planned_size(
-            num_tokens, uniform_decode, has_lora, num_active_loras, extra
-        )
-
-    def get_cudagraph_runtime_mode(
-        self,
-        num_reqs: int,
-        num_tokens: int,
-        max_query_len: int,
-        *,
-        has_lora: bool = False,
-        num_active_loras: int = 0,
-        extra: tuple[Any, ...] = (),
-    ) -> tuple[CUDAGraphMode, int | None]:
-        """(runtime mode, padded size) of a batch; (NONE, None) where no graph serves it.
-
-        Uniform decode is what has ``max_query_len`` tokens a request, a length that the dispatcher
-        has. Prompts of equal length look the same: who knows better asks :meth:`dispatched`.
-        Adapters and axes are given as to the dispatcher.
-        """
-        if not (type(num_tokens) is type(num_reqs) is type(max_query_len) is int):
-            for name, value in (("num_reqs", num_reqs), ("max_query_len", max_query_len)):
-                require_whole(name, "get_cudagraph_runtime_mode", value, 0, 2**63 - 1)
-            check_numbers(num_tokens, num_reqs, max_query_len)
-        uniform = num_tokens == max_query_len * num_reqs
-        uniform &= max_query_len in self.dispatcher.query_lens
-        variant = has_lora, num_active_loras, extra
-        found = self.dispatcher.dispatch(num_tokens, num_reqs, max_query_len, uniform, *variant)
-        return (NONE, None) if found.mode is NONE else (found.mode, found.descriptor.num_tokens)
-
-    def dispatched(self, batch: Batch, **restrictions: Any) -> Dispatched:
-        """What a batch would run as; see :meth:`run`."""
-        if type(batch) is not Batch:
-            require_kind("batch", "dispatched", batch, Batch)
-        return self.dispatcher.dispatch(**batch.numbers(), **restrictions)
-
-    def _allowed(self, batch: Batch, restrictions: dict[str, Any]) -> Dispatched:
-        """As :meth:`dispatched`; with ``strict`` an error where no graph serves the batch."""
-        chosen = self.dispatched(batch, **restrictions)
-        why = chosen.why
-        if self._config.strict and chosen.mode is NONE and why and why.reason not in EXPECTED:
-            what = f"a batch of {batch.num_tokens} tokens"
-            raise DispatchError.strict(what=what, reason=why.reason.value, detail=why.detail)
-        return chosen
-
-
-FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
-
 Prepare = Callable[[BatchDescriptor, str], Batch]
 
 
-class CudaGraphManager(Questions):
+class CudaGraphManager:
     """The graphs of one model, and the buffers that they read and write.
 
     One thread at a time: a call while another thread is inside of one is a :class:`ManagerError`.
@@ -210,7 +73,7 @@ class CudaGraphManager(Questions):
             a batch that no graph serves is an error, and said before ranks agree.
         hooks: what others do around graphs.
         graph_capture: a context around each set of captures, such as a communicator's.
-        lazily: capture a planned graph when a batch first asks for it, after one warming call; else
+        lazily: capture a planned graph when a batch first needs it, after one warming call; else
             only :meth:`capture` does.
         inference_mode: capture and run in inference mode; else in the caller's mode.
         check_weights: compare objects and addresses of all weights before each FULL replay, about
@@ -223,7 +86,7 @@ class CudaGraphManager(Questions):
     Attributes:
         model: as given.
         backend: the handle of the model; None of one that is not compiled.
-        dispatcher: as given; it knows what has been captured.
+        dispatcher: as given; it records what has been captured.
         agreement: as given.
         inputs: the input buffers.
         statistics: what was dispatched; ``print(manager.statistics.coverage())``.
@@ -271,7 +134,7 @@ class CudaGraphManager(Questions):
         self._graphs = CapturedGraphs(dispatcher, watched, torch.device(device).type)
         self._prepare = prepare or self.dummy_batch
         self._graph_capture = graph_capture
-        self._fillers = Fillers(self.inputs, dispatcher)
+        self._padding_batches = PaddingBatches(self.inputs, dispatcher)
         self._config = CompilationConfig.resolve(config)
         self.backend = handle_of(model) if backend is None else backend
         self._steps = StepRunner(
@@ -291,6 +154,129 @@ class CudaGraphManager(Questions):
         self._lock = new_lock()
         self.meter = MemoryMeter(self._steps.pool, self.backend, self._steps.outputs)
         dispatcher.only_captured = not lazily  # last: nothing has failed
+
+    # -------------------------------------------------------------- look-ups
+
+    @property
+    def bulk(self) -> dict[str, BulkCapture]:
+        """The result of each set of captures, by its title."""
+        return dict(self._graphs.bulk)
+
+    @property
+    def counters(self) -> Counters:
+        """Captures, replays and fallbacks of all steps with graphs."""
+        return self._steps.counters
+
+    @property
+    def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
+        """The wrappers that capture what the handle of a compiled model does not."""
+        return self._steps.wrappers
+
+    @property
+    def pool(self) -> GraphPool | None:
+        """The memory of FULL graphs, and of pieces of a model that is not compiled.
+
+        None where nothing can be captured: in mode NONE, and without a device that has graphs.
+        """
+        return self._steps.pool
+
+    @property
+    def cudagraph_sizes(self) -> dict[int, int]:
+        """Number of tokens -> planned size of the graph for any batch; empty if only decode has."""
+        plan = self.dispatcher.plan()
+        mode = self.dispatcher.mode.mixed_mode()
+        sizes = {
+            descriptor.num_tokens
+            for planned_mode, descriptor in plan
+            if planned_mode is mode and not is_decode(descriptor)
+        }
+        return padding_table(sorted(sizes))
+
+    @property
+    def uniform_decode_cudagraph_sizes(self) -> dict[int, int]:
+        """Number of tokens -> planned size of the graph for uniform decode; empty without any.
+
+        Of several query lengths it is the map of the longest, which is ``1 + draft tokens``.
+        """
+        uniform = [descriptor for _, descriptor in self.dispatcher.plan() if descriptor.uniform]
+        longest = max((shape.query_len or 0 for shape in uniform), default=0)
+        sizes = {shape.num_tokens for shape in uniform if shape.query_len == longest}
+        table = padding_table(sorted(sizes))
+        return {tokens: size for tokens, size in table.items() if tokens >= longest}
+
+    @property
+    def output_buffers(self) -> Any:
+        """The whole buffers that FULL graphs write, structured as results; None before any."""
+        return self._steps.outputs.whole
+
+    def graph_memory(self) -> GraphMemory:
+        """What the graphs take of the device now, in bytes, measured."""
+        return self.meter.memory()
+
+    def needs_capture(self) -> bool:
+        """Whether any graph is planned."""
+        return bool(self.dispatcher.plan())
+
+    def get_cudagraph_size(
+        self,
+        num_tokens: int,
+        uniform_decode: bool = False,
+        *,
+        has_lora: bool = False,
+        num_active_loras: int = 0,
+        extra: tuple[Any, ...] = (),
+    ) -> int | None:
+        """The padded size of the graph for so many tokens, captured or planned; None if none is.
+
+        Adapters and axes are given as to the dispatcher.
+        """
+        return self.dispatcher.planned_size(
+            num_tokens, uniform_decode, has_lora, num_active_loras, extra
+        )
+
+    def get_cudagraph_runtime_mode(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        *,
+        has_lora: bool = False,
+        num_active_loras: int = 0,
+        extra: tuple[Any, ...] = (),
+    ) -> tuple[CUDAGraphMode, int | None]:
+        """(runtime mode, padded size) of a batch; (NONE, None) where no graph serves it.
+
+        A batch counts as uniform decode if each request has ``max_query_len`` tokens and the
+        dispatcher has that length. Prompts of equal length look the same: :meth:`dispatched` takes
+        a :class:`Batch`, which tells them apart.
+        Adapters and axes are given as to the dispatcher.
+        """
+        if not (type(num_tokens) is type(num_reqs) is type(max_query_len) is int):
+            for name, value in (("num_reqs", num_reqs), ("max_query_len", max_query_len)):
+                require_whole(name, "get_cudagraph_runtime_mode", value, 0, 2**63 - 1)
+            check_numbers(num_tokens, num_reqs, max_query_len)
+        uniform = num_tokens == max_query_len * num_reqs
+        uniform &= max_query_len in self.dispatcher.query_lens
+        variant = has_lora, num_active_loras, extra
+        mode, descriptor, _ = self.dispatcher.dispatch(
+            num_tokens, num_reqs, max_query_len, uniform, *variant
+        )
+        return (NONE, None) if mode is NONE else (mode, descriptor.num_tokens)
+
+    def dispatched(self, batch: Batch, **restrictions: Any) -> Dispatched:
+        """Return what a batch would run as; arguments are those of :meth:`run`."""
+        if type(batch) is not Batch:
+            require_kind("batch", "dispatched", batch, Batch)
+        return self.dispatcher.dispatch(**batch.numbers(), **restrictions)
+
+    def _allowed(self, batch: Batch, restrictions: dict[str, Any]) -> Dispatched:
+        """Dispatch a batch; with ``strict`` raise if no graph serves it."""
+        chosen = self.dispatched(batch, **restrictions)
+        why = chosen.why
+        if self._config.strict and chosen.mode is NONE and why and why.reason not in EXPECTED:
+            what = f"a batch of {batch.num_tokens} tokens"
+            raise DispatchError.strict(what=what, reason=why.reason.value, detail=why.detail)
+        return chosen
 
     # -------------------------------------------------------------- capture
 
@@ -363,12 +349,12 @@ class CudaGraphManager(Questions):
     def _capture_set(
         self, title: str, mode: CUDAGraphMode, descriptors: list[BatchDescriptor]
     ) -> None:
-        found = self.record(title, mode, descriptors, self.meter.before_capture)
+        result = self.record(title, mode, descriptors, lambda _: self.meter.begin())
         self.meter.end()
-        self._graphs.bulk[title] = found
-        for descriptor in found.captured:
+        self._graphs.bulk[title] = result
+        for descriptor in result.captured:
             self._graphs.add(mode, descriptor)
-        for descriptor, why in found.missing:
+        for descriptor, why in result.missing:
             self.dispatcher.refused(mode, descriptor, why)
 
     def record(
@@ -378,7 +364,7 @@ class CudaGraphManager(Questions):
         descriptors: list[BatchDescriptor],
         before: Callable[[BatchDescriptor], None],
     ) -> BulkCapture:
-        """Warm up and capture some graphs, of which the dispatcher does not learn."""
+        """Warm up and capture graphs without telling the dispatcher."""
         self._steps.hooks.before_capture(self.pool)
 
         def step(descriptor: BatchDescriptor, phase: str) -> None:
@@ -400,25 +386,28 @@ class CudaGraphManager(Questions):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """What is around a set of captures."""
+        """Enter the autograd mode of steps and the contexts around a set of captures."""
         with self._steps.mode(), self._graph_capture():
             yield
 
     def run_dummy(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, phase: str) -> None:
-        """Run the step of a planned graph on a batch of :attr:`prepare`."""
+        """Run the step of a planned graph on a batch from ``prepare``."""
         if self.agreement is not None:
             self._steps.across = self.agreement.across(descriptor.num_tokens)
         self._steps.step(self._prepare(descriptor, phase), mode, descriptor)
 
     def num_compilations(self) -> int:
-        """How often the model was compiled so far, of all ranks the most; 0 if it never is."""
-        found = 0 if self.backend is None else self.backend.num_compilations
-        return found if self.agreement is None else self.agreement.largest(found)
+        """Return how often the model was compiled so far, the largest number of all ranks."""
+        own = 0 if self.backend is None else self.backend.num_compilations
+        return own if self.agreement is None else self.agreement.largest(own)
 
     @checked
     def dummy_batch(self, descriptor: BatchDescriptor, phase: str) -> Batch:
-        """A batch of a padded size; see :func:`~cgcompile.serving.batch.dummy_batch`."""
-        return self._fillers.dummy(descriptor)
+        """Return a batch of a padded size that any model can run; see :meth:`InputBuffer.dummy`.
+
+        A graph for mixed batches is captured with one query of all tokens as the longest.
+        """
+        return self._padding_batches.dummy(descriptor)
 
     def release(self) -> None:
         """Drop all graphs and their memory, and the output buffers; :meth:`capture` works again.
@@ -465,7 +454,7 @@ class CudaGraphManager(Questions):
             ManagerError: another thread is inside of a call of this manager.
             DispatchError: ``strict``, and no graph serves the batch.
             AddressChangedError: a weight, or a tensor of metadata, moved since the capture.
-            AgreementError: a rank stays away or, checked, goes its own way.
+            AgreementError: a rank stays away or, checked, runs something else.
             BaseException: what the model or ``metadata`` raised.
         """
         if batch is not None and type(batch) is not Batch:
@@ -478,14 +467,14 @@ class CudaGraphManager(Questions):
             if batch is None or not (batch.num_tokens or batch.inputs):
                 return None
             chosen = self._allowed(batch, restrictions)
-            self._fillers.check(batch)
+            self._padding_batches.check(batch)
             return self._run(batch, chosen)
         finally:
             self._lock.release()
 
     @contextmanager
     def _alone(self, method: str) -> Iterator[None]:
-        """No other thread is inside of a call of this manager."""
+        """Raise if another thread is inside of a call of this manager."""
         if not self._lock.acquire(False):
             raise ManagerError.other_thread(method=method)
         try:
@@ -495,10 +484,10 @@ class CudaGraphManager(Questions):
 
     def _run_agreed(self, batch: Batch, restrictions: dict[str, Any]) -> Any:
         assert self.agreement is not None
-        # What is wrong with this rank is said before others count on it.
+        # Errors of this rank are raised before other ranks count on it.
         own = self._allowed(batch, restrictions)
         if batch.num_tokens:
-            self._fillers.check(batch)
+            self._padding_batches.check(batch)
             self.inputs.check(batch.inputs, (batch.num_tokens, batch.num_reqs))
         if own.mode is FULL or not batch.num_tokens:  # else no rank takes a FULL graph
             self._graphs.check_weights(own.descriptor)
@@ -509,8 +498,8 @@ class CudaGraphManager(Questions):
         if batch.num_tokens:
             return self._run(batch, chosen)
         phase = self._graphs.due(chosen.mode, chosen.descriptor)
-        idle = self._fillers.idle(chosen.descriptor, batch.state)
-        # A graph is not captured with what an idle rank knows of it.
+        idle = self._padding_batches.idle(chosen.descriptor, batch.state)
+        # A graph is never captured with the batch of an idle rank.
         self._run(self._prepare(chosen.descriptor, phase) if phase else idle, chosen)
         return None
 
@@ -566,7 +555,7 @@ class CudaGraphManager(Questions):
             self._lock.release()
 
     def _on_graph(self, batch: Batch, chosen: Dispatched) -> tuple[Any, Dispatched]:
-        """(result, how it ran): not on the graph that was chosen if that is not there yet."""
+        """Return the result and how the step ran: without a graph if that is not captured yet."""
         agreed, strict, graphs = self.agreement is not None, self._config.strict, self._graphs
         result, why = graphs.step(self._steps, batch, *chosen[:2], agreed=agreed, strict=strict)
         plain = BatchDescriptor(batch.num_tokens)

@@ -10,19 +10,19 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from cgcompile.backend import Backend
 from cgcompile.config import CUDAGraphMode
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import ManagerError
-from cgcompile.graphs.arena import MIB, PoolBytes
+from cgcompile.graphs.arena import MIB
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.capture_all import BulkCapture, warm_all
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.buffers import OutputBuffers
-from cgcompile.serving.plan import Planned, sets_of
+from cgcompile.serving.plan import Planned, kind_of, sets_of
 from cgcompile.serving.sizes import removal_order
 
 log = logging.getLogger(__name__)
@@ -64,29 +64,11 @@ class GraphMemory:
         return f"{self.total / MIB:.2f} MiB" + (f" ({', '.join(parts)})" if parts else "")
 
 
-class _Reading(NamedTuple):
-    """One look at what graphs take; ``driver`` is the level of the device."""
-
-    pools: PoolBytes
-    staging: int
-    outputs: int
-    driver: int
-
-    @property
-    def held(self) -> int:
-        return self.pools.held + self.staging + self.outputs
-
-
 class MemoryMeter:
     """Measures what the graphs of one manager take.
 
-    The driver tells no graph's share, only what is left of the device: so the level before the
-    first capture is remembered, and what other programs take meanwhile is taken for ours.
-
-    Args:
-        pool: of the manager; None on a device without graphs.
-        backend: of a compiled model, whose graphs have pools of their own.
-        outputs: the manager's.
+    The driver reports no graph's share, only what is left of the device: so the level before the
+    first capture is remembered, and what other programs take meanwhile is counted as ours.
     """
 
     def __init__(
@@ -95,53 +77,45 @@ class MemoryMeter:
         self._pool = pool
         self._backend = backend
         self._outputs = outputs
-        self._before: int | None = None  # level of the driver
+        self._before: int | None = None  # level of the driver before the first capture
         self._driver = 0
 
     @property
     def graphs(self) -> tuple[CompiledGraph, ...]:
-        """Of the compiled model, so far."""
+        """The graphs of the compiled model so far."""
         return () if self._backend is None else self._backend.graphs
 
-    @property
-    def pools(self) -> list[GraphPool]:
-        """All there are so far."""
-        found = [self._pool, *(graph.pool for graph in self.graphs)]
-        return [pool for pool in found if pool is not None]
+    def _level(self) -> int:
+        return self._pool.device.graph_bytes() if self._pool is not None else 0
 
     def begin(self) -> None:
-        """Remember the level of the driver, unless that was done: captures follow."""
+        """Remember the level of the driver, before the first capture."""
         if self._before is None:
-            self._before = self.read().driver
-
-    def before_capture(self, _: BatchDescriptor) -> None:
-        """The same, as a hook of each capture."""
-        self.begin()
-
-    def taken(self) -> int:
-        """Bytes taken by now: buffers, graphs, and what the driver holds of dropped graphs."""
-        now = self.read()
-        before = now.driver if self._before is None else self._before
-        return now.held + max(0, now.driver - before)
+            self._before = self._level()
 
     def end(self) -> None:
-        """Measure the driver's share: captures have ended. Synchronises."""
+        """Measure the driver's share after captures. Synchronises."""
         if self._pool is not None and self._before is not None:
             self._pool.device.synchronize()
-            self._driver = max(0, self._pool.device.graph_bytes() - self._before)
+            self._driver = max(0, self._level() - self._before)
 
-    def read(self) -> _Reading:
-        """A look in between; asks the allocator and the driver, and synchronises nothing."""
-        pools = self.pools
-        level = self._pool.device.graph_bytes() if self._pool is not None else 0
-        held = sum((pool.held for pool in pools), PoolBytes())
-        staging = sum(pool.arena.nbytes for pool in pools)
-        return _Reading(held, staging, self._outputs.nbytes, level)
+    def taken(self) -> int:
+        """Return the bytes taken now: buffers, graphs, what the driver keeps of dropped graphs."""
+        level = self._level()
+        driver = 0 if self._before is None else max(0, level - self._before)
+        return self._read(driver).total
 
     def memory(self) -> GraphMemory:
-        """What graphs take now; the driver's share as of the end of the last captures."""
-        now = self.read()
-        return GraphMemory(now.pools.held, now.staging, now.outputs, self._driver)
+        """Return what graphs take now; the driver's share is that of the last captures."""
+        return self._read(self._driver)
+
+    def _read(self, driver: int) -> GraphMemory:
+        """Query the allocator, without synchronising."""
+        candidates = (self._pool, *(graph.pool for graph in self.graphs))
+        pools = [pool for pool in candidates if pool is not None]
+        held = sum(pool.held.held for pool in pools)
+        staging = sum(pool.arena.nbytes for pool in pools)
+        return GraphMemory(held, staging, self._outputs.nbytes, driver)
 
 
 @dataclass(frozen=True)
@@ -195,13 +169,6 @@ def plan_memory(manager: Any) -> MemoryPlan:
     """Measure what the planned graphs of a manager take, by captures that are dropped.
 
     After it the manager is as before. Synchronises.
-
-    Args:
-        manager: a :class:`~cgcompile.serving.manager.CudaGraphManager` without graphs.
-
-    Raises:
-        DispatchError: ``strict``, and a graph could not be captured.
-        BaseException: what the model, ``prepare`` or ``metadata`` raised.
     """
     start = time.perf_counter()
     planned = manager.dispatcher.plan()
@@ -209,7 +176,7 @@ def plan_memory(manager: Any) -> MemoryPlan:
         return MemoryPlan((), (), 0, 0, time.perf_counter() - start)
     rehearsal = _Rehearsal(manager)
     total = rehearsal.nbytes(planned)
-    graphs = [(*each, rehearsal.added.get(each, 0)) for each in planned]
+    graphs = [(*entry, rehearsal.added.get(entry, 0)) for entry in planned]
     seconds = time.perf_counter() - start
     missing = tuple(rehearsal.missing)
     plan = MemoryPlan(tuple(graphs), missing, total, rehearsal.fixed, seconds)
@@ -227,24 +194,11 @@ def choose_graphs(
     they save (:func:`ranked`), and as many are taken as fit. FULL graphs come first where two save
     the same. All are chosen if all fit. The graphs in question are captured to measure them, and
     dropped; ranks of an agreement decide together.
-
-    Args:
-        manager: a :class:`~cgcompile.serving.manager.CudaGraphManager` without graphs.
-        max_graph_bytes: what they may take on the device, in bytes.
-        histogram: batch size in tokens -> number of steps, for every kind alike; left out, all
-            sizes of batches are equally frequent.
-
-    Returns:
-        In the order of the plan.
-
-    Raises:
-        ManagerError: the largest graphs alone take more.
-        SizesError: the histogram is none.
     """
     planned: tuple[Planned, ...] = manager.dispatcher.plan()
     kinds: dict[Any, dict[int, Planned]] = {}
-    for mode, key in sorted(planned, key=lambda each: each[0] is not CUDAGraphMode.FULL):
-        kinds.setdefault(kind_of(mode, key), {})[key.num_tokens] = (mode, key)
+    for mode, key in sorted(planned, key=lambda entry: entry[0] is not CUDAGraphMode.FULL):
+        kinds.setdefault((mode, kind_of(key)), {})[key.num_tokens] = (mode, key)
     order = [kinds[kind][size] for kind, size in ranked(kinds, histogram)]
     rehearsal = _Rehearsal(manager)
     if rehearsal.fits(planned, max_graph_bytes):
@@ -253,7 +207,7 @@ def choose_graphs(
     if needed > max_graph_bytes:
         raise ManagerError.too_few_bytes(budget=max_graph_bytes, needed=needed)
     kept = set(most_that_fit(order, len(kinds), lambda some: rehearsal.fits(some, max_graph_bytes)))
-    return tuple(each for each in planned if each in kept)
+    return tuple(entry for entry in planned if entry in kept)
 
 
 def ranked(
@@ -262,10 +216,6 @@ def ranked(
     """Rank all (kind, size): the largest of each kind, then by the padded rows that each saves.
 
     Of each kind, every prefix of the result is a ladder as the greedy removal leaves it.
-
-    Args:
-        ladders: kind of batch -> sizes.
-        histogram: rows -> number of steps; left out, all numbers of rows are equally frequent.
     """
     rest: list[tuple[float, K_, int]] = []
     for kind, sizes in ladders.items():
@@ -279,7 +229,7 @@ def ranked(
             saved = max(saved, loss / every)
             order.append((saved, kind, size))
         rest += reversed(order)
-    rest.sort(key=lambda each: -each[0])
+    rest.sort(key=lambda entry: -entry[0])
     firsts = [(kind, max(sizes)) for kind, sizes in ladders.items()]
     return [*firsts, *((kind, size) for _, kind, size in rest)]
 
@@ -287,13 +237,7 @@ def ranked(
 def most_that_fit(
     order: Sequence[T_], least: int, fits: Callable[[Sequence[T_]], bool]
 ) -> Sequence[T_]:
-    """Return the longest beginning of ``order`` that fits, by bisection.
-
-    Args:
-        order: what is worth the most comes first.
-        least: how many are known to fit.
-        fits: measures.
-    """
+    """Return the longest beginning of ``order`` that fits, by bisection."""
     low, high = least, len(order)
     while low < high:
         middle = (low + high + 1) // 2
@@ -305,18 +249,11 @@ def most_that_fit(
 
 
 class _Rehearsal:
-    """Captures graphs of a manager to measure them, and drops them.
-
-    Attributes:
-        added: bytes that each graph added to those before it, when it was captured last.
-        missing: what could not be captured, with the reason.
-        fixed: bytes that there are before any graph.
-        margin: bytes by which graphs that are captured again may differ.
-    """
+    """Captures graphs of a manager to measure them, and drops them."""
 
     def __init__(self, manager: Any) -> None:
         self.added: dict[Planned, int] = {}
-        self.missing: list[tuple[Planned, str]] = []
+        self.missing: list[tuple[Planned, str]] = []  # what could not be captured, with the reason
         self._manager = manager
         self._planned: tuple[Planned, ...] = manager.dispatcher.plan()
         self._meter: MemoryMeter = manager.meter
@@ -325,14 +262,14 @@ class _Rehearsal:
         step = self._device.graph_step
         self.margin = _UNSTEADY * step if step > 1 else 0
         self._warm()
-        self.fixed = self._meter.taken()
+        self.fixed = self._meter.taken()  # bytes that there are before any graph
 
     def _warm(self) -> None:
         """Run all sizes plain, so that nothing is compiled or loaded later."""
         manager = self._manager
 
-        def step(each: Planned) -> None:
-            manager.run_dummy(*each, "warmup")
+        def step(entry: Planned) -> None:
+            manager.run_dummy(*entry, "warmup")
 
         with manager.capturing():
             warm_all(step, list(self._planned), manager.num_compilations, 1)
@@ -344,16 +281,11 @@ class _Rehearsal:
         return not self._any(self.nbytes(chosen, budget) + self.margin > budget)
 
     def nbytes(self, chosen: Collection[Planned], budget: int | None = None) -> int:
-        """Capture graphs, the largest first, and drop them; return the bytes that they took.
-
-        Args:
-            chosen: of the planned ones.
-            budget: stop soon after it is exceeded.
-        """
+        """Capture graphs, the largest first, and drop them; return the bytes that they took."""
         some = set(chosen)
         self.missing.clear()
         try:
-            for title, mode, keys in sets_of(each for each in self._planned if each in some):
+            for title, mode, keys in sets_of(entry for entry in self._planned if entry in some):
                 for start in range(0, len(keys), _AT_ONCE):
                     self._capture(f"Planning: {title}", mode, keys[start : start + _AT_ONCE])
                     if budget is not None and self._any(self._meter.taken() > budget):
@@ -363,7 +295,7 @@ class _Rehearsal:
             self._drop()
 
     def _any(self, flag: bool) -> bool:
-        """Whether it is so on any rank: all capture the same sizes, or wait for each other."""
+        """Return whether the flag is set on any rank: all ranks must capture the same sizes."""
         agreement = self._manager.agreement
         return flag if agreement is None else bool(agreement.largest(flag))
 
@@ -375,8 +307,8 @@ class _Rehearsal:
             levels.append(self._meter.taken())
             order.append(key)
 
-        done: BulkCapture = self._manager.record(title, mode, keys, before)
-        self.missing += [((mode, key), why) for key, why in done.missing]
+        result: BulkCapture = self._manager.record(title, mode, keys, before)
+        self.missing += [((mode, key), why) for key, why in result.missing]
         self._device.synchronize()
         levels.append(self._meter.taken())
         for was, now, key in zip(levels, levels[1:], order, strict=False):
@@ -385,7 +317,9 @@ class _Rehearsal:
     def _drop(self) -> None:
         """Forget what was captured, and give its memory back."""
         changed = [
-            g for g in self._meter.graphs if set(g.recordings) != self._recorded.get(id(g), set())
+            graph
+            for graph in self._meter.graphs
+            if set(graph.recordings) != self._recorded.get(id(graph), set())
         ]
         for graph in changed:
             graph.release()
@@ -393,9 +327,3 @@ class _Rehearsal:
         with releasing():
             pass
         self._device.give_back()
-
-
-def kind_of(mode: CUDAGraphMode, key: BatchDescriptor) -> tuple[Any, ...]:
-    """Equal for graphs that differ in nothing but size."""
-    length = key.query_len if key.uniform else None
-    return (mode, length, key.max_query_len, key.has_lora, key.num_active_loras, key.extra)

@@ -1,19 +1,10 @@
-"""What multiplies graphs beside the size of a batch: LoRA cases, and axes of the user's own.
+"""Which graphs there are: the mode that attention allows, times sizes, LoRA cases and axes.
 
-Plain Python. A *variant* is one combination; every capture size is captured once per variant. The
-rule: the variant that serves a batch asks for at least what the batch has, and what is exact is
-equal. A batch for which no variant stands runs without graphs, with a reason.
-
-Which graphs a dispatcher may have: the mode that attention allows, and shapes per kind of batch.
-
-Plain Python, and pure: numbers in, descriptors out. A *shape* is a descriptor without its variant
-(LoRA, axes). The rules are those of an attention backend that declares how far it goes into a
-FULL graph (``AttentionCGSupport``), and of kernels that are planned for an exact number of
-requests: a FULL graph of n tokens has min(n, max_num_reqs) requests, a uniform one n / q.
-
-What is captured together: graphs of one mode, for one kind of batch.
-
-How it is captured is in ``graphs/capture_all.py``.
+Plain Python, and pure: numbers in, descriptors out. A *variant* is one combination of LoRA cases
+and axes; a *shape* is a descriptor without its variant. Every shape is captured once per variant.
+The rules are those of an attention backend that declares how far it goes into a FULL graph
+(``AttentionCGSupport``), and of kernels that are planned for an exact number of requests: a FULL
+graph of n tokens has min(n, max_num_reqs) requests, a uniform one n / q.
 """
 
 import itertools
@@ -32,10 +23,12 @@ from cgcompile.settings import (
     checked,
     is_flag,
     is_whole,
+    require,
     require_items,
     require_kind,
-    whole,
 )
+
+_WHERE = "CudagraphDispatcher"
 
 
 @dataclass(frozen=True)
@@ -108,30 +101,22 @@ class LoraCases:
             return 0
         if has_lora and not active:
             return self.counts[-1] if self.counts else None
-        place = bisect_left(self.counts, active)
-        return self.counts[place] if place < len(self.counts) else None
+        index = bisect_left(self.counts, active)
+        return self.counts[index] if index < len(self.counts) else None
 
 
 def _max_loras(value: int) -> int:
-    number = whole(value)
-    if number is None or number < 1:
-        raise ConfigError.bad_value(
-            name="max_loras", where="LoraCases", value=value, expected="a whole number from 1"
-        )
-    return number
+    require(is_whole(value, 1), "max_loras", "LoraCases", value, "a whole number from 1")
+    return int(value)
 
 
 def whole_numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
-    """``values`` sorted, each once; a ConfigError unless all are whole numbers from 1."""
-    require_items(name, "CudagraphDispatcher", values)
-    given = tuple(values)
-    numbers = [whole(value) for value in given]
-    if not all(number is not None and 1 <= number <= LARGEST_TABLE for number in numbers):
-        expected = "whole numbers from 1 to 2**20"
-        raise ConfigError.bad_value(
-            name=name, where="CudagraphDispatcher", value=given, expected=expected
-        )
-    return tuple(sorted({number for number in numbers if number is not None}))
+    """Return ``values`` sorted, without duplicates; raise unless all are whole numbers from 1."""
+    require_items(name, _WHERE, values)
+    listed = tuple(values)
+    valid = all(is_whole(value, 1, LARGEST_TABLE) for value in listed)
+    require(valid, name, _WHERE, listed, "whole numbers from 1 to 2**20")
+    return tuple(sorted({int(value) for value in listed}))
 
 
 @dataclass(frozen=True)
@@ -161,18 +146,13 @@ class Axis:
         where = f"Axis {self.name!r}"
         require_kind("name", where, self.name, str)
         require_kind("full_only", where, self.full_only, bool)
-        if self.rule not in ("exact", "pad_up", "ignored"):
-            expected = "'exact', 'pad_up' or 'ignored'"
-            raise ConfigError.bad_value(
-                name="rule", where=where, value=self.rule, expected=expected
-            )
+        rules = ("exact", "pad_up", "ignored")
+        require(self.rule in rules, "rule", where, self.rule, "'exact', 'pad_up' or 'ignored'")
         require_items("values", where, self.values)
         object.__setattr__(self, "values", tuple(self.values))
-        if bool(self.values) is (self.rule == "ignored"):
-            expected = "none for 'ignored', else at least one"
-            raise ConfigError.bad_value(
-                name="values", where=where, value=self.values, expected=expected
-            )
+        expected = "none for 'ignored', else at least one"
+        listed = bool(self.values) is not (self.rule == "ignored")
+        require(listed, "values", where, self.values, expected)
         try:
             known = {value: value for value in self.values}
             ordered = sorted(known) if self.rule == "pad_up" else list(known)
@@ -214,13 +194,6 @@ class Variant(NamedTuple):
         )
 
 
-class PiecesOnly(NamedTuple):
-    """No FULL graph serves a batch, and PIECEWISE graphs of a combination do."""
-
-    variant: Variant
-    why: Why
-
-
 class Variants:
     """All combinations of LoRA cases and axes, and which one serves a batch."""
 
@@ -242,44 +215,37 @@ class Variants:
 
     def serving(
         self, has_lora: bool, active: int, extra: tuple[Any, ...]
-    ) -> Variant | PiecesOnly | Why:
-        """The combination that serves a batch, or why there is none.
+    ) -> tuple[Variant | None, Why | None]:
+        """Return the variant that serves a batch, and why it has no FULL graph, or no graph.
 
-        Raises:
-            BatchError: the numbers contradict each other, or ``extra`` does not fit the axes.
+        A reason beside a variant: PIECEWISE graphs alone serve the batch.
         """
         loras = self._lora.count_for(has_lora, active)
         if loras is None:
-            most = max(self._lora.counts, default=0)
-            detail = f"{active or 'some'} active LoRA adapters; graphs have at most {most}"
-            return Why(Reason.UNLISTED_VARIANT, detail)
+            limit = max(self._lora.counts, default=0)
+            detail = f"{active or 'some'} active LoRA adapters; graphs have at most {limit}"
+            return None, Why(Reason.UNLISTED_VARIANT, detail)
         if type(extra) is not tuple or len(extra) != len(self.axes):
             raise BatchError.axes(extra=extra, names=[axis.name for axis in self.axes])
-        if not self.axes:
-            return Variant(loras, ())
-        found, why = [], None
+        values, why = [], None
         for axis, value in zip(self.axes, extra, strict=True):
             try:
-                found.append(axis.value_for(value))
+                values.append(axis.value_for(value))
             except LookupError:
-                why = _unlisted(axis, value)
+                graphs = ", ".join(map(repr, axis.values))
+                detail = f"axis {axis.name!r} is {value!r}; graphs have {graphs}"
+                why = Why(Reason.UNLISTED_VARIANT, detail)
                 if not axis.full_only:
-                    return why
-                found.append(None)
+                    return None, why
+                values.append(None)
             except TypeError:
                 raise BatchError.axes(
                     extra=extra, names=[axis.name for axis in self.axes]
                 ) from None
-        variant = Variant(loras, tuple(found))
-        return variant if why is None else PiecesOnly(self.in_pieces(variant), why)
+        variant = Variant(loras, tuple(values))
+        return (variant, None) if why is None else (self.in_pieces(variant), why)
 
 
-def _unlisted(axis: Axis, value: Any) -> Why:
-    graphs = ", ".join(map(repr, axis.values))
-    return Why(Reason.UNLISTED_VARIANT, f"axis {axis.name!r} is {value!r}; graphs have {graphs}")
-
-
-_WHERE = "CudagraphDispatcher"
 _WHOLE = "neither compiled piecewise nor breakable"
 _ALWAYS = AttentionCGSupport.ALWAYS
 
@@ -291,25 +257,18 @@ BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
 
 
 class Resolution(NamedTuple):
-    """A mode after attention and the model had their say.
+    """The mode that attention and the model allow."""
 
-    Attributes:
-        mode: what is possible.
-        query_lens: lengths of uniform decode that may take FULL graphs.
-        bounded: graphs for decode of several lengths, up to a bound, may be FULL.
-        mixed_why: why batches other than uniform decode have a lesser mode than asked for, or None.
-        decode_why: why (some) decode batches have, or None.
-    """
-
-    mode: CUDAGraphMode
-    query_lens: tuple[int, ...]
-    bounded: bool
+    mode: CUDAGraphMode  # what is possible
+    query_lens: tuple[int, ...]  # lengths of uniform decode that may take FULL graphs
+    bounded: bool  # graphs for decode of several lengths, up to a bound, may be FULL
+    # why batches other than uniform decode have a lesser mode than asked for, or None
     mixed_why: Why | None = None
-    decode_why: Why | None = None
+    decode_why: Why | None = None  # why (some) decode batches have, or None
 
     @property
     def whys(self) -> tuple[Why, ...]:
-        """All that was lost, and why; empty if nothing was."""
+        """The reasons of all lesser modes; empty if the mode is the wanted one."""
         return tuple(why for why in (self.mixed_why, self.decode_why) if why is not None)
 
 
@@ -354,11 +313,8 @@ def resolve_mode(
         mode = DECODE_ONLY
     lengths = tuple(q for q in query_lens if allows_full(support, uniform_shape(q, 1)))
     if mode.separate_routine():
-        if not query_lens and not bounded:
-            expected = f"at least one length of decode for mode {wanted.name}"
-            raise ConfigError.bad_value(
-                name="query_lens", where=_WHERE, value=(), expected=expected
-            )
+        expected = f"at least one length of decode for mode {wanted.name}"
+        require(bool(query_lens) or bounded, "query_lens", _WHERE, (), expected)
         refused = [f"{q} tokens a request" for q in query_lens if q not in lengths]
         refused += ["mixed lengths"] if bounded and support is not _ALWAYS else []
         if refused:
@@ -393,45 +349,35 @@ class Limits(NamedTuple):
     max_num_tokens: int
 
     def sizes(self, name: str, values: Iterable[int]) -> tuple[int, ...]:
-        """Sizes sorted, each once; a ConfigError if one is no size, or beyond the limits."""
-        found = whole_numbers(name, values)
-        if found and found[-1] > self.max_num_tokens:
-            expected = f"at most max_num_tokens = {self.max_num_tokens}"
-            raise ConfigError.bad_value(name=name, where=_WHERE, value=found[-1], expected=expected)
-        return found
+        """Return sizes sorted, without duplicates; raise if one is invalid or above the limit."""
+        sizes = whole_numbers(name, values)
+        expected = f"at most max_num_tokens = {self.max_num_tokens}"
+        for size in sizes[-1:]:
+            require(size <= self.max_num_tokens, name, _WHERE, size, expected)
+        return sizes
 
     def sizes_of_requests(
         self, name: str, values: Iterable[int], per_request: int, *, exact: bool
     ) -> tuple[int, ...]:
-        """Sizes that a batch of requests with (at most) so many tokens each can have."""
-        found = self.sizes(name, values)
-        if not found:
-            raise ConfigError.bad_value(
-                name=name, where=_WHERE, value=found, expected="at least one size"
-            )
-        for size in found:
-            if (exact and size % per_request) or size > per_request * self.max_num_reqs:
-                kind = f"multiples of {per_request}, " if exact else ""
-                expected = f"{kind}at most {per_request} x max_num_reqs = "
-                expected += str(per_request * self.max_num_reqs)
-                raise ConfigError.bad_value(name=name, where=_WHERE, value=size, expected=expected)
-        return found
+        """Return sizes of batches whose requests have (at most) ``per_request`` tokens each."""
+        sizes = self.sizes(name, values)
+        require(bool(sizes), name, _WHERE, sizes, "at least one size")
+        limit = per_request * self.max_num_reqs
+        kind = f"multiples of {per_request}, " if exact else ""
+        expected = f"{kind}at most {per_request} x max_num_reqs = {limit}"
+        for size in sizes:
+            fits = size <= limit and not (exact and size % per_request)
+            require(fits, name, _WHERE, size, expected)
+        return sizes
 
 
 class Ladders(NamedTuple):
-    """The capture sizes of all kinds of batch, checked; in tokens, ascending.
+    """The capture sizes of all kinds of batch, checked; in tokens, ascending."""
 
-    Attributes:
-        sizes: of PIECEWISE graphs, and of FULL graphs for any batch.
-        decode: of uniform decode, per query length.
-        varlen: of decode of several lengths, per bound.
-        limits: the largest batch.
-    """
-
-    sizes: tuple[int, ...]
-    decode: Mapping[int, tuple[int, ...]]
-    varlen: Mapping[int, tuple[int, ...]]
-    limits: Limits
+    sizes: tuple[int, ...]  # of PIECEWISE graphs, and of FULL graphs for any batch
+    decode: Mapping[int, tuple[int, ...]]  # of uniform decode, per query length
+    varlen: Mapping[int, tuple[int, ...]]  # of decode of several lengths, per bound
+    limits: Limits  # the largest batch
 
     @classmethod
     def of(
@@ -445,27 +391,23 @@ class Ladders(NamedTuple):
         decode_sizes: Mapping[int, Iterable[int]] | None = None,
         varlen_decode_sizes: Mapping[int, Iterable[int]] | None = None,
     ) -> "Ladders":
-        """The ladders that the arguments of the dispatcher mean, which says what each one is.
-
-        Raises:
-            ConfigError: a number is out of range, or two arguments contradict each other.
-        """
+        """Build the ladders from the arguments of the dispatcher, documented there."""
         for name, rows in (("decode", decode_sizes), ("varlen_decode", varlen_decode_sizes)):
             require_kind(f"{name}_sizes", _WHERE, rows, Mapping, maybe=True)
         if decode_num_reqs is not None:
             require_items("decode_num_reqs", _WHERE, decode_num_reqs)
         sizes = whole_numbers("sizes", sizes)
         whole_numbers("max_num_reqs", (max_num_reqs,))
-        given = {q: whole_numbers("decode_sizes", n) for q, n in (decode_sizes or {}).items()}
+        decode = {q: whole_numbers("decode_sizes", n) for q, n in (decode_sizes or {}).items()}
         varlen = {
-            bound: whole_numbers("varlen_decode_sizes", each)
-            for bound, each in (varlen_decode_sizes or {}).items()
+            bound: whole_numbers("varlen_decode_sizes", values)
+            for bound, values in (varlen_decode_sizes or {}).items()
         }
         whole_numbers("varlen_decode_sizes", varlen)
-        default = (1,) if decode_sizes is None else given
+        default = (1,) if decode_sizes is None else decode
         lengths = whole_numbers("query_lens", default if query_lens is None else query_lens)
         counts = None if decode_num_reqs is None else tuple(decode_num_reqs)
-        if decode_sizes is not None and (counts is not None or lengths != tuple(sorted(given))):
+        if decode_sizes is not None and (counts is not None or lengths != tuple(sorted(decode))):
             raise ConfigError.impossible(
                 what="decode_sizes beside decode_num_reqs or other query_lens",
                 because="both say which sizes uniform decode has",
@@ -473,25 +415,25 @@ class Ladders(NamedTuple):
             )
         if max_num_tokens is None:
             most = [q * min(max(counts), max_num_reqs) for q in lengths] if counts else []
-            every = (sizes, most, *given.values(), *varlen.values())
-            max_num_tokens = max((size for each in every for size in each), default=1)
+            every = itertools.chain(sizes, most, *decode.values(), *varlen.values())
+            max_num_tokens = max(every, default=1)
         whole_numbers("max_num_tokens", (max_num_tokens,))
         limits = Limits(max_num_reqs, max_num_tokens)
         if decode_sizes is None:
             if counts is not None:
                 counts = whole_numbers("decode_num_reqs", counts)
-            given = {q: _decode_ladder(q, counts, sizes, limits) for q in lengths}
+            decode = {q: _decode_ladder(q, counts, sizes, limits) for q in lengths}
         return cls(
             limits.sizes("sizes", sizes),
             {
-                q: limits.sizes_of_requests(f"decode_sizes[{q}]", given[q], q, exact=True)
+                q: limits.sizes_of_requests(f"decode_sizes[{q}]", decode[q], q, exact=True)
                 for q in lengths
             },
             {
                 bound: limits.sizes_of_requests(
-                    f"varlen_decode_sizes[{bound}]", each, bound, exact=False
+                    f"varlen_decode_sizes[{bound}]", values, bound, exact=False
                 )
-                for bound, each in varlen.items()
+                for bound, values in varlen.items()
             },
             limits,
         )
@@ -506,43 +448,29 @@ def _decode_ladder(
     padded to more than the next of ``sizes``.
     """
     most = min(limits.max_num_reqs, limits.max_num_tokens // query_len)
-    if not most:
-        expected = f"at most max_num_tokens = {limits.max_num_tokens}"
-        raise ConfigError.bad_value(
-            name="query_lens", where=_WHERE, value=query_len, expected=expected
-        )
+    expected = f"at most max_num_tokens = {limits.max_num_tokens}"
+    require(most > 0, "query_lens", _WHERE, query_len, expected)
     wanted = (size // query_len for size in sizes) if counts is None else counts
     usable = {count for count in wanted if 0 < count < most}
     return tuple(count * query_len for count in sorted({*usable, most}))
 
 
 class Shapes(NamedTuple):
-    """The shapes to capture, by kind of batch; each list ascends.
+    """The shapes to capture, by kind of batch; each list ascends."""
 
-    Attributes:
-        piecewise: of PIECEWISE graphs: tokens alone.
-        mixed: of FULL graphs for any batch.
-        decode: of FULL graphs for uniform decode, per query length.
-        bounded: of FULL graphs for other decode, per longest query of the batch.
-    """
-
-    piecewise: list[BatchDescriptor]
-    mixed: list[BatchDescriptor]
-    decode: dict[int, list[BatchDescriptor]]
+    piecewise: list[BatchDescriptor]  # of PIECEWISE graphs: tokens alone
+    mixed: list[BatchDescriptor]  # of FULL graphs for any batch
+    decode: dict[int, list[BatchDescriptor]]  # of FULL graphs for uniform decode, per query length
+    # of FULL graphs for other decode, per longest query of the batch
     bounded: dict[int, list[BatchDescriptor]]
 
 
 def shapes_of(resolution: Resolution, ladders: Ladders) -> Shapes:
-    """The shapes that a resolved mode captures.
-
-    Raises:
-        ConfigError: the mode needs ``sizes``, and there are none.
-    """
+    """The shapes that a resolved mode captures."""
     shapes = Shapes([], [], {}, {})
     other = resolution.mode.mixed_mode()
-    if other is not NONE and not ladders.sizes:
-        expected = f"at least one size for mode {resolution.mode.name}"
-        raise ConfigError.bad_value(name="sizes", where=_WHERE, value=(), expected=expected)
+    expected = f"at least one size for mode {resolution.mode.name}"
+    require(other is NONE or bool(ladders.sizes), "sizes", _WHERE, (), expected)
     most = ladders.limits.max_num_reqs
     if other is PIECEWISE:
         shapes.piecewise.extend(BatchDescriptor(size) for size in ladders.sizes)
@@ -577,6 +505,25 @@ def _bounded_shapes(
 Planned = tuple[CUDAGraphMode, BatchDescriptor]
 
 
+def capture_order(shapes: Shapes, variants: Mapping[Variant, Variant]) -> list[Planned]:
+    """List all graphs: PIECEWISE, then FULL, the largest first, of one size the most demanding.
+
+    ``variants`` maps each variant to the variant of its PIECEWISE graphs.
+    """
+    full = [*shapes.mixed, *itertools.chain(*shapes.decode.values())]
+    full += dict.fromkeys(itertools.chain(*shapes.bounded.values()))
+    in_pieces = list(dict.fromkeys(variants.values()))
+    planned: list[Planned] = []
+    for mode, group, of_mode in ((PIECEWISE, shapes.piecewise, in_pieces), (FULL, full, variants)):
+        for shape in sorted(group, key=_demand, reverse=True):
+            planned += [(mode, variant.of(shape)) for variant in of_mode]
+    return planned
+
+
+def _demand(shape: BatchDescriptor) -> tuple[int, int, int]:
+    return shape.num_tokens, shape.num_reqs or 0, shape.max_query_len or 0
+
+
 def sets_of(plan: Iterable[Planned]) -> Iterator[tuple[str, CUDAGraphMode, list[BatchDescriptor]]]:
     """(title, mode, descriptors) of what is captured together, in the order of the plan."""
     for (mode, kind), group in groupby(plan, _kind):
@@ -586,12 +533,22 @@ def sets_of(plan: Iterable[Planned]) -> Iterator[tuple[str, CUDAGraphMode, list[
 
 def largest(plan: Iterable[Planned], mode: CUDAGraphMode) -> tuple[int, int]:
     """(tokens, requests) of the largest graph of a mode; zeros if there is none."""
-    found = [descriptor for planned, descriptor in plan if planned is mode]
-    tokens = max((each.num_tokens for each in found), default=0)
-    return tokens, max((each.num_reqs or 1 for each in found), default=0)
+    shapes = [descriptor for planned, descriptor in plan if planned is mode]
+    tokens = max((shape.num_tokens for shape in shapes), default=0)
+    return tokens, max((shape.num_reqs or 1 for shape in shapes), default=0)
 
 
 def _kind(planned: Planned) -> tuple[CUDAGraphMode, str]:
     mode, descriptor = planned
-    decode = descriptor.uniform or descriptor.max_query_len is not None
-    return mode, "decode" if decode and mode is CUDAGraphMode.FULL else "mixed"
+    return mode, "decode" if mode is FULL and is_decode(descriptor) else "mixed"
+
+
+def kind_of(descriptor: BatchDescriptor) -> Any:
+    """Return what graphs that differ in nothing but size have in common."""
+    lengths = (descriptor.num_reqs is None, descriptor.query_len, descriptor.max_query_len)
+    return (*lengths, descriptor.has_lora, descriptor.num_active_loras, descriptor.extra)
+
+
+def is_decode(descriptor: BatchDescriptor) -> bool:
+    """Return whether a graph serves decode alone."""
+    return descriptor.uniform or descriptor.max_query_len is not None

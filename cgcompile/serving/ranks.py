@@ -1,17 +1,15 @@
-"""Whole numbers between ranks, and a name for the rank that stays away: :class:`Exchange`.
+"""The same choice on every rank: :class:`Agreement`, over an :class:`Exchange` of whole numbers.
 
-Every exchange of a group has the same size and says what it is for, so that ranks that are out of
-step read each other and can say so, where other collectives would hang or mix up their data. A rank
-that waits for more than a second notes so in the store of the group; when the wait ends badly,
-those without a note are the ones that never came. The rule: whoever exchanges does so on all ranks.
-
-The same choice on every rank: :class:`Agreement`.
-
-Ranks that share collectives must run the same graph, or all none: one that replays while another
-runs eager waits for ever. So each step ranks tell each other what they have and would take, and
-all dispatch again with what they have in common: the most tokens, the least mode, one query length
-or none. The rule: every rank takes part in each step, with work or without;
+Ranks that share collectives must run the same graph, or all must run without: a rank that replays
+while another runs eager waits forever. So at each step ranks exchange what they have and would
+take, and all dispatch again with what they have in common: the most tokens, the least mode, one
+query length or no common one. The rule: every rank takes part in each step, with work or without;
 :class:`~cgcompile.serving.manager.CudaGraphManager` does so with ``agreement=``.
+
+Every exchange of a group has the same size and carries its purpose, so that ranks that are out of
+step detect it, where other collectives would hang or mix up their data. A rank that waits for more
+than a second notes so in the store of the group; when the wait fails, the ranks without a note are
+those that never came.
 """
 
 import hashlib
@@ -32,6 +30,7 @@ from cgcompile.errors import AgreementError
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.reasons import Reason, Why
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, allowed_modes
+from cgcompile.serving.plan import FULL, NONE, PIECEWISE
 from cgcompile.settings import require_kind
 
 WIDTH = 10  # numbers in a row, beside its kind
@@ -61,19 +60,7 @@ _DOES = {
 
 
 class Exchange:
-    """Gathers rows of numbers from all ranks of a group. Not for several threads at a time.
-
-    Args:
-        group: its backend must take CPU tensors (gloo); None: the default group.
-
-    Attributes:
-        rank: this one, in the group.
-        size: how many there are.
-
-    Raises:
-        AgreementError: the group takes no CPU tensors, or there is none.
-        ConfigError: it is no group.
-    """
+    """Gathers rows of numbers from all ranks of a group. Not for several threads at a time."""
 
     def __init__(self, group: "dist.ProcessGroup | None") -> None:
         require_kind("group", "Agreement", group, dist.ProcessGroup, maybe=True)
@@ -82,8 +69,8 @@ class Exchange:
         self._group = dist.group.WORLD if group is None else group
         if compat.process_group_backend(self._group, "cpu") is None:
             raise AgreementError.backend(found=dist.get_backend(self._group))
-        self.size = dist.get_world_size(self._group)
-        self.rank = dist.get_rank(self._group)
+        self.size = dist.get_world_size(self._group)  # how many there are
+        self.rank = dist.get_rank(self._group)  # this one, in the group
         self._round = 0
         self._name = "cgcompile"
 
@@ -97,20 +84,13 @@ class Exchange:
         """The numbers of all ranks, by rank; each [WIDTH] with zeros at the end. Collective.
 
         Waits for all ranks, as long as the timeout of the group at most.
-
-        Args:
-            kind: what they are for.
-            *numbers: up to ``WIDTH``, each of 64 bits.
-
-        Raises:
-            AgreementError: a rank stays away, gave up, or exchanges for something else.
         """
         self._round += 1
         row = [int(kind), *numbers, *[0] * (WIDTH - len(numbers))]
         own = torch.tensor(row, dtype=torch.int64, device="cpu")
-        found = torch.empty(self.size, len(row), dtype=torch.int64, device="cpu")
+        gathered = torch.empty(self.size, len(row), dtype=torch.int64, device="cpu")
         try:
-            work = dist.all_gather(list(found.unbind()), own, group=self._group, async_op=True)
+            work = dist.all_gather(list(gathered.unbind()), own, group=self._group, async_op=True)
             self._wait(work)
         except RuntimeError as error:
             does = _DOES.get(kind, "gives up")
@@ -118,7 +98,7 @@ class Exchange:
             raise AgreementError.missing(
                 rank=self.rank, does=does, missing=self._missing(), said=said
             ) from error
-        rows: list[list[int]] = found.tolist()
+        rows: list[list[int]] = gathered.tolist()
         self._same_kind([Kind(row[0]) for row in rows])
         return [row[1:] for row in rows]
 
@@ -144,14 +124,14 @@ class Exchange:
         return f"{self._name}.{self._round}.{rank}"
 
     def _note(self) -> None:
-        """Say in the store that this rank has come, for those that will look for the others."""
+        """Note in the store that this rank has come."""
         store = compat.process_group_store(self._group)
         if store is not None:
             with suppress(RuntimeError):  # its server may be the rank that died
                 store.set(self._key(self.rank), "here")
 
     def _missing(self) -> list[int]:
-        """The ranks that have not come; empty if nobody can tell."""
+        """Return the ranks that have not come; empty if that is unknown."""
         self._note()
         store = compat.process_group_store(self._group)
         until = time.monotonic() + 2 * _SOON.total_seconds()
@@ -164,7 +144,6 @@ class Exchange:
         return []
 
 
-NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 _MODES = (NONE, PIECEWISE, FULL)
 _IDLE = Why(Reason.EMPTY_BATCH, "this rank has no tokens; another one has")
 _OTHERS = Why(Reason.OTHER_RANK, "another rank can take no more than this")
@@ -174,23 +153,19 @@ _NO_LORA = -1
 
 
 class Agreed(NamedTuple):
-    """What all ranks run.
+    """What all ranks run."""
 
-    Attributes:
-        dispatched: mode, descriptor and reason. In mode NONE the descriptor is of this rank's own
-            tokens, and on a rank without work, where others have some, of the smallest planned
-            size; else it is equal on all ranks.
-        num_tokens_across_dp: int32 [R] on the CPU: the tokens that each of R ranks runs, padded.
-        has_work: whether any rank has tokens; if not, there is nothing to run.
-    """
-
+    # mode, descriptor and reason. In mode NONE the descriptor is of this rank's own tokens, and on
+    # a rank without work, where others have some, of the smallest planned size; else it is equal on
+    # all ranks
     dispatched: Dispatched
+    # int32 [R] on the CPU: the tokens that each of R ranks runs, padded
     num_tokens_across_dp: torch.Tensor
-    has_work: bool
+    has_work: bool  # whether any rank has tokens; if not, there is nothing to run
 
 
-class _Said(NamedTuple):
-    """What one rank tells the others: whole numbers."""
+class _RankBatch(NamedTuple):
+    """What one rank sends to the others: whole numbers."""
 
     num_tokens: int
     num_reqs: int
@@ -242,11 +217,8 @@ class Agreement:
         self._ranks = Exchange(group)
         self.rank = self._ranks.rank
         plan = [(mode.name, descriptor) for mode, descriptor in dispatcher.plan()]
-        self._smallest = min((each.num_tokens for _, each in plan), default=1)
-        digests = [row[0] for row in self._ranks.meet(_digest(plan))]
-        others = [rank for rank, each in enumerate(digests) if each != digests[0]]
-        if others:
-            raise AgreementError.tables(ranks=others)
+        self._smallest = min((descriptor.num_tokens for _, descriptor in plan), default=1)
+        _check_equal(self._ranks.meet(_digest(plan)))
 
     # -------------------------------------------------------------- a step
 
@@ -282,7 +254,7 @@ class Agreement:
         )
         most = self.dispatcher.limits.max_num_reqs
         reqs = min(num_tokens, most) if num_reqs is None else num_reqs
-        said = _Said(
+        said = _RankBatch(
             num_tokens,
             reqs,
             _MODES.index(own.mode),
@@ -293,7 +265,7 @@ class Agreement:
             num_active_loras if has_lora else _NO_LORA,
             self._packed(extra) if num_tokens else 0,
         )
-        rows = [_Said(*row[: len(said)]) for row in self._ranks.gather(Kind.STEP, *said)]
+        rows = [_RankBatch(*row[: len(said)]) for row in self._ranks.gather(Kind.STEP, *said)]
         working = [row for row in rows if row.num_tokens]
         agreed = self._common(working, rows) if working else own
         if working:
@@ -304,7 +276,7 @@ class Agreement:
         told = torch.tensor(across, dtype=torch.int32, device="cpu")
         return Agreed(agreed, told, bool(working))
 
-    def _common(self, working: list[_Said], rows: list[_Said]) -> Dispatched:
+    def _common(self, working: list[_RankBatch], rows: list[_RankBatch]) -> Dispatched:
         """Dispatch a batch that is as large as the largest, and uniform only if all are."""
         tokens = max(row.num_tokens for row in working)
         least = min(row.mode for row in working)
@@ -346,7 +318,7 @@ class Agreement:
             return own
         return Dispatched(NONE, BatchDescriptor(num_tokens), _OTHERS)
 
-    def _runs(self, row: _Said, agreed: Dispatched) -> int:
+    def _runs(self, row: _RankBatch, agreed: Dispatched) -> int:
         """The tokens that a rank runs."""
         if agreed.mode is not NONE:
             return agreed.descriptor.num_tokens
@@ -356,28 +328,28 @@ class Agreement:
 
     def _packed(self, extra: tuple[Any, ...]) -> int:
         """The values of all axes as one number; a batch without graphs has any."""
-        found = 0
+        packed = 0
         for axis, value in zip(self.dispatcher.axes, extra, strict=True):
             listed = axis.listed()
             try:
-                found = found * len(listed) + listed.index(axis.value_for(value))
+                packed = packed * len(listed) + listed.index(axis.value_for(value))
             except LookupError:
                 return 0
-        return found
+        return packed
 
-    def _variant(self, working: list[_Said]) -> tuple[bool, int, tuple[Any, ...]] | None:
+    def _variant(self, working: list[_RankBatch]) -> tuple[bool, int, tuple[Any, ...]] | None:
         """(has_lora, num_active_loras, extra) that serves all ranks; None if none does."""
-        variants, found = [row.variant for row in working], []
+        variants, values = [row.variant for row in working], []
         for axis in reversed(self.dispatcher.axes):
             listed = axis.listed()
-            places = {variant % len(listed) for variant in variants}
+            indices = {variant % len(listed) for variant in variants}
             variants = [variant // len(listed) for variant in variants]
-            if len(places) > 1 and axis.rule == "exact":
+            if len(indices) > 1 and axis.rule == "exact":
                 return None
-            found.append(listed[max(places)])
+            values.append(listed[max(indices)])
         loras = [row.loras for row in working]
         most = 0 if 0 in loras else max(0, *loras)
-        return max(loras) > _NO_LORA, most, tuple(reversed(found))
+        return max(loras) > _NO_LORA, most, tuple(reversed(values))
 
     # -------------------------------------------------------------- for the manager
 
@@ -404,21 +376,19 @@ class Agreement:
         Raises:
             AgreementError: other ranks had other plans; a rank stays away or gave up.
         """
-        found: dict[Any, int] = {}
+        without: dict[Any, int] = {}
         at_once = (WIDTH - 1) * _BITS
         for start in range(0, len(planned), at_once):
             part = planned[start : start + at_once]
-            flags = sum(1 << place for place, each in enumerate(part) if each in done)
+            flags = sum(1 << bit for bit, graph in enumerate(part) if graph in done)
             words = [flags >> shift & _WORD for shift in range(0, at_once, _BITS)]
             rows = self._ranks.gather(Kind.CAPTURED, _digest(list(part)), *words)
-            others = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
-            if others:
-                raise AgreementError.tables(ranks=others)
+            _check_equal(rows)
             for rank, row in enumerate(rows):
-                for place, each in enumerate(part):
-                    if not row[1 + place // _BITS] >> place % _BITS & 1:
-                        found.setdefault(each, rank)
-        return found
+                for bit, graph in enumerate(part):
+                    if not row[1 + bit // _BITS] >> bit % _BITS & 1:
+                        without.setdefault(graph, rank)
+        return without
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -460,8 +430,15 @@ def together(agreement: Agreement | None) -> AbstractContextManager[None]:
 
 def _single(numbers: Iterable[int]) -> int:
     """What all numbers are; 0 if they differ."""
-    found = set(numbers)
-    return found.pop() if len(found) == 1 else 0
+    distinct = set(numbers)
+    return distinct.pop() if len(distinct) == 1 else 0
+
+
+def _check_equal(rows: list[list[int]]) -> None:
+    """Raise unless all ranks sent the same digest of their tables."""
+    others = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
+    if others:
+        raise AgreementError.tables(ranks=others)
 
 
 def _digest(value: Any) -> int:

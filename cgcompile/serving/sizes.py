@@ -1,26 +1,16 @@
 """Which batch sizes are captured, and what a batch is padded to: pure functions.
 
-A *ladder* is a tuple of sizes, in order, each once. A batch of n rows runs at the smallest size
-that is at least n; above the largest size it runs without a graph. Without this file an engine
-captures by hand, and loses graphs where it rounds: the batches between the largest size and the
-maximum are then slow for ever, and nothing says so.
+A *ladder* is a tuple of sizes, ascending, without duplicates. A batch of n rows runs at the
+smallest size that is at least n; above the largest size it runs without a graph. Sizes are rows of
+the padded batch, in tokens; only ``decode_sizes`` counts requests too. The one rule a caller keeps:
+decode batches and mixed batches have ladders of their own, because a ladder that is rounded to the
+query length covers less of mixed batches.
 
-Sizes are rows of the padded batch, in tokens; only ``decode_sizes`` speaks of requests too. The one
-rule a caller keeps: decode batches and mixed batches have ladders of their own, because what is
-rounded to the query length for the first covers less of the second.
-
-Ladders fitted to what an engine really ran are in ``fit.py``.
-
-A ladder fitted to the batches that an engine really ran: :func:`fit_sizes`.
-
-The usual ladder spends most of its graphs on sizes that a given engine seldom sees. Here the sizes
-are chosen for least padding, or least cost, under a budget of graphs or of bytes.
-
-A batch runs at the smallest size that is large enough, so that the cost of a ladder is a sum over
-neighbours: (steps between a and b) times cost(b). Beginning with all candidates, the size whose
-removal adds the least cost is removed until the ladder is within its budget (:func:`removals`).
-Then sizes are moved between their neighbours, and added, as long as that saves cost. The tests
-compare the result with the exact optimum: 0.04 % above it in the mean.
+:func:`fit_sizes` fits a ladder to the batches that an engine really ran. The cost of a ladder is a
+sum over neighbours: (steps between a and b) times cost(b). Beginning with all candidates, the size
+whose removal adds the least cost is removed until the ladder is within its budget
+(:func:`removals`); then sizes are moved between their neighbours, and added, as long as that saves
+cost. The tests compare with the exact optimum: 0.04 % above it in the mean.
 """
 
 import math
@@ -50,21 +40,13 @@ _COARSE_FROM, _COARSE_STEP = 256, 16
 
 
 def mode_named(mode: CUDAGraphMode | str, where: str) -> CUDAGraphMode:
-    """A mode by its name, as the configuration takes it.
-
-    Raises:
-        ConfigError: there is no such mode.
-    """
-    found: CUDAGraphMode = parsed("mode", where, mode, enum_parser(CUDAGraphMode))
-    return found
+    """A mode by its name, as the configuration takes it."""
+    member: CUDAGraphMode = parsed("mode", where, mode, enum_parser(CUDAGraphMode))
+    return member
 
 
 def checked_number(name: str, value: Any, least: int = 1) -> int:
-    """The whole number ``value``.
-
-    Raises:
-        SizesError: it is none, or less than ``least``; the message calls it ``name``.
-    """
+    """The whole number ``value``."""
     number = whole(value)
     if number is None or number < least:
         raise SizesError.number(name=name, found=value, least=least)
@@ -84,18 +66,18 @@ def checked_sizes(sizes: Iterable[int], maximum: int | None = None) -> tuple[int
     Raises:
         SizesError: there are none; one is no whole number of at least 1; or above the maximum.
     """
-    found = set()
     if not isinstance(sizes, Iterable):
         raise SizesError.not_a_size(found=sizes)
+    numbers = set()
     for size in sizes:
         number = whole(size)
         if number is None or number < 1:
             raise SizesError.not_a_size(found=size)
         require_whole("sizes", "checked_sizes", number, 1, LARGEST_TABLE)
-        found.add(number)
-    if not found:
+        numbers.add(number)
+    if not numbers:
         raise SizesError.empty()
-    ladder = tuple(sorted(found))
+    ladder = tuple(sorted(numbers))
     if maximum is not None:
         limit = checked_number("maximum", maximum)
         if ladder[-1] > limit:
@@ -149,7 +131,7 @@ def round_sizes(
         SizesError: a number is out of range, or no multiple is within the maximum.
     """
     several = multiple if isinstance(multiple, Iterable) else (multiple,)
-    step = math.lcm(*(checked_number("multiple", each) for each in several))
+    step = math.lcm(*(checked_number("multiple", factor) for factor in several))
     maximum = checked_number("maximum", maximum)
     last = maximum - maximum % step
     if not last:
@@ -196,8 +178,8 @@ def decode_sizes(
 
 def padded_size(ladder: Sequence[int], rows: int) -> int | None:
     """The smallest size of at least ``rows`` (1 or more); None above the largest. O(log sizes)."""
-    place = bisect_left(ladder, rows)
-    return ladder[place] if place < len(ladder) else None
+    index = bisect_left(ladder, rows)
+    return ladder[index] if index < len(ladder) else None
 
 
 def padding_table(ladder: Sequence[int]) -> dict[int, int]:
@@ -209,13 +191,7 @@ def padding_table(ladder: Sequence[int]) -> dict[int, int]:
 
 
 def checked_histogram(histogram: Mapping[int, int]) -> dict[int, int]:
-    """Batch size -> number of steps, in order; sizes without a step are left out.
-
-    Raises:
-        ConfigError: it is no mapping.
-        SizesError: a batch size is no whole number of at least 1, or a number of steps none of at
-            least 0.
-    """
+    """Batch size -> number of steps, in order; sizes without a step are left out."""
     expected = "a mapping from batch sizes to numbers of steps"
     require(isinstance(histogram, Mapping), "histogram", "sizes", histogram, expected)
     steps: dict[int, int] = {}
@@ -289,17 +265,17 @@ def get_cudagraph_sizes(
     query_len = checked_number("uniform_decode_query_len", uniform_decode_query_len)
     if mode is CUDAGraphMode.NONE or capture_sizes is None:
         return {}, {}
-    given = tuple(capture_sizes) if isinstance(capture_sizes, Iterable) else capture_sizes
-    if given == ():
+    sizes = tuple(capture_sizes) if isinstance(capture_sizes, Iterable) else capture_sizes
+    if sizes == ():
         return {}, {}
-    table = padding_table(checked_sizes(given))
+    table = padding_table(checked_sizes(sizes))
     if not uniform_decode_cudagraph:
         return table, {}
     limit = most * query_len
     return table, {rows: size for rows, size in table.items() if query_len <= size <= limit}
 
 
-START = -1  # the place before the first size: none chosen yet
+START = -1  # the index before the first size: none chosen yet
 
 _Measure = Callable[[int], float]
 
@@ -334,7 +310,7 @@ class Budget(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A ladder, as places, and what it costs."""
+    """A ladder, as indices, and what it costs."""
 
     cost: float
     nbytes: int
@@ -343,37 +319,37 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """A ladder is a tuple of places in ``sizes``; every tuple here goes by those places."""
+    """A ladder is a tuple of indices into ``sizes``, as is every tuple here."""
 
     sizes: tuple[int, ...]
     costs: tuple[float, ...]
     nbytes: tuple[int, ...]
-    steps: tuple[int, ...]  # with a batch of at most that size; at START, the last place: none
+    steps: tuple[int, ...]  # with a batch of at most that size; at START, the last index: none
     above: tuple[float, ...]  # cost of larger batches; infinite if the size may not be the last
     budget: Budget
 
-    def between(self, below: int, place: int) -> float:
-        """The cost of the steps above ``below`` that run at ``place``, the next larger size.
+    def between(self, below: int, index: int) -> float:
+        """The cost of the steps above ``below`` that run at ``index``, the next larger size.
 
-        The place after the last size stands for running without a graph.
+        The index after the last size stands for running without a graph.
         """
-        if place == len(self.sizes):
+        if index == len(self.sizes):
             return self.above[below]
-        return (self.steps[place] - self.steps[below]) * self.costs[place]
+        return (self.steps[index] - self.steps[below]) * self.costs[index]
 
-    def around(self, below: int, place: int, above: int) -> float:
-        """The cost of the steps above ``below`` up to ``above``, with ``place`` between them."""
-        return self.between(below, place) + self.between(place, above)
+    def around(self, below: int, index: int, above: int) -> float:
+        """The cost of the steps above ``below`` up to ``above``, with ``index`` between them."""
+        return self.between(below, index) + self.between(index, above)
 
     def choice(self, ladder: tuple[int, ...]) -> Choice:
         """Return that ladder with its cost and bytes."""
         pairs = zip((START, *ladder), (*ladder, len(self.sizes)), strict=True)
-        cost = sum(self.between(below, place) for below, place in pairs)
-        return Choice(cost, sum(self.nbytes[place] for place in ladder), ladder)
+        cost = sum(self.between(below, index) for below, index in pairs)
+        return Choice(cost, sum(self.nbytes[index] for index in ladder), ladder)
 
 
 def removals(problem: Problem) -> Iterator[tuple[float, int]]:
-    """Yield all places in the order of a greedy removal, with the cost that each removal adds.
+    """Yield all indices in the order of a greedy removal, with the cost that each removal adds.
 
     A size that must stay is left out.
     """
@@ -381,22 +357,22 @@ def removals(problem: Problem) -> Iterator[tuple[float, int]]:
     below, above = list(range(START, end - 1)), list(range(1, end + 1))
     current: dict[int, float] = {}
 
-    def ranked(place: int) -> tuple[float, int]:
-        without = problem.between(below[place], above[place])
-        current[place] = without - problem.around(below[place], place, above[place])
-        return current[place], place
+    def ranked(index: int) -> tuple[float, int]:
+        without = problem.between(below[index], above[index])
+        current[index] = without - problem.around(below[index], index, above[index])
+        return current[index], index
 
-    heap = [ranked(place) for place in range(end)]
+    heap = [ranked(index) for index in range(end)]
     heapify(heap)
     while heap:
-        loss, place = heappop(heap)
-        if current.get(place) != loss:
+        loss, index = heappop(heap)
+        if current.get(index) != loss:
             continue  # removed, or ranked again since
         if loss == math.inf:
             return
-        del current[place]
-        yield loss, place
-        lower, upper = below[place], above[place]
+        del current[index]
+        yield loss, index
+        lower, upper = below[index], above[index]
         if lower != START:
             above[lower] = upper
             heappush(heap, ranked(lower))
@@ -406,20 +382,16 @@ def removals(problem: Problem) -> Iterator[tuple[float, int]]:
 
 
 def solve(problem: Problem) -> Choice:
-    """Choose a ladder of little cost within the budget.
-
-    Raises:
-        SizesError: not even one size fits the budget of bytes, and one is needed.
-    """
+    """Choose a ladder of little cost within the budget."""
     graphs, nbytes = problem.budget
     left = dict.fromkeys(range(len(problem.sizes)))
     total = sum(problem.nbytes)
-    for loss, place in removals(problem):
+    for loss, index in removals(problem):
         fits = (graphs is None or len(left) <= graphs) and (nbytes is None or total <= nbytes)
         if fits and loss >= 0:
             break
-        del left[place]
-        total -= problem.nbytes[place]
+        del left[index]
+        total -= problem.nbytes[index]
     if nbytes is not None and total > nbytes:
         raise SizesError.too_few_bytes(nbytes=nbytes, size=problem.sizes[-1], needed=total)
     ladder = list(left)
@@ -435,17 +407,17 @@ def _room(problem: Problem, ladder: list[int]) -> float:
 
 
 def _moved(problem: Problem, ladder: list[int]) -> bool:
-    """Move each size to the best place between its neighbours; return whether that saved cost."""
+    """Move each size to the best index between its neighbours; return whether that saved cost."""
     room, moved = _room(problem, ladder), False
-    for index, place in enumerate(ladder):
-        below = ladder[index - 1] if index else START
-        above = ladder[index + 1] if index + 1 < len(ladder) else len(problem.sizes)
-        most = room + problem.nbytes[place]
+    for position, index in enumerate(ladder):
+        below = ladder[position - 1] if position else START
+        above = ladder[position + 1] if position + 1 < len(ladder) else len(problem.sizes)
+        most = room + problem.nbytes[index]
         usable = [at for at in range(below + 1, above) if problem.nbytes[at] <= most]
         best = min(usable, key=lambda at: problem.around(below, at, above))
-        now = problem.around(below, place, above)
+        now = problem.around(below, index, above)
         if _less(problem.around(below, best, above), now):
-            ladder[index], room, moved = best, most - problem.nbytes[best], True
+            ladder[position], room, moved = best, most - problem.nbytes[best], True
     return moved
 
 
@@ -455,14 +427,14 @@ def _added(problem: Problem, ladder: list[int]) -> bool:
     if graphs is not None and len(ladder) >= graphs:
         return False
     best, best_at = 0.0, None
-    for index, (below, above) in enumerate(
+    for position, (below, above) in enumerate(
         zip((START, *ladder), (*ladder, len(problem.sizes)), strict=True)
     ):
         without = problem.between(below, above)
-        for place in range(below + 1, above):
-            gain = without - problem.around(below, place, above)
-            if gain > best and problem.nbytes[place] <= room and _less(without - gain, without):
-                best, best_at = gain, (index, place)
+        for index in range(below + 1, above):
+            gain = without - problem.around(below, index, above)
+            if gain > best and problem.nbytes[index] <= room and _less(without - gain, without):
+                best, best_at = gain, (position, index)
     if best_at is None:
         return False
     ladder.insert(*best_at)
@@ -525,13 +497,10 @@ def removal_order(histogram: Mapping[int, int], sizes: Iterable[int]) -> list[tu
     """Order sizes as a greedy removal drops them, with the padded rows that each removal adds.
 
     The largest size stays, and is left out.
-
-    Raises:
-        SizesError: an entry of the histogram is out of range.
     """
     ladder = tuple(sorted(sizes))
     problem = _problem(checked_histogram(histogram), ladder, Budget(None, None), None, None, None)
-    return [(loss, ladder[place]) for loss, place in removals(problem)]
+    return [(loss, ladder[index]) for loss, index in removals(problem)]
 
 
 def _candidates(
@@ -568,24 +537,16 @@ def _budget(
 
 
 def _measured(name: str, measure: _Measure, size: int) -> float:
-    found: Any = measure(size)
-    number: float | None = whole(found)  # as int, so that sums of rows are exact
-    if number is None and type(found) is not bool and isinstance(found, Real):
-        number = float(found)
+    """Call a measure of the user's: a finite number; of ``bytes_of`` a whole one."""
+    value: Any = measure(size)
+    number: float | None = whole(value)  # as int, so that sums of rows are exact
+    expected = "bytes, a whole number of at least 0"
+    if name != "bytes_of":
+        expected = "a finite number of at least 0"
+        if number is None and type(value) is not bool and isinstance(value, Real):
+            number = float(value)
     if number is None or not 0 <= number < math.inf:
-        raise SizesError.bad_measure(
-            name=name, size=size, found=found, expected="a finite number of at least 0"
-        )
-    return number
-
-
-def _measured_bytes(bytes_of: Callable[[int], int], size: int) -> int:
-    found = bytes_of(size)
-    number = whole(found)
-    if number is None or number < 0:
-        raise SizesError.bad_measure(
-            name="bytes_of", size=size, found=found, expected="bytes, a whole number of at least 0"
-        )
+        raise SizesError.bad_measure(name=name, size=size, found=value, expected=expected)
     return number
 
 
@@ -613,7 +574,7 @@ def _problem(
     return Problem(
         sizes,
         tuple(_measured("cost_of", cost_of, size) if cost_of else size for size in sizes),
-        tuple(_measured_bytes(bytes_of, size) if bytes_of else 0 for size in sizes),
+        tuple(int(_measured("bytes_of", bytes_of, size)) if bytes_of else 0 for size in sizes),
         tuple(counted[number] for number in served),
         tuple(above),
         budget,
@@ -626,13 +587,13 @@ def _fitted(
     pairs = zip((START, *chosen.ladder), chosen.ladder, strict=False)
     last = problem.sizes[chosen.ladder[-1]] if chosen.ladder else 0
     must = problem.above[START] == math.inf
-    # A size that no observed batch takes costs a graph and serves nobody; the last one covers.
+    # A size that no observed batch takes costs a graph and saves nothing; the last one covers.
     used = tuple(
-        place
-        for below, place in pairs
-        if problem.steps[place] > problem.steps[below] or (must and problem.sizes[place] == last)
+        index
+        for below, index in pairs
+        if problem.steps[index] > problem.steps[below] or (must and problem.sizes[index] == last)
     )
-    sizes = tuple(problem.sizes[place] for place in used)
+    sizes = tuple(problem.sizes[index] for index in used)
     padded = ((padded_size(sizes, rows) or rows) - rows for rows in steps)
     return FittedSizes(
         sizes,
@@ -640,5 +601,5 @@ def _fitted(
         padding_share(sizes, steps),
         sum(more * times for more, times in zip(padded, steps.values(), strict=True)),
         sum(times for rows, times in steps.items() if not sizes or rows > sizes[-1]),
-        sum(problem.nbytes[place] for place in used) if with_bytes else None,
+        sum(problem.nbytes[index] for index in used) if with_bytes else None,
     )

@@ -1,11 +1,12 @@
-"""What the dispatcher's answers were worth: hits per graph, padding, and reasons with counts.
+"""Count what the dispatcher chose: hits per graph, padding, and reasons of fallbacks.
 
 Plain Python, bounded in memory, and cheap enough to record every step. Without this file an engine
 that runs slow does not show that its batches miss their graphs, or are mostly padding.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cgcompile.descriptor import BatchDescriptor
@@ -13,11 +14,10 @@ from cgcompile.locks import new_lock
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.reasons import EXPECTED, Reason
 from cgcompile.serving.dispatcher import Dispatched
+from cgcompile.serving.plan import FULL, NONE, PIECEWISE, Planned, kind_of
 from cgcompile.settings import checked
 
 log = logging.getLogger(__name__)
-
-Planned = tuple[CUDAGraphMode, BatchDescriptor]
 
 
 class Cell(NamedTuple):
@@ -73,15 +73,41 @@ class _Graph:
         self.overflow = 0  # steps of sizes that found no room there
 
 
-class _Loss:
-    """Steps with one reason: how many, of which sizes, and the last detail."""
+@dataclass(slots=True)
+class Lost:
+    """Steps or items with one reason: how many, their tokens, and the last detail."""
 
-    __slots__ = ("count", "detail", "least", "most", "real")
+    least: int  # tokens of the smallest step
+    most: int = 0
+    count: int = 0
+    real: int = 0
+    detail: str = ""
 
-    def __init__(self, tokens: int) -> None:
-        self.count = self.real = 0
-        self.detail = ""
-        self.least = self.most = tokens
+    def add(self, tokens: int, count: int = 1, detail: str = "") -> None:
+        """Count one step of ``tokens``, or one group of ``count`` items."""
+        self.count += count
+        self.real += tokens
+        self.detail = detail
+        self.least = min(self.least, tokens)
+        self.most = max(self.most, tokens)
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the range of tokens as plain data."""
+        return {"least_tokens": int(self.least), "most_tokens": int(self.most)}
+
+
+def count_by_reason(lost: Mapping[tuple[str, Reason], Lost]) -> dict[Reason, int]:
+    """Return how many steps or items had each reason, in whatever mode or path they ran."""
+    counts: dict[Reason, int] = {}
+    for (_, reason), entry in lost.items():
+        counts[reason] = counts.get(reason, 0) + entry.count
+    return counts
+
+
+def text_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Align the columns of rows of text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 class DispatchStatistics:
@@ -105,8 +131,8 @@ class DispatchStatistics:
         # Per mode, so that no enumeration is hashed at each step: its hash is slow.
         self._full: dict[BatchDescriptor, _Graph] = {}
         self._piecewise: dict[BatchDescriptor, _Graph] = {}
-        self._none = _Graph(CUDAGraphMode.NONE, None)
-        self._losses: dict[tuple[str, Reason], _Loss] = {}
+        self._none = _Graph(NONE, None)
+        self._losses: dict[tuple[str, Reason], Lost] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -114,18 +140,18 @@ class DispatchStatistics:
         with self._lock:
             self._room = self._max_sizes
             self._full, self._piecewise, self._losses = {}, {}, {}
-            self._none = _Graph(CUDAGraphMode.NONE, None)
+            self._none = _Graph(NONE, None)
             for mode, descriptor in self._plan:
                 self._graph(mode, descriptor)
 
     def _graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> _Graph:
-        if mode is CUDAGraphMode.NONE:
+        if mode is NONE:
             return self._none
-        graphs = self._full if mode is CUDAGraphMode.FULL else self._piecewise
-        found = graphs.get(descriptor)
-        if found is None:
-            found = graphs[descriptor] = _Graph(mode, descriptor)
-        return found
+        graphs = self._full if mode is FULL else self._piecewise
+        graph = graphs.get(descriptor)
+        if graph is None:
+            graph = graphs[descriptor] = _Graph(mode, descriptor)
+        return graph
 
     def record(self, num_tokens: int, dispatched: Dispatched) -> None:
         """Count one step.
@@ -153,17 +179,13 @@ class DispatchStatistics:
 
     def _lose(self, mode: CUDAGraphMode, tokens: int, reason: Reason, detail: str) -> None:
         key = mode.name, reason
-        loss = self._losses.get(key)
-        if loss is None:
-            loss = self._losses[key] = _Loss(tokens)
+        lost = self._losses.get(key)
+        if lost is None:
+            lost = self._losses[key] = Lost(tokens, tokens)
             if reason not in EXPECTED:
                 text = "a step of %d tokens runs in mode %s: %s: %s"
                 log.info(text, tokens, mode.name, reason.value, detail)
-        loss.count += 1
-        loss.real += tokens
-        loss.detail = detail
-        loss.least = min(loss.least, tokens)
-        loss.most = max(loss.most, tokens)
+        lost.add(tokens, detail=detail)
 
     @property
     def steps(self) -> int:
@@ -175,39 +197,30 @@ class DispatchStatistics:
     def padding_share(self) -> float:
         """The share of all rows that ran and were padding: 0.0 to 1.0."""
         with self._lock:
-            return self._padding_share()
-
-    def _padding_share(self) -> float:
-        ran = sum(graph.ran for graph in self._graphs())
-        return 1 - sum(graph.real for graph in self._graphs()) / ran if ran else 0.0
+            ran = sum(graph.ran for graph in self._graphs())
+            return 1 - sum(graph.real for graph in self._graphs()) / ran if ran else 0.0
 
     def _graphs(self) -> list[_Graph]:
         return [*self._full.values(), *self._piecewise.values(), self._none]
 
     def reasons(self) -> dict[Reason, int]:
         """How many steps had each reason, in whatever mode they ran."""
-        found: dict[Reason, int] = {}
         with self._lock:
-            for (_, reason), loss in self._losses.items():
-                found[reason] = found.get(reason, 0) + loss.count
-        return found
+            return count_by_reason(self._losses)
 
     def cells(self) -> list[Cell]:
         """Steps by (unpadded tokens, padded tokens, mode), ascending."""
+        hits: dict[tuple[int | None, int | None, str], int] = {}
         with self._lock:
-            return self._cells()
-
-    def _cells(self) -> list[Cell]:
-        found: dict[tuple[int | None, int | None, str], int] = {}
-        for graph in self._graphs():
-            # A step without a graph runs as many rows as are real.
-            padded = graph.descriptor.num_tokens if graph.descriptor else None
-            rest = [(None, graph.overflow)] if graph.overflow else []
-            for tokens, count in [*graph.sizes.items(), *rest]:
-                real = None if tokens is None else int(tokens)  # JSON knows no NumPy
-                key = (real, real if padded is None else padded, graph.mode.name)
-                found[key] = found.get(key, 0) + count
-        cells = [Cell(*key, count) for key, count in found.items()]
+            for graph in self._graphs():
+                # A step without a graph runs as many rows as are real.
+                padded = graph.descriptor.num_tokens if graph.descriptor else None
+                rest = [(None, graph.overflow)] if graph.overflow else []
+                for tokens, count in [*graph.sizes.items(), *rest]:
+                    real = None if tokens is None else int(tokens)  # JSON knows no NumPy
+                    key = (real, real if padded is None else padded, graph.mode.name)
+                    hits[key] = hits.get(key, 0) + count
+        cells = [Cell(*key, count) for key, count in hits.items()]
         return sorted(cells, key=lambda cell: [-1 if n is None else n for n in cell[:2]])
 
     def as_dict(self) -> dict[str, Any]:
@@ -218,22 +231,21 @@ class DispatchStatistics:
                 "steps": sum(graph.hits for graph in graphs),
                 "real_tokens": int(sum(graph.real for graph in graphs)),
                 "padded_tokens": int(sum(graph.ran for graph in graphs)),
-                "padding_share": self._padding_share(),
+                "padding_share": self.padding_share,
                 "modes": {
                     mode.name: sum(graph.hits for graph in graphs if graph.mode is mode)
-                    for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE)
+                    for mode in (FULL, PIECEWISE, NONE)
                 },
-                "cells": [cell._asdict() for cell in self._cells()],
+                "cells": [cell._asdict() for cell in self.cells()],
                 "reasons": [
                     {
                         "mode": mode,
                         "reason": reason.value,
-                        "hits": loss.count,
-                        "least_tokens": int(loss.least),
-                        "most_tokens": int(loss.most),
-                        "detail": loss.detail,
+                        "hits": lost.count,
+                        **lost.as_dict(),
+                        "detail": lost.detail,
                     }
-                    for (mode, reason), loss in self._losses.items()
+                    for (mode, reason), lost in self._losses.items()
                 ],
             }
 
@@ -244,19 +256,16 @@ class DispatchStatistics:
         and, if they were to have had another mode, in one with that reason as well.
         """
         with self._lock:
-            return self._rows()
-
-    def _rows(self) -> list[Row]:
-        ranges = _served([*self._full, *self._piecewise])
-        graphs = [*self._full.values(), *self._piecewise.values()]
-        pairs = sorted(zip(graphs, ranges, strict=True), key=lambda pair: _place(pair[0]))
-        rows = [
-            Row(served, each.mode.name, each.descriptor, each.hits, int(each.real), int(each.ran))
-            for each, served in pairs
-        ]
-        for (mode, reason), loss in self._losses.items():
-            served, real = _span(loss.least, loss.most, "token"), int(loss.real)
-            rows.append(Row(served, mode, None, loss.count, real, real, reason, loss.detail))
+            graphs = [*self._full.values(), *self._piecewise.values()]
+            ranges = _served([*self._full, *self._piecewise])
+            pairs = sorted(zip(graphs, ranges, strict=True), key=lambda pair: _order(pair[0]))
+            rows = [
+                Row(served, of.mode.name, of.descriptor, of.hits, int(of.real), int(of.ran))
+                for of, served in pairs
+            ]
+            for (mode, reason), lost in self._losses.items():
+                served, real = _span(lost.least, lost.most, "token"), int(lost.real)
+                rows.append(Row(served, mode, None, lost.count, real, real, reason, lost.detail))
         return rows
 
     def coverage(self) -> str:
@@ -267,7 +276,7 @@ class DispatchStatistics:
         """
         table = [("batches", "mode", "graph", "padding", "hits", "reason")]
         with self._lock:
-            for row in self._rows():
+            for row in self.rows():
                 hits = str(row.hits)
                 if row.reason is None:
                     waste = f"{1 - row.real / row.ran:.1%}" if row.hits else "-"
@@ -275,49 +284,37 @@ class DispatchStatistics:
                 else:
                     why = f"{row.reason.value}: {row.detail}"
                     table.append((row.batches, row.mode, "-", "", hits, why))
-            total = sum(graph.hits for graph in self._graphs())
-            share = self._padding_share()
-        return _text(table) + f"\n{total} steps, {share:.1%} of their rows padding"
+            total, share = self.steps, self.padding_share
+        lines = [*text_table(table), f"{total} steps, {share:.1%} of their rows padding"]
+        return "\n".join(lines)
 
 
-def _place(graph: _Graph) -> tuple[Any, ...]:
+def _order(graph: _Graph) -> tuple[Any, ...]:
     """FULL first as the dispatcher looks; kinds together, smallest first."""
     key = graph.descriptor
     assert key is not None
     kind = (key.query_len or 0, key.max_query_len or 0)
     variant = (key.has_lora, key.num_active_loras, str(key.extra))
-    return (graph.mode is CUDAGraphMode.PIECEWISE, variant, kind, key.num_tokens)
+    return (graph.mode is PIECEWISE, variant, kind, key.num_tokens)
 
 
 def _served(keys: Sequence[BatchDescriptor]) -> list[str]:
     """For each graph the batches it is meant for: above the next smaller one of its kind."""
     kinds: dict[Any, list[int]] = {}
     for key in keys:
-        kinds.setdefault(_kind(key), []).append(key.num_tokens)
-    found = []
+        kinds.setdefault(kind_of(key), []).append(key.num_tokens)
+    served = []
     for key in keys:
-        smaller = max((n for n in kinds[_kind(key)] if n < key.num_tokens), default=0)
+        smaller = max((n for n in kinds[kind_of(key)] if n < key.num_tokens), default=0)
         if key.query_len:
             reqs = _span(smaller // key.query_len + 1, key.num_reqs or 0, "request")
-            found.append(f"decode, {reqs} x {key.query_len}")
+            served.append(f"decode, {reqs} x {key.query_len}")
         else:
             bound = f" in queries <= {key.max_query_len}" if key.max_query_len else ""
-            found.append(_span(smaller + 1, key.num_tokens, "token") + bound)
-    return found
-
-
-def _kind(key: BatchDescriptor) -> Any:
-    """What graphs that differ in size alone have in common."""
-    exact = (key.num_reqs is None, key.query_len, key.max_query_len)
-    return (*exact, key.has_lora, key.num_active_loras, key.extra)
+            served.append(_span(smaller + 1, key.num_tokens, "token") + bound)
+    return served
 
 
 def _span(least: int, most: int, what: str) -> str:
     plural = "" if least == most == 1 else "s"
     return f"{least} {what}{plural}" if least == most else f"{least}..{most} {what}s"
-
-
-def _text(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
