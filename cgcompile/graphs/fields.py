@@ -27,7 +27,7 @@ import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
-from cgcompile.graphs.arena import address
+from cgcompile.graphs.arena import address, storage_bytes
 from cgcompile.graphs.capture import bulk_memory
 from cgcompile.graphs.guards import (
     Cells,
@@ -487,13 +487,9 @@ class Rebinding:
             if not start or not holds(start):
                 continue
             if start not in storages:
-                storages[start] = _copy(tensor.untyped_storage())
+                with torch.inference_mode(False), torch.no_grad():
+                    memory = storage_bytes(tensor.untyped_storage())
+                    storages[start] = memory.clone().untyped_storage()
             layout = tensor.storage_offset(), tensor.size(), tensor.stride()
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.set_(storages[start], *layout)
-
-
-def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    with torch.inference_mode(False), torch.no_grad():
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return whole.clone().untyped_storage()
