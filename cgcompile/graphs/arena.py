@@ -245,8 +245,8 @@ class OwnedCopy:
         with torch.inference_mode(False), torch.no_grad():
             self._flat = block.view(template.dtype, (size,), (1,), start)
             strided = self._flat.as_strided(template.size(), template.stride())
-            self.tensor = compat.with_bits(strided, template.is_conj(), template.is_neg())
-        self._contiguous = template.is_contiguous() and not _has_bits(template)
+            self.tensor = compat.with_bits(strided, *_bits(template))
+        self._contiguous = template.is_contiguous() and not any(_bits(template))
 
     def fill(self, source: torch.Tensor) -> None:
         """Copy ``source``, on the current stream. The caller vouches for its layout."""
@@ -294,17 +294,18 @@ class FreshCopies:
             groups.setdefault((address or alone, tensor.dtype), []).append(position)
         self._count = len(tensors)
         self._single: list[tuple[int, torch.Tensor]] = []
-        self._shared: list[tuple[torch.Tensor, list[_Part]]] = []
+        # Memory that several share; position, layout and bits of each of them.
+        self._shared: list[tuple[torch.Tensor, list[tuple[int, Any, tuple[bool, bool]]]]] = []
         for members in groups.values():
             group = [tensors[position] for position in members]
-            if len(group) == 1 and group[0].is_contiguous() and not _has_bits(group[0]):
+            if len(group) == 1 and group[0].is_contiguous() and not any(_bits(group[0])):
                 self._single.append((members[0], group[0]))
                 continue
             first = min(tensor.storage_offset() for tensor in group)
             last = max(tensor.storage_offset() + span(tensor) for tensor in group)
             base = compat.physical(group[0]).as_strided((last - first,), (1,), first)
-            parts = [_Part.of(position, tensors[position], first) for position in members]
-            self._shared.append((base, parts))
+            layouts = [(t.size(), t.stride(), t.storage_offset() - first) for t in group]
+            self._shared.append((base, [*zip(members, layouts, map(_bits, group), strict=True)]))
 
     def make(self) -> list[torch.Tensor]:
         """The copies, on the current stream; the caller owns them."""
@@ -313,28 +314,11 @@ class FreshCopies:
             copies[position] = tensor.clone()
         for base, parts in self._shared:
             copy = base.clone()
-            for part in parts:
-                view = copy.as_strided(part.size, part.stride, part.offset)
-                copies[part.position] = compat.with_bits(view, part.conjugate, part.negative)
+            for position, layout, bits in parts:
+                copies[position] = compat.with_bits(copy.as_strided(*layout), *bits)
         return copies
 
 
-class _Part(NamedTuple):
-    """A tensor in the memory that several share."""
-
-    position: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: Any
-    conjugate: bool
-    negative: bool
-
-    @classmethod
-    def of(cls, position: int, tensor: torch.Tensor, first: Any) -> "_Part":
-        offset = tensor.storage_offset() - first
-        bits = (tensor.is_conj(), tensor.is_neg())
-        return cls(position, tensor.size(), tensor.stride(), offset, *bits)
-
-
-def _has_bits(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg()
+def _bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """The conjugate and the negative bit."""
+    return tensor.is_conj(), tensor.is_neg()

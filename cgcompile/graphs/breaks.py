@@ -4,8 +4,8 @@
 Without it an attention op under no decorator would be captured, and its metadata with it. It sees
 the ops of the thread that captures, those in the Python kernels of other ops and those that a
 compiled model calls included. :func:`foreign_breaks` finds breaks that were written for Meta's
-``piecewise-cuda-graphs``: functions under its ``no_graph`` ask a context variable of that package
-for a capture. Nothing is imported, and nothing of that package is changed.
+``piecewise-cuda-graphs``: functions under its ``no_graph`` read from a context variable of that
+package whether a capture runs. Nothing is imported, and nothing of that package is changed.
 
 :func:`held` and :class:`Containers` are about the arguments of a break. A result of it is copied to
 where graphs read it, and usually dies then. One that the program keeps, such as a cache, exists
@@ -28,7 +28,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """By position, by name."""
 
 
-def held(given: Arguments, owns: Callable[[torch.Tensor], bool]) -> Arguments:
+def held(arguments: Arguments, owns: Callable[[torch.Tensor], bool]) -> Arguments:
     """Return arguments as a segment keeps them.
 
     Tensors whose memory the recording owns are held weakly, or it could not be used again.
@@ -39,17 +39,17 @@ def held(given: Arguments, owns: Callable[[torch.Tensor], bool]) -> Arguments:
         return compat.weak_tensor(leaf) if ours else leaf
 
     with compat.outside_inference_mode():  # once for all that is held weakly
-        kept: Arguments = compat.tree_map(keep, given)
+        kept: Arguments = compat.tree_map(keep, arguments)
     return kept
 
 
-def transform_around(given: Arguments) -> str | None:
+def transform_around(arguments: Arguments) -> str | None:
     """The transform of ``torch.func`` that lets no break run; None if there is none.
 
-    Under ``vmap`` a break may be given what is not mapped: that is an ordinary tensor.
+    Under ``vmap`` the arguments may be ordinary tensors, which are not mapped.
     """
     transform = compat.functorch_transform()
-    if transform == "Vmap" and not any(map(compat.is_wrapped, compat.tree_tensors(given))):
+    if transform == "Vmap" and not any(map(compat.is_wrapped, compat.tree_tensors(arguments))):
         return None
     return transform
 
@@ -61,19 +61,19 @@ class Containers:
     container among them there is nothing to compare. ``leaves`` are those before the break.
     """
 
-    def __init__(self, given: Arguments) -> None:
-        self._given = given
-        self.leaves = compat.tree_leaves(given)
-        args, kwargs = given
+    def __init__(self, arguments: Arguments) -> None:
+        self._arguments = arguments
+        self.leaves = compat.tree_leaves(arguments)
+        args, kwargs = arguments
         nested = any(map(compat.is_container, (*args, *kwargs.values())))
-        self._spec = compat.tree_spec(given) if nested else None
+        self._spec = compat.tree_spec(arguments) if nested else None
 
     @property
     def changed(self) -> bool:
         if self._spec is None:
             return False
-        now = compat.tree_leaves(self._given)
-        if compat.tree_spec(self._given) != self._spec:
+        now = compat.tree_leaves(self._arguments)
+        if compat.tree_spec(self._arguments) != self._spec:
             return True
         return any(map(operator.is_not, now, self.leaves))
 

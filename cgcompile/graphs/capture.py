@@ -158,7 +158,7 @@ _PATIENCE_OF_RELEASE = 60.0
 _FROZEN_BY_A_PROGRAM = 1000
 
 
-class _Holder(NamedTuple):
+class _LockHolder(NamedTuple):
     """Who holds the capture lock, and what is captured."""
 
     thread: int
@@ -172,7 +172,7 @@ class _CaptureLock:
 
     def __init__(self) -> None:
         self._lock = new_lock(watch=False)
-        self._holder: _Holder | None = None
+        self._holder: _LockHolder | None = None
 
     @contextmanager
     def hold(
@@ -186,7 +186,7 @@ class _CaptureLock:
         try:
             if before is not None:
                 before()
-            self._holder = _Holder(threading.get_ident(), os.getpid(), what, owner)
+            self._holder = _LockHolder(threading.get_ident(), os.getpid(), what, owner)
             yield
         finally:
             self._holder = None
@@ -199,12 +199,12 @@ class _CaptureLock:
             self._lock.release()
         return bool(free)
 
-    def here(self) -> _Holder | None:
+    def here(self) -> _LockHolder | None:
         """The holder, if it is this thread."""
         holder = self._holder
         return holder if holder is not None and holder.thread == threading.get_ident() else None
 
-    def elsewhere(self) -> _Holder | None:
+    def elsewhere(self) -> _LockHolder | None:
         """The holder, if it is another thread of this process: a fork copies the lock alone."""
         holder = self._holder
         if holder is None or holder.thread == threading.get_ident():
@@ -355,7 +355,7 @@ def capture_postponed() -> bool:
 
 @contextmanager
 def releasing() -> Iterator[None]:
-    """Around what drops graphs: nothing is captured meanwhile, and their memory is given back.
+    """Around what drops graphs: nothing is captured meanwhile, and their memory is released.
 
     Waits for a capture in another thread to end, so hold no lock that it may want.
 

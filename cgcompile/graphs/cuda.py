@@ -120,7 +120,7 @@ class CudaPool:
         self._device = device
         self._segments: list[tuple[int, int]] = []  # (address, bytes), in order
         self._starts: list[int] = []
-        self._taken = 0  # by the allocator, in all, when it was last asked for segments
+        self._taken = 0  # by the allocator, in all, when its segments were last read
         self._up_to_date = False
         self._captures = 0  # that are open, and may add memory
         self._anchor = CudaGraph(device)
@@ -137,7 +137,7 @@ class CudaPool:
                 raise
 
     def holds(self, address: int) -> bool:
-        """Whether an address lies in memory of the pool. Asks the allocator when in doubt."""
+        """Whether an address is in memory of the pool; in doubt, reads that of the allocator."""
         if self._in_known_segment(address):
             return True
         if self._up_to_date or not self._look_again():

@@ -132,7 +132,7 @@ def device_named(device: torch.device | str, where: str) -> torch.device:
 
     Args:
         device: such as ``"cuda:1"``.
-        where: what it was given to.
+        where: the name of what takes it, for messages.
 
     Raises:
         ConfigError: torch knows no such device.
@@ -165,8 +165,8 @@ def chosen_device(device: CaptureDevice | torch.device | str | None, where: str)
 
     Args:
         device: where the tensors are; None: CUDA, or on a machine without it the CPU if the
-            environment says ``CGCOMPILE_CAPTURE_DEVICE=host``.
-        where: what it was given to.
+            environment has ``CGCOMPILE_CAPTURE_DEVICE=host``.
+        where: the name of what takes it, for messages.
 
     Raises:
         CaptureError: the device has no graphs here.

@@ -426,8 +426,8 @@ def _text(value: Any) -> str:
 class Rebinding:
     """Find what captured code rebinds; eager breaks may rebind fields, they run at each replay.
 
-    That it replaces the memory of a tensor is found by ``SameStorages``. Within one bulk capture,
-    what is reachable from ``runnable`` is read once, and compared after.
+    ``SameStorages`` finds tensors whose memory it replaces. Within one bulk capture, what is
+    reachable from ``runnable`` is read once, and compared after.
     """
 
     def __init__(self, runnable: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

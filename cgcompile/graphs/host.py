@@ -28,7 +28,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,33 +73,18 @@ class _Block:
         ctypes.memset(self.address, value, self.nbytes)
 
 
-class Life(Protocol):
-    """Tells whether memory has been freed."""
-
-    @property
-    def ended(self) -> bool: ...
-
-
-class _PoolLife:
-    """The life of memory in a pool: until the pool is dropped, whichever tensors view it."""
-
-    def __init__(self, pool: "HostPool") -> None:
-        self._pool = weakref.ref(pool)
-
-    @property
-    def ended(self) -> bool:
-        return self._pool() is None
-
-
 # All pools that exist, as CUDA's allocator knows its private pools.
 _pools: "weakref.WeakSet[HostPool]" = weakref.WeakSet()
 
 
-def _life_of(tensor: torch.Tensor) -> Life:
-    """Return what tells when the memory of a tensor is freed."""
+def _check_of_freed(tensor: torch.Tensor) -> Callable[[], bool]:
+    """Return a check whether the memory of a tensor was freed: memory of a pool, with the pool."""
     start = tensor.untyped_storage().data_ptr()
-    pool = next((pool for pool in list(_pools) if pool.holds(start)), None)
-    return compat.StorageLife(tensor) if pool is None else _PoolLife(pool)
+    owner = next((weakref.ref(pool) for pool in list(_pools) if pool.holds(start)), None)
+    if owner is not None:
+        return lambda: owner() is None
+    life = compat.StorageLife(tensor)
+    return lambda: life.ended
 
 
 class HostPool:
@@ -117,9 +102,18 @@ class HostPool:
         self._data: dict[_Block, bytes | None] = {}  # in use when the capture began
 
     @property
+    def reserved(self) -> int:
+        """Bytes of all blocks, in use or not."""
+        return sum(block.nbytes for block in self._blocks)
+
+    @property
+    def live(self) -> int:
+        """Bytes of the blocks that tensors hold."""
+        return sum(block.nbytes for block in self._blocks if not block.free)
+
+    @property
     def bytes(self) -> PoolBytes:
-        live = sum(block.nbytes for block in self._blocks if not block.free)
-        return PoolBytes(sum(block.nbytes for block in self._blocks), live)
+        return PoolBytes(self.reserved, self.live)
 
     def holds(self, address: int) -> bool:
         return any(b.address <= address < b.address + b.nbytes for b in self._blocks)
@@ -255,14 +249,15 @@ class HostStep:
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outside: list[tuple[Life, str]]  # inputs that the pool does not own, with their shapes
+    # Of each input that the pool does not own: whether it was freed, and its shape.
+    outside: list[tuple[Callable[[], bool], str]]
     # For each storage that the op makes: an output that shows it, and where its bytes go.
     results: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     def run(self) -> None:
         """Call it, and copy what it made to where the recording has it."""
-        for life, shape in self.outside:
-            if life.ended:
+        for is_freed, shape in self.outside:
+            if is_freed():
                 raise CaptureError.freed_input(what=self.name, shape=shape)
         made = self.call(*self.args, **self.kwargs)
         if self.results:
@@ -468,14 +463,14 @@ class _Recorder(compat.DispatchMode):
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> HostStep:
         """The record of a call that is about to run; in-place ops may change their arguments."""
-        outside: list[tuple[Life, str]] = []
+        outside: list[tuple[Callable[[], bool], str]] = []
 
         def held(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             start = leaf.untyped_storage().data_ptr()
             if leaf.numel() and not self._pool.lasts(start):  # else no byte of it is read
-                outside.append((_life_of(leaf), _shown(leaf)))
+                outside.append((_check_of_freed(leaf), _shown(leaf)))
             # Ops made of other ops choose kernels by it, without gradients too.
             return compat.weak_tensor(leaf).requires_grad_(leaf.requires_grad)
 

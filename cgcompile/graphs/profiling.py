@@ -73,7 +73,7 @@ def run_observed(sequence: Observed, steps: Sequence[Callable[[], Any]]) -> None
         if context.thread == thread and not context.ended
     ]
     if compat.is_profiling():
-        observers.insert(0, _RecordedFunctions())
+        observers.insert(0, _Ranges(torch.profiler.record_function))
     with _entered(observers, sequence, None):
         for place, step in enumerate(steps):
             with _entered(observers, sequence, place):
@@ -87,38 +87,16 @@ def _entered(observers: Sequence[Observer], sequence: Observed, place: int | Non
         return stack.pop_all()
 
 
-def _name(sequence: Observed, place: int | None) -> str | None:
-    """The name of a range; None where it would be around a single one of that name."""
-    if place is not None:
-        return sequence.labels[place]
-    return sequence.label if len(sequence.labels) > 1 else None
+class _Ranges:
+    """Ranges of a profiler, around each segment and around all of them if there are several."""
 
-
-class _RecordedFunctions:
-    """Ranges of torch's profiler."""
+    def __init__(self, around_named: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._around_named = around_named
 
     def around(self, sequence: Observed, place: int | None) -> AbstractContextManager[Any]:
-        name = _name(sequence, place)
-        return nullcontext() if name is None else torch.profiler.record_function(name)
-
-
-class _Ranges:
-    """Ranges of another profiler."""
-
-    def __init__(self, push: Callable[[str], Any], pop: Callable[[], Any]) -> None:
-        self._push, self._pop = push, pop
-
-    @contextmanager
-    def around(self, sequence: Observed, place: int | None) -> Iterator[None]:
-        name = _name(sequence, place)
-        if name is None:
-            yield
-            return
-        self._push(name)
-        try:
-            yield
-        finally:
-            self._pop()
+        if place is None and len(sequence.labels) == 1:  # that of the segment has the same name
+            return nullcontext()
+        return self._around_named(sequence.label if place is None else sequence.labels[place])
 
 
 @contextmanager
@@ -147,5 +125,14 @@ def tracing_ranges(
         pop()
     except RuntimeError as error:
         raise CaptureError.no_ranges(found=str(error).strip().splitlines()[0]) from error
-    with observing(_Ranges(push, pop)):
+
+    @contextmanager
+    def pushed(name: str) -> Iterator[None]:
+        push(name)
+        try:
+            yield
+        finally:
+            pop()
+
+    with observing(_Ranges(pushed)):
         yield
