@@ -28,15 +28,18 @@ class Place(NamedTuple):
     name: str
 
     @property
-    def _where(self) -> dict[str, str]:
-        path = f"result {self.item} {self.name!r}"
-        return {"what": self.segment, "batch": self.batch, "path": path}
+    def path(self) -> str:
+        return f"result {self.item} {self.name!r}"
 
     def changed(self, now: Any, before: Any) -> HostValueChangedError:
-        return HostValueChangedError.changed(**self._where, now=now, before=before)
+        return HostValueChangedError.changed(
+            what=self.segment, batch=self.batch, path=self.path, now=now, before=before
+        )
 
     def moved(self, now: int, before: int) -> AddressChangedError:
-        return AddressChangedError.moved(**self._where, now=now, before=before)
+        return AddressChangedError.moved(
+            what=self.segment, batch=self.batch, path=self.path, now=now, before=before
+        )
 
     def check_layout(self, value: Any, expected: torch.Tensor) -> None:
         if not same_layout(value, expected):
