@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -137,12 +136,7 @@ class allow_capture:
     def __enter__(self) -> None:
         self._tokens.append(_allowed.set(self._allowed))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _allowed.reset(self._tokens.pop())
 
 
@@ -382,24 +376,20 @@ def capture(
     compiled: bool = False,
     wait: bool = True,
 ) -> tuple[DeviceGraph, Any]:
-    """Record what ``function`` does, without doing it.
+    """Record what ``function`` does, without doing it; return the graph and its result.
 
     Args:
         function: what to record; its tensors come from the pool and hold nothing yet.
         pool: where the memory comes from.
         what: what is captured, for messages.
-        collect: collect garbage first, so that dead tensors give their memory back.
-        storages: tensors whose memory ``function`` must not replace.
+        collect: collect garbage first, so that dead tensors release their memory.
+        storages: tensors whose memory ``function`` must not replace; restored if it does.
         compiled: whether ``function`` calls what ``torch.compile`` made.
         wait: wait a few seconds for the capture of another thread.
 
-    Returns:
-        The graph, not replayed yet, and what ``function`` returned.
-
     Raises:
         CaptureBusyError: a capture runs in this thread, or one in another thread does not end.
-        CaptureError: the current stream is being captured by someone else; or ``function``
-            replaced the memory of one of ``storages``, which has its own again.
+        CaptureError: other code captures the current stream, or a storage was replaced.
         BaseException: what ``function`` raised, unchanged.
     """
     if pool.device.is_capturing():
