@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from itertools import chain
+from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -32,7 +33,6 @@ from cgcompile.graphs.capture import bulk_memory
 from cgcompile.graphs.guards import (
     Cells,
     Change,
-    Items,
     Slots,
     Tensors,
     Transparent,
@@ -56,6 +56,7 @@ _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, tor
 _CLOSED = (type, ModuleType, BuiltinFunctionType)
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 _MISSING = object()
+_READ = itemgetter.__call__
 
 
 class _Holder:
@@ -244,19 +245,30 @@ class Fields:
 
     def _index(self) -> None:
         """Prepare :meth:`is_same`: plain dicts (modules have thousands) are read as one."""
-        self._items = Items()
         self._dicts: list[dict[str, Any]] = []
+        self._full: list[dict[str, Any]] = []
+        self._readers: list[itemgetter[Any]] = []
         self._others: list[_Holder] = []
         for holder in self._holders:
             target = holder.target
             if type(target) is dict and all(type(key) is str for key in holder.keys):
                 skipped = holder.skipped - _COMPARED
                 self._dicts.append(target)
-                self._items.add(target, [key for key in holder.keys if key not in skipped])
+                names = [key for key in holder.keys if key not in skipped]
+                if names:  # the first twice: an itemgetter of one name returns no tuple
+                    self._readers.append(itemgetter(names[0], *names))
+                    self._full.append(target)
             elif not isinstance(target, (tuple, frozenset)):
                 self._others.append(holder)
         self._sizes = [len(target) for target in self._dicts]
-        self._values = self._items.read()  # identities are those of living objects
+        self._values = self._items()  # identities are those of living objects
+
+    def _items(self) -> tuple[Any, ...] | None:
+        """The items of all plain dicts as they are now; None if one is missing."""
+        try:
+            return tuple(chain.from_iterable(map(_READ, self._readers, self._full)))
+        except KeyError:
+            return None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -267,7 +279,7 @@ class Fields:
         """Whether every field holds the same object, and every tensor is where it was."""
         if list(map(len, self._dicts)) != self._sizes:
             return False
-        values = self._items.read()
+        values = self._items()
         if values is None or self._values is None:
             return False
         if compat.identities(values) != compat.identities(self._values):

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from operator import itemgetter
 from types import CellType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any, NamedTuple, NoReturn
 
@@ -127,42 +126,6 @@ def _differ(now: Iterable[Any], before: Iterable[Any]) -> bool:
     one, other = tuple(now), tuple(before)
     return len(one) != len(other) or any(a is not b for a, b in zip(one, other, strict=True))
 
-
-class Items:
-    """Named items of many dicts, read as one tuple: a model has thousands.
-
-    The first item of each dict is read twice: an ``itemgetter`` of one name returns no tuple.
-    """
-
-    def __init__(self) -> None:
-        self._tables: list[dict[str, Any]] = []
-        self._readers: list[itemgetter[Any]] = []
-        self._names: list[list[str]] = []
-
-    def add(self, table: dict[str, Any], names: Sequence[str]) -> None:
-        if names:
-            self._names.append([*names, names[0]])
-            self._tables.append(table)
-            self._readers.append(itemgetter(*self._names[-1]))
-
-    def read(self) -> tuple[Any, ...] | None:
-        """The items as they are now; None if one is missing."""
-        try:
-            return tuple(chain.from_iterable(map(_READ, self._readers, self._tables)))
-        except KeyError:
-            return None
-
-    def first_change(self, before: Sequence[Any]) -> tuple[int, str] | None:
-        """The index of the dict, and the name, of the first item that is not what it was."""
-        pairs = zip(self._tables, self._names, strict=True)
-        items = ((index, t.get(name), name) for index, (t, ns) in enumerate(pairs) for name in ns)
-        for (index, item, name), known in zip(items, before, strict=True):
-            if item is not known:
-                return index, name
-        return None
-
-
-_READ = itemgetter.__call__
 
 # -------------------------------------------------------------- modules of a runnable
 
@@ -376,33 +339,32 @@ class WeightsGuard:
     def __init__(self, runnable: Any, tensor_type: str = "cpu") -> None:
         owner = getattr(runnable, "__self__", runnable)
         roots = () if getattr(owner, "compares_weights", False) is True else modules_of(runnable)
-        self._items = Items()
-        self._prefixes: list[str] = []  # by dict
-        tensors: list[tuple[str, torch.Tensor]] = []
+        self._items: list[tuple[dict[str, Any], str, str]] = []  # dict, name, path
         for prefix, module in (named for root in roots for named in root.named_modules()):
             start = f"{prefix}." if prefix else ""
             own = module.__dict__
             rest = [k for k, v in own.items() if type(v) not in _NO_TENSORS and _is_tensor(v)]
-            tables = (module._parameters, module._buffers, module._modules)
-            for table, names in (*((table, [*table]) for table in tables), (own, rest)):
-                self._items.add(table, names)
-                self._prefixes += [start] if names else []
-                values = ((start + name, table[name]) for name in names)
-                tensors += [pair for pair in values if _is_tensor(pair[1])]
-        self.objects: tuple[Any, ...] = self._items.read() or ()
+            for table in (module._parameters, module._buffers, module._modules):
+                self._items += [(table, name, start + name) for name in table]
+            self._items += [(own, name, start + name) for name in rest]
+        self.objects = self._now()
         self._identities = compat.identities(self.objects)
-        self._tensors = Tensors(tensors, tensor_type)
+        pairs = zip((path for _, _, path in self._items), self.objects, strict=True)
+        self._tensors = Tensors((pair for pair in pairs if _is_tensor(pair[1])), tensor_type)
         self._memory = [tensor.untyped_storage() for tensor in self._tensors.tensors]
 
+    def _now(self) -> tuple[Any, ...]:
+        return tuple([table.get(name) for table, name, _ in self._items])
+
     def check(self, what: str, batch: object) -> None:
-        """Compare with the module as it is. Less than 0.1 us a weight; does not synchronise.
+        """Compare with the module as it is. About 0.1 us a weight; does not synchronise.
 
         Raises:
             AddressChangedError: a weight or a sub-module was replaced, or a weight moved.
             HostValueChangedError: a 0-dim CPU tensor has another value.
         """
-        now, tensors = self._items.read(), self._tensors
-        if now is not None and compat.identities(now) == self._identities:
+        now, tensors = self._now(), self._tensors
+        if compat.identities(now) == self._identities:
             if tensors.at_same_addresses and not tensors.numbers:
                 return
             change = next(tensors.changes(), None)
@@ -417,10 +379,9 @@ class WeightsGuard:
                 now=change.after,
                 before=change.before,
             )
-        replaced = self._items.first_change(self.objects)
-        if replaced is not None:
-            path = self._prefixes[replaced[0]] + replaced[1]
-            raise AddressChangedError.weight(what=what, batch=str(batch), path=path)
+        changes = zip(now, self.objects, self._items, strict=True)
+        path = next(item[2] for value, before, item in changes if value is not before)
+        raise AddressChangedError.weight(what=what, batch=str(batch), path=path)
 
 
 def _is_tensor(value: Any) -> bool:
