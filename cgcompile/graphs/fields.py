@@ -261,7 +261,7 @@ class Fields:
             elif not isinstance(target, (tuple, frozenset)):
                 self._others.append(holder)
         self._sizes = [len(target) for target in self._dicts]
-        self._values = self._items()  # identities are those of living objects
+        self._identities = compat.identities(self._items() or ())
 
     def _items(self) -> tuple[Any, ...] | None:
         """The items of all plain dicts as they are now; None if one is missing."""
@@ -280,9 +280,7 @@ class Fields:
         if list(map(len, self._dicts)) != self._sizes:
             return False
         values = self._items()
-        if values is None or self._values is None:
-            return False
-        if compat.identities(values) != compat.identities(self._values):
+        if values is None or compat.identities(values) != self._identities:
             return False
         if not all(holder.is_same() for holder in self._others):
             return False
