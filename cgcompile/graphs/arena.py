@@ -1,18 +1,13 @@
-"""What graphs take of a device, in numbers: :class:`PoolBytes`.
+"""Memory of our own at fixed addresses, for steps that never run at the same time: :class:`Arena`.
 
-Memory of our own at fixed addresses for steps that never run at the same time: :class:`Arena`.
-
-Staging of inputs and bridges live here. Each recorded step takes blocks through a :class:`Frame`,
+Staging of inputs and bridges are in it. Each recorded step takes blocks through a :class:`Frame`,
 and all frames share the blocks: the step of the largest batch makes them, smaller ones use a
-prefix. Within a step a block that is given back serves the next taker. The rule: what lies in a
-block is valid until the next step of the same pool. A block with an owner serves the results of its
-owner's steps alone: what lies there is valid until the next one of these.
-
-Tensors of our own with the layout of others: staging for inputs, bridges, returned values.
-
-Memory is made outside of inference mode, so that every later call may write it, whatever mode it
-runs in. Layouts of any kind are kept: what is not contiguous is copied as the stretch of memory
-that it spans.
+prefix. Within a step a block that was released serves the next buffer. The rule: a block is valid
+until the next step of the same pool; one with an owner serves the results of its owner's steps
+alone, and is valid until the next one of these. :class:`OwnedCopy` and :class:`FreshCopies` are
+buffers with the layout of other tensors, of any kind: what is not contiguous is copied as the
+stretch of memory that it spans. Memory is made outside of inference mode, so that every later call
+may write it, whatever mode it runs in.
 """
 
 from collections.abc import Hashable, Sequence
@@ -26,17 +21,11 @@ MIB = 2**20
 
 
 class PoolBytes(NamedTuple):
-    """Memory of one pool, in bytes.
+    """Memory of one pool, in bytes."""
 
-    Attributes:
-        held: taken from the device, in use or not.
-        live: of that, what tensors hold now.
-        small: of what is held, the part that is kept for small blocks.
-    """
-
-    held: int = 0
-    live: int = 0
-    small: int = 0
+    held: int = 0  # taken from the device, in use or not
+    live: int = 0  # of that, what tensors hold now
+    small: int = 0  # of what is held, the part that is kept for small blocks
 
     def __add__(self, other: object) -> "PoolBytes":
         assert isinstance(other, PoolBytes)
@@ -58,8 +47,8 @@ class Block:
     Attributes:
         memory: uint8 [nbytes].
         poison: the byte that shows as NaN, or as a huge index, in what was stored last.
-        lives: of what was lent outside of any recorded step.
-        owner: whose results it serves alone; None for any use.
+        lives: of tensors of the block that the program may hold.
+        owner: the one whose results it serves alone; None for any use.
     """
 
     __slots__ = ("lives", "memory", "owner", "poison")
@@ -73,7 +62,7 @@ class Block:
 
     @property
     def is_lent(self) -> bool:
-        """Whether somebody still holds what was lent."""
+        """Whether a tensor that :meth:`lend` returned is still alive."""
         self.lives = [life for life in self.lives if not life.ended]
         return bool(self.lives)
 
@@ -116,15 +105,15 @@ class Arena:
         return any(block.address == address for block in self._blocks)
 
     def frame(self, owner: Hashable = None) -> "Frame":
-        """For one recorded step; results of a step with an owner take blocks of that owner."""
+        """Return a frame for one recorded step, whose results take blocks of its owner."""
         return Frame(self._blocks, owner)
 
     def owner_of(self, address: int) -> Hashable:
         """The owner of the block that begins there; None if there is none."""
-        return next((each.owner for each in self._blocks if each.address == address), None)
+        return next((block.owner for block in self._blocks if block.address == address), None)
 
     def free(self, owner: Hashable) -> None:
-        """Drop the blocks of an owner that is gone; steps that use them still keep them."""
+        """Drop the blocks of an owner that is gone; steps that use them keep them alive."""
         self._blocks[:] = [block for block in self._blocks if block.owner != owner]
 
     def poison(self, owner: Hashable = None) -> None:
@@ -138,17 +127,12 @@ class Arena:
                 block.memory.fill_(block.poison)
 
     def clear(self) -> None:
-        """Let the blocks go, once the steps that use them have gone."""
+        """Drop all blocks; steps that use them keep them alive."""
         self._blocks = []
 
 
 class Frame:
-    """The blocks that one recorded step uses; it keeps them.
-
-    Args:
-        blocks: of the arena; new ones are added.
-        owner: of the blocks that results take; None: results take blocks without one, as all else.
-    """
+    """The blocks that one recorded step uses; it keeps them alive."""
 
     def __init__(self, blocks: list[Block], owner: Hashable = None) -> None:
         self._arena = blocks
@@ -157,12 +141,9 @@ class Frame:
         self._used: list[Block] = []
 
     def take(self, nbytes: int, device: torch.device, result: bool = False) -> Block:
-        """The smallest free block that is large enough; a new one if there is none.
+        """Take the smallest free block that is large enough, or a new one.
 
-        Args:
-            nbytes: how large it must be.
-            device: where.
-            result: the caller of the step gets what lies there.
+        A ``result``, which the caller of the step gets, takes one of the owner.
         """
         owner = self._owner if result else None
         wanted = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
@@ -172,21 +153,21 @@ class Frame:
             if b.nbytes >= wanted and b.memory.device == device and b.owner == owner
         ]
         if fitting:
-            found = min(fitting, key=lambda block: block.nbytes)
-            self._free.remove(found)
+            block = min(fitting, key=lambda block: block.nbytes)
+            self._free.remove(block)
         else:
-            found = Block(wanted, device)
-            found.owner = owner
-            self._arena.append(found)
-        self._used.append(found)
-        return found
+            block = Block(wanted, device)
+            block.owner = owner
+            self._arena.append(block)
+        self._used.append(block)
+        return block
 
     def give(self, block: Block) -> None:
-        """Nothing that is recorded from now on reads the block: it may serve something else."""
+        """Let the block serve another buffer: nothing recorded from now on reads it."""
         self._free.append(block)
 
     def reserve(self, owner: Hashable) -> None:
-        """Let the blocks that the step uses serve the results of an owner alone."""
+        """Let the blocks of the step serve the results of an owner alone."""
         for block in self._used:
             block.owner = owner
 
@@ -211,6 +192,12 @@ def stretch(tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
     ends = [s + span(t) * t.element_size() for s, t in zip(starts, tensors, strict=True)]
     largest = max(t.element_size() for t in tensors)
     return min(starts) // largest * largest, max(ends)
+
+
+def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, as uint8 [bytes]."""
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return memory.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def numbers_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,7 +225,7 @@ class OwnedCopy:
 
     Attributes:
         tensor: the buffer; its address never changes.
-        block: the memory that it lies in.
+        block: the memory of the buffer.
     """
 
     __slots__ = ("_contiguous", "_flat", "block", "tensor")
@@ -258,8 +245,8 @@ class OwnedCopy:
         with torch.inference_mode(False), torch.no_grad():
             self._flat = block.view(template.dtype, (size,), (1,), start)
             strided = self._flat.as_strided(template.size(), template.stride())
-            self.tensor = compat.with_bits(strided, template.is_conj(), template.is_neg())
-        self._contiguous = template.is_contiguous() and not _has_bits(template)
+            self.tensor = compat.with_bits(strided, *_bits(template))
+        self._contiguous = template.is_contiguous() and not any(_bits(template))
 
     def fill(self, source: torch.Tensor) -> None:
         """Copy ``source``, on the current stream. The caller vouches for its layout."""
@@ -275,11 +262,6 @@ class ScalarCopy(OwnedCopy):
     """A 0-dim tensor on a device, refilled from 0-dim CPU tensors.
 
     A fill takes the value as a launch argument: it needs no pinned memory and does not synchronise.
-
-    Args:
-        template: a CPU tensor with the dtype.
-        frame: where the memory comes from.
-        device: where the buffer is.
     """
 
     def __init__(self, template: torch.Tensor, frame: Frame, device: torch.device) -> None:
@@ -301,61 +283,42 @@ def moved(scalar: torch.Tensor, device: torch.device) -> torch.Tensor:
 class FreshCopies:
     """Copies of tensors at fixed addresses, new at every call.
 
-    Tensors of one memory and one dtype share memory again.
-
-    Args:
-        tensors: what is copied; they stay where they are.
+    The copies of tensors of one memory and one dtype share memory, too.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         groups: dict[tuple[int, torch.dtype], list[int]] = {}
         for position, tensor in enumerate(tensors):
             address = tensor.untyped_storage().data_ptr()
-            alone = -1 - position  # memory of no size is shared with nobody
+            alone = -1 - position  # empty memory is not shared
             groups.setdefault((address or alone, tensor.dtype), []).append(position)
         self._count = len(tensors)
         self._single: list[tuple[int, torch.Tensor]] = []
-        self._shared: list[tuple[torch.Tensor, list[_Part]]] = []
+        # Memory that several share; position, layout and bits of each of them.
+        self._shared: list[tuple[torch.Tensor, list[tuple[int, Any, tuple[bool, bool]]]]] = []
         for members in groups.values():
-            given = [tensors[position] for position in members]
-            if len(given) == 1 and given[0].is_contiguous() and not _has_bits(given[0]):
-                self._single.append((members[0], given[0]))
+            group = [tensors[position] for position in members]
+            if len(group) == 1 and group[0].is_contiguous() and not any(_bits(group[0])):
+                self._single.append((members[0], group[0]))
                 continue
-            first = min(tensor.storage_offset() for tensor in given)
-            last = max(tensor.storage_offset() + span(tensor) for tensor in given)
-            base = compat.physical(given[0]).as_strided((last - first,), (1,), first)
-            parts = [_Part.of(position, tensors[position], first) for position in members]
-            self._shared.append((base, parts))
+            first = min(tensor.storage_offset() for tensor in group)
+            last = max(tensor.storage_offset() + span(tensor) for tensor in group)
+            base = compat.physical(group[0]).as_strided((last - first,), (1,), first)
+            layouts = [(t.size(), t.stride(), t.storage_offset() - first) for t in group]
+            self._shared.append((base, [*zip(members, layouts, map(_bits, group), strict=True)]))
 
     def make(self) -> list[torch.Tensor]:
         """The copies, on the current stream; the caller owns them."""
-        found: list[torch.Tensor] = [None] * self._count  # type: ignore[list-item]
+        copies: list[torch.Tensor] = [None] * self._count  # type: ignore[list-item]
         for position, tensor in self._single:
-            found[position] = tensor.clone()
+            copies[position] = tensor.clone()
         for base, parts in self._shared:
             copy = base.clone()
-            for part in parts:
-                view = copy.as_strided(part.size, part.stride, part.offset)
-                found[part.position] = compat.with_bits(view, part.conjugate, part.negative)
-        return found
+            for position, layout, bits in parts:
+                copies[position] = compat.with_bits(copy.as_strided(*layout), *bits)
+        return copies
 
 
-class _Part(NamedTuple):
-    """Where a tensor lies in the memory that several share."""
-
-    position: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: Any
-    conjugate: bool
-    negative: bool
-
-    @classmethod
-    def of(cls, position: int, tensor: torch.Tensor, first: Any) -> "_Part":
-        offset = tensor.storage_offset() - first
-        bits = (tensor.is_conj(), tensor.is_neg())
-        return cls(position, tensor.size(), tensor.stride(), offset, *bits)
-
-
-def _has_bits(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg()
+def _bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """The conjugate and the negative bit."""
+    return tensor.is_conj(), tensor.is_neg()

@@ -1,22 +1,15 @@
-"""What an eager break is given: how it is kept, and whether the break changed it.
+"""The eager breaks of a breakable capture: where they are, and what goes in and out.
 
-What an eager break returned, beside the copy of it that graphs read: :class:`Original`.
+:class:`BreakMode` is a dispatch mode around each segment that finds splitting ops while they run.
+Without it an attention op under no decorator would be captured, and its metadata with it. It sees
+the ops of the thread that captures, those in the Python kernels of other ops and those that a
+compiled model calls included. :func:`foreign_breaks` finds breaks that were written for Meta's
+``piecewise-cuda-graphs``: functions under its ``no_graph`` read from a context variable of that
+package whether a capture runs. Nothing is imported, and nothing of that package is changed.
 
-A tensor that the break has just made dies after it was copied. One that the program keeps, such as
-a cache, would then exist twice; where either is written, the other is stale, without an error.
-
-Breaks that were written for another package: :func:`foreign_breaks`.
-
-Functions under ``no_graph`` of Meta's ``piecewise-cuda-graphs`` ask a context variable of that
-package whether somebody captures, and tell what it holds of the beginning and end of each break.
-During a breakable capture here it holds a :class:`_Listener`. Without it they would run inside of a
-graph segment, and never again. Nothing is imported, and nothing of that package is changed.
-
-Find splitting ops while they run: :class:`BreakMode`, a dispatch mode around each segment.
-
-Without it an attention op that nobody decorated would be captured, and its metadata with it. It
-sees the ops of the thread that captures, those in the Python kernels of other ops and those that a
-compiled model calls included.
+:func:`held` and :class:`Containers` are about the arguments of a break. A result of it is copied to
+where graphs read it, and usually dies then. One that the program keeps, such as a cache, exists
+twice; where either is written, the other is stale: :class:`Original` finds that.
 """
 
 import operator
@@ -35,15 +28,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """By position, by name."""
 
 
-def held(given: Arguments, owns: Callable[[torch.Tensor], bool]) -> Arguments:
-    """How a segment keeps arguments.
+def held(arguments: Arguments, owns: Callable[[torch.Tensor], bool]) -> Arguments:
+    """Return arguments as a segment keeps them.
 
-    Weakly where the memory is that of the recording, or it could not be used again; strongly where
-    nobody else may keep it.
-
-    Args:
-        given: the arguments.
-        owns: whether a tensor lies in memory of the recording.
+    Tensors whose memory the recording owns are held weakly, or it could not be used again.
     """
 
     def keep(leaf: Any) -> Any:
@@ -51,59 +39,49 @@ def held(given: Arguments, owns: Callable[[torch.Tensor], bool]) -> Arguments:
         return compat.weak_tensor(leaf) if ours else leaf
 
     with compat.outside_inference_mode():  # once for all that is held weakly
-        kept: Arguments = compat.tree_map(keep, given)
+        kept: Arguments = compat.tree_map(keep, arguments)
     return kept
 
 
-def transform_around(given: Arguments) -> str | None:
+def transform_around(arguments: Arguments) -> str | None:
     """The transform of ``torch.func`` that lets no break run; None if there is none.
 
-    Under ``vmap`` a break may be given what is not mapped: that is an ordinary tensor.
+    Under ``vmap`` the arguments may be ordinary tensors, which are not mapped.
     """
-    found = compat.functorch_transform()
-    if found == "Vmap" and not any(map(compat.is_wrapped, compat.tree_tensors(given))):
+    transform = compat.functorch_transform()
+    if transform == "Vmap" and not any(map(compat.is_wrapped, compat.tree_tensors(arguments))):
         return None
-    return found
+    return transform
 
 
 class Containers:
     """The arguments of a break, to be compared with themselves after it.
 
     A function cannot change the tuple and the dict that its arguments come in, so without a
-    container among them there is nothing to compare.
-
-    Attributes:
-        leaves: what is in the arguments, at first.
+    container among them there is nothing to compare. ``leaves`` are those before the break.
     """
 
-    def __init__(self, given: Arguments) -> None:
-        self._given = given
-        self.leaves = compat.tree_leaves(given)
-        args, kwargs = given
+    def __init__(self, arguments: Arguments) -> None:
+        self._arguments = arguments
+        self.leaves = compat.tree_leaves(arguments)
+        args, kwargs = arguments
         nested = any(map(compat.is_container, (*args, *kwargs.values())))
-        self._spec = compat.tree_spec(given) if nested else None
+        self._spec = compat.tree_spec(arguments) if nested else None
 
     @property
     def changed(self) -> bool:
         if self._spec is None:
             return False
-        now = compat.tree_leaves(self._given)
-        if compat.tree_spec(self._given) != self._spec:
+        now = compat.tree_leaves(self._arguments)
+        if compat.tree_spec(self._arguments) != self._spec:
             return True
         return any(map(operator.is_not, now, self.leaves))
 
 
 class Original:
-    """A result of a break that was copied, and that somebody may keep.
+    """A result of a break that was copied into a block, while the program keeps it.
 
-    Made, and asked, on the stream that breaks run on.
-
-    Args:
-        name: of the break.
-        life: of the original.
-        source: the original; held weakly.
-        bridge: the copy that graphs read; held weakly.
-        block: what the copy lies in.
+    Both tensors are held weakly. Used on the stream that breaks run on.
     """
 
     def __init__(
@@ -130,7 +108,7 @@ class Original:
 
 
 class Recorder(Protocol):
-    """What is told of such breaks."""
+    """What foreign breaks interrupt."""
 
     @property
     def is_recording(self) -> bool:
@@ -159,7 +137,7 @@ def foreign_breaks(recorder: Recorder) -> Iterator[None]:
 
 
 class _Listener:
-    """Has the methods that ``no_graph`` calls, by the names that it calls them."""
+    """The methods that ``no_graph`` calls, by its names for them."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -189,7 +167,7 @@ class _Listener:
         pause.close()
 
     def leave(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """End a break whose function raised: nobody tells of that."""
+        """End a break whose function raised: ``no_graph`` does not."""
         pause, self._pause = self._pause, None
         if pause is not None:
             lost = error or RuntimeError("a function under no_graph raised")
@@ -201,7 +179,7 @@ _SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default  # what the math kernel of 
 
 
 class Breaker:
-    """What is told of splitting ops and of decorated functions."""
+    """Base of what runs the splitting ops and the decorated functions of a step."""
 
     @property
     def is_recording(self) -> bool:
@@ -211,11 +189,11 @@ class Breaker:
     def meet(
         self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A splitting op is called: run it, in a break or not, and return its result."""
+        """Run a splitting op that is called, in a break or not, and return its result."""
         raise NotImplementedError
 
     def pass_by(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Another op is about to be called."""
+        """Note that another op is about to be called."""
 
     def run_eager(
         self,
@@ -224,15 +202,15 @@ class Breaker:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """A function is called that breaks: run it and return its result."""
+        """Run a function that breaks and return its result."""
         raise NotImplementedError
 
 
 class BreakMode(compat.DispatchMode):
-    """Sees each op of the segments of one capture.
+    """Pass each op of the segments of one capture to a breaker.
 
     Args:
-        breaker: what is told.
+        breaker: what runs splitting ops.
         boundaries: which ops are splitting ops.
         tensor_type: the device type of the tensors that are captured.
         sees_composites: whether an op such as SDPA arrives whole, whichever kernel it takes.
@@ -273,12 +251,12 @@ class BreakMode(compat.DispatchMode):
         finally:
             self._on, self._kept_by_torch = True, before
 
-    def _inside(self, call: Callable[[], Any]) -> Any:
-        """Run something within an op of its own, and see the ops of it."""
+    def _body(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the Python kernel of an op, and see the ops in its body."""
         self._kept_by_torch = False
         self.switch_on()
         try:
-            return call()
+            return kernel(*args, **kwargs)
         finally:
             self.switch_off()  # a capture that was abandoned has done so
             self._kept_by_torch = True
@@ -290,35 +268,29 @@ class BreakMode(compat.DispatchMode):
         if func is _SAFE_SOFTMAX and self._sdpa_breaks and not self._sees_composites:
             raise CaptureError.math_attention()
         self._breaker.pass_by(func, args, kwargs)
-        kernel = known.kernel
-        if kernel is None:
+        if known.kernel is None:
             return func(*args, **kwargs)
-        return self._inside(lambda: kernel(*args, **kwargs))  # the ops in its body count
+        return self._body(known.kernel, args, kwargs)
 
     def _look_up(self, func: Any, args: tuple[Any, ...]) -> "_Known":
-        """What is to be known of an op; asked once, as a segment calls dozens."""
+        """Look an op up once: a segment calls dozens."""
         op = compat.functionalized_op(func, args)
         kernel = compat.python_kernel(func, self._tensor_type)
-        found = _Known(self._boundaries.match_call(op or func), kernel)
-        if op is None:  # else the next call is made for another one
-            self._known[func] = found
-        return found
+        known = _Known(self._boundaries.match_call(op or func), kernel)
+        if op is None:  # else the next call may be that of another op
+            self._known[func] = known
+        return known
 
 
 class _Known(NamedTuple):
-    """What a capture knows of an op.
-
-    Attributes:
-        entry: what it is registered as; None for one that is captured.
-        kernel: what runs for it, if that is written in Python.
-    """
+    """What an op is registered as, unless it is captured, and its kernel if written in Python."""
 
     entry: SplittingOp | None
     kernel: Callable[..., Any] | None
 
 
 class Makers(compat.DispatchMode):
-    """Notes the memory that ops make, to find what a break leaves behind. For debugging."""
+    """Note the memory that ops make, to find what a break leaves behind; for debugging."""
 
     def __init__(self, tensor_type: str) -> None:
         super().__init__()
@@ -332,17 +304,17 @@ class Makers(compat.DispatchMode):
                 made = kernel(*args, **kwargs)
         else:
             made = func(*args, **kwargs)
-        given = {_address(leaf) for leaf in compat.tree_tensors((args, kwargs))}
-        for leaf in compat.tree_tensors(made):
-            if _address(leaf) not in given | {0}:
-                self._lives[_address(leaf)] = compat.StorageLife(leaf)
+        known = {address(leaf) for leaf in _dense((args, kwargs))} | {0}
+        for leaf in _dense(made):
+            if address(leaf) not in known:
+                self._lives[address(leaf)] = compat.StorageLife(leaf)
         return made
 
     @property
     def alive(self) -> dict[int, compat.StorageLife]:
-        """Where memory begins that was made here and still lives."""
-        return {address: life for address, life in self._lives.items() if not life.ended}
+        """The lives of the memory that was made here and is in use, by address."""
+        return {start: life for start, life in self._lives.items() if not life.ended}
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+def _dense(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in compat.tree_tensors(tree) if leaf.layout is torch.strided]

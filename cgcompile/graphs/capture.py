@@ -1,18 +1,11 @@
-"""Refuse a capture that replaces the memory of a tensor it did not create: :class:`SameStorages`.
+"""The capture of one graph as a transaction: :func:`capture`, and the capture lock.
 
-``weight.data = ...``, ``weight.set_(...)`` and ``weight.t_()`` change the tensor object, once, when
-Python runs. A replay does not repeat that, and reads the memory of the first step again.
-
-The capture of one graph as a transaction, and who may capture.
-
-:func:`capture` leaves a finished graph, or nothing: after a failure the first exception is raised
-as it is, stream and garbage collector are as they were, and the next capture works. Only one
-capture a process is safe on CUDA: a second thread waits for it, a few seconds at most.
-
-Code that the user takes out of the graphs: :func:`eager_region`.
-
-Dynamo marks the nodes that it traces inside. Where it breaks the graph inside, it gives up the
-whole frame, and the region is entered in Python: then the calls inside have to run eager.
+A capture leaves a finished graph, or nothing: after a failure the first exception is raised as it
+is, stream and garbage collector are as they were, and the next capture works. On CUDA one capture a
+process is safe, so :func:`capture_turn` is a lock of the process; a second thread waits for it, a
+few seconds at most. :class:`SameStorages` refuses a capture that replaces the memory of a tensor it
+did not create (``weight.data = ...``, ``weight.t_()``): a replay does not repeat that.
+:func:`eager_region` is code that the user takes out of the graphs.
 """
 
 import gc
@@ -22,8 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -59,10 +51,13 @@ class SameStorages:
         name_of: Callable[[torch.Tensor], str],
     ) -> None:
         self._what, self._name_of = what, name_of
-        known = {id(tensor): tensor for tensor in tensors}
-        plain = [tensor for tensor in known.values() if compat.is_plain_tensor(tensor)]
+        distinct = {id(tensor): tensor for tensor in tensors}.values()
         # torch cannot compare the memory of quantized and nested tensors (is_set_to)
-        self._tensors = [each for each in plain if not (each.is_quantized or each.is_nested)]
+        self._tensors = [
+            tensor
+            for tensor in distinct
+            if compat.is_plain_tensor(tensor) and not (tensor.is_quantized or tensor.is_nested)
+        ]
         self.accept()
 
     def accept(self) -> None:
@@ -77,10 +72,10 @@ class SameStorages:
         return self._addresses.hold(self._tensors)
 
     def check(self) -> None:
-        """Compare, and restore what changed.
+        """Restore the tensors that have other memory, or another layout, than before.
 
         Raises:
-            CaptureError: a tensor has other memory, or another layout, than before.
+            CaptureError: there are some.
         """
         changed = self.restore()
         if changed:
@@ -90,7 +85,7 @@ class SameStorages:
             raise CaptureError.replaces_memory(what=self._what, name=name)
 
     def restore(self) -> list[torch.Tensor]:
-        """Give each tensor the memory and layout that it had; returns those that had others."""
+        """Give each tensor the memory and layout that it had; return those that had others."""
         pairs = zip(self._tensors, self._before, strict=True)
         with compat.without_modes():
             changed = [(now, before) for now, before in pairs if not now.is_set_to(before)]
@@ -141,12 +136,7 @@ class allow_capture:
     def __enter__(self) -> None:
         self._tokens.append(_allowed.set(self._allowed))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _allowed.reset(self._tokens.pop())
 
 
@@ -155,51 +145,46 @@ def capture_allowed() -> bool:
     return _allowed.get()
 
 
-_RELEASE = "release"  # takes the turn for a moment, so captures wait for it
+_RELEASE = "release"  # holds the capture lock for a moment, so captures wait for it
 _PATIENCE = 5.0  # seconds; a capture takes less
 _PATIENCE_OF_RELEASE = 60.0
 # A program that freezes has thousands of objects; a collection of Python 3.12 leaves hundreds.
 _FROZEN_BY_A_PROGRAM = 1000
 
 
-class _Turn:
-    """Who captures now. CUDA allows one capture a process to be safe, so this is global.
+class _LockHolder(NamedTuple):
+    """Who holds the capture lock, and what is captured."""
 
-    Who wants to capture waits for the capture of another thread, but not for ever: that may wait
-    for the thread that waits here.
-    """
+    thread: int
+    process: int
+    what: str
+    owner: object
+
+
+class _CaptureLock:
+    """The lock of captures: one a process. It is waited for some seconds, against deadlocks."""
 
     def __init__(self) -> None:
         self._lock = new_lock(watch=False)
-        self._now: tuple[int, str, object, int] | None = None  # thread, what, holder, process
+        self._holder: _LockHolder | None = None
 
-    def taken(
-        self,
-        what: str,
-        holder: object = None,
-        wait: float = _PATIENCE,
-        before: Callable[[], None] | None = None,
-    ) -> "_Taken":
-        return _Taken(self, what, holder, wait, before)
-
-    def take(
-        self, what: str, holder: object, wait: float, before: Callable[[], None] | None
-    ) -> None:
-        if self.is_here() or not self._lock.acquire(timeout=wait):
-            now = self._now
-            running = "something" if now is None else now[1]
-            raise CaptureBusyError.busy(what=what, running=running, same_thread=self.is_here())
-        if before is not None:
-            try:
+    @contextmanager
+    def hold(
+        self, what: str, owner: object, wait: float, before: Callable[[], None] | None = None
+    ) -> Iterator[None]:
+        here = self.here() is not None
+        if here or not self._lock.acquire(timeout=wait):
+            holder = self._holder
+            running = "something" if holder is None else holder.what
+            raise CaptureBusyError.busy(what=what, running=running, same_thread=here)
+        try:
+            if before is not None:
                 before()
-            except BaseException:
-                self._lock.release()
-                raise
-        self._now = (threading.get_ident(), what, holder, os.getpid())
-
-    def give_back(self) -> None:
-        self._now = None
-        self._lock.release()
+            self._holder = _LockHolder(threading.get_ident(), os.getpid(), what, owner)
+            yield
+        finally:
+            self._holder = None
+            self._lock.release()
 
     def wait(self, seconds: float) -> bool:
         """Wait until no other thread captures; whether that is so now."""
@@ -208,61 +193,28 @@ class _Turn:
             self._lock.release()
         return bool(free)
 
-    def is_elsewhere(self) -> bool:
-        now = self._now
-        # In the child of a fork the thread that captured is gone.
-        return now is not None and now[0] != threading.get_ident() and now[3] == os.getpid()
+    def here(self) -> _LockHolder | None:
+        """The holder, if it is this thread."""
+        holder = self._holder
+        return holder if holder is not None and holder.thread == threading.get_ident() else None
 
-    def is_here(self) -> bool:
-        now = self._now
-        return now is not None and now[0] == threading.get_ident()
-
-    def holder(self, here: bool) -> object:
-        now = self._now
-        mine = self.is_here() if here else self.is_elsewhere()
-        return now[2] if now is not None and mine else None
+    def elsewhere(self) -> _LockHolder | None:
+        """The holder, if it is another thread of this process: a fork copies the lock alone."""
+        holder = self._holder
+        if holder is None or holder.thread == threading.get_ident():
+            return None
+        return holder if holder.process == os.getpid() else None
 
 
-class _Taken:
-    """Context manager: the turn is taken inside."""
-
-    __slots__ = ("_asks", "_turn")
-
-    def __init__(
-        self,
-        turn: _Turn,
-        what: str,
-        holder: object,
-        wait: float,
-        before: Callable[[], None] | None,
-    ) -> None:
-        self._turn = turn
-        self._asks = (what, holder, wait, before)
-
-    def __enter__(self) -> None:
-        self._turn.take(*self._asks)
-
-    def __exit__(self, *error: object) -> None:
-        self._turn.give_back()
-
-
-_turn = _Turn()
+_lock = _CaptureLock()
 
 
 def captured_elsewhere() -> bool:
     """Whether another thread is capturing now."""
-    return _turn.is_elsewhere()
+    return _lock.elsewhere() is not None
 
 
-def wait_for_capture(seconds: float = _PATIENCE) -> bool:
-    """Wait until no other thread captures, some seconds at most; whether that is so now.
-
-    Hold no lock that the capture may want.
-    """
-    return _turn.wait(seconds)
-
-
-Attempt = tuple[Why | None, Any]  # (None, result) of a step that ran; else (why not, None)
+Attempt = tuple[Why | None, Any]  # (None, result) of a step that ran; else (reason, None)
 
 
 def retry_while_busy(attempt: Callable[[], Attempt], result: Attempt) -> Attempt:
@@ -274,30 +226,27 @@ def retry_while_busy(attempt: Callable[[], Attempt], result: Attempt) -> Attempt
     until = time.monotonic() + _PATIENCE
     while result[0] is not None and result[0].reason is Reason.CAPTURE_BUSY:
         left = until - time.monotonic()
-        if left <= 0 or not wait_for_capture(left):
+        if left <= 0 or not _lock.wait(left):
             break
         result = attempt()
     return result
 
 
 def inside_capture() -> bool:
-    """Whether this thread captures now, also between two segments, or someone else its work."""
-    return _turn.is_here() or any_capture()
-
-
-def captured_here() -> bool:
-    """Return whether a capture of cgcompile records the ops that this thread runs now."""
-    return _turn.is_here() and any_capture()
+    """Whether this thread captures, also between two segments, or its work is captured."""
+    return _lock.here() is not None or any_capture()
 
 
 def who_captures_here() -> object:
-    """The holder of the turn, if it is this thread's; else None."""
-    return _turn.holder(here=True)
+    """The owner of the capture of this thread; None if it captures nothing."""
+    holder = _lock.here()
+    return None if holder is None else holder.owner
 
 
 def who_captures_elsewhere() -> object:
-    """The holder of the turn, if it is another thread's; else None."""
-    return _turn.holder(here=False)
+    """The owner of the capture of another thread; None if there is none."""
+    holder = _lock.elsewhere()
+    return None if holder is None else holder.owner
 
 
 def capture_turn(
@@ -307,11 +256,11 @@ def capture_turn(
     wait: bool = True,
     before: Callable[[], None] | None = None,
 ) -> AbstractContextManager[None]:
-    """The right to capture, of which a process has one.
+    """Hold the capture lock.
 
     Args:
         what: what is captured, for messages.
-        holder: what others find as the one who captures.
+        holder: the owner that :func:`who_captures_here` returns meanwhile.
         wait: wait a few seconds for the capture of another thread.
         before: called on entering, when no other thread can capture any more.
 
@@ -319,56 +268,49 @@ def capture_turn(
         CaptureBusyError: on entering, a capture runs in this thread, or one in another thread does
             not end in time.
     """
-    return _turn.taken(what, holder, _PATIENCE if wait else 0, before)
+    return _lock.hold(what, holder, _PATIENCE if wait else 0, before)
 
 
-class _Collection:
-    """Who wants automatic garbage collection off now, over all threads."""
+class _NoCollection:
+    """Turns automatic garbage collection off until the last block of any thread has ended."""
 
     def __init__(self) -> None:
         self._lock = new_lock(watch=False)
         self._depth = 0
         self._was_on = False
 
-    def stop(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             if not self._depth:
                 self._was_on = gc.isenabled()
                 gc.disable()
             self._depth += 1
 
-    def go_on(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._depth -= 1
             if not self._depth and self._was_on:
                 gc.enable()
 
 
-_collection = _Collection()  # automatic collection is the process's
+_no_collection = _NoCollection()  # automatic collection is the process's
 
 
-class without_garbage_collection:
+def without_garbage_collection() -> AbstractContextManager[None]:
     """No automatic collection in this process, until the last such block of any thread ends.
 
     A collection could free a graph or a module of kernels, which ends a running capture; and of the
     time of a trace, which makes millions of objects, it takes a good part.
     """
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        _collection.stop()
-
-    def __exit__(self, *error: object) -> None:
-        _collection.go_on()
+    return _no_collection
 
 
 @contextmanager
 def bulk_capture() -> Iterator[None]:
-    """Around many captures: garbage is collected once before, and not again until the end.
+    """Around many captures: collect garbage once before, and not again until the end.
 
-    What lives is frozen meanwhile, unless the program froze objects itself: then they stay as they
-    are. After it automatic collection is on or off as before.
+    Objects are frozen meanwhile, unless the program froze some itself. After it automatic
+    collection is on or off as before.
     """
     gc.collect()
     freeze = gc.get_freeze_count() < _FROZEN_BY_A_PROGRAM
@@ -386,13 +328,13 @@ def bulk_capture() -> Iterator[None]:
 
 def bulk_memory() -> dict[Any, Any]:
     """What captures of the bulk capture around the caller keep for the next ones; empty outside."""
-    kept = _in_bulk.get()
-    return {} if kept is None else kept
+    memory = _in_bulk.get()
+    return {} if memory is None else memory
 
 
 @contextmanager
 def postponed_capture() -> Iterator[None]:
-    """Inside, what would be captured runs plain, as one more warming call."""
+    """Inside, what would be captured runs plain, as a warming call."""
     token = _postponed.set(True)
     try:
         yield
@@ -407,7 +349,7 @@ def capture_postponed() -> bool:
 
 @contextmanager
 def releasing() -> Iterator[None]:
-    """Around whatever drops graphs: nothing is captured meanwhile, and their memory is given back.
+    """Around what drops graphs: nothing is captured meanwhile, and their memory is released.
 
     Waits for a capture in another thread to end, so hold no lock that it may want.
 
@@ -417,7 +359,7 @@ def releasing() -> Iterator[None]:
     """
     if inside_capture():
         raise CaptureError.release_inside()
-    with _turn.taken(_RELEASE, wait=_PATIENCE_OF_RELEASE):
+    with _lock.hold(_RELEASE, None, _PATIENCE_OF_RELEASE):
         try:
             yield
         finally:
@@ -434,24 +376,20 @@ def capture(
     compiled: bool = False,
     wait: bool = True,
 ) -> tuple[DeviceGraph, Any]:
-    """Record what ``function`` does, without doing it.
+    """Record what ``function`` does, without doing it; return the graph and its result.
 
     Args:
         function: what to record; its tensors come from the pool and hold nothing yet.
         pool: where the memory comes from.
         what: what is captured, for messages.
-        collect: collect garbage first, so that dead tensors give their memory back.
-        storages: tensors whose memory ``function`` must not replace.
+        collect: collect garbage first, so that dead tensors release their memory.
+        storages: tensors whose memory ``function`` must not replace; restored if it does.
         compiled: whether ``function`` calls what ``torch.compile`` made.
         wait: wait a few seconds for the capture of another thread.
 
-    Returns:
-        The graph, not replayed yet, and what ``function`` returned.
-
     Raises:
         CaptureBusyError: a capture runs in this thread, or one in another thread does not end.
-        CaptureError: the current stream is being captured by someone else; or ``function``
-            replaced the memory of one of ``storages``, which has its own again.
+        CaptureError: other code captures the current stream, or a storage was replaced.
         BaseException: what ``function`` raised, unchanged.
     """
     if pool.device.is_capturing():
@@ -490,11 +428,13 @@ def eager_region() -> AbstractContextManager[Any]:
     In traced code it marks the nodes of the graph. Elsewhere compiled models, wrappers and managers
     that are called inside run without graphs, uncompiled where they can, in this thread or task.
 
+    Where Dynamo breaks the graph inside, it gives up the frame and the region is entered in Python.
+
     Raises:
         CaptureError: cgcompile captures this code itself, not a trace of it.
     """
     if is_dynamo_compiling():
         return compat.annotate(REGION_MARK)
-    if captured_here():
+    if _lock.here() is not None and any_capture():
         raise CaptureError.region_inside()
     return EagerRegion()

@@ -1,9 +1,7 @@
-"""Capture many batches at once: :func:`capture_all`.
+"""Capture many batches at once: :func:`capture_all`, and :func:`capture_set` for engines.
 
 Each batch runs plain first, so that nothing compiles inside of a capture; then all are captured,
 the largest first, so that the smaller ones fit into its memory; garbage is collected once.
-
-One set of captures: graphs of one mode, the largest first, for one process or for many ranks.
 """
 
 import logging
@@ -27,7 +25,7 @@ log = logging.getLogger(__name__)
 
 B_ = TypeVar("B_")
 
-_PASSES = 8  # plain, before recompiling for ever is taken to be the model's way
+_MAX_PASSES = 8  # plain; a model that still compiles then is taken to do so at every step
 
 
 class HasCounters(Protocol):
@@ -58,7 +56,7 @@ class BulkCapture:
     def __str__(self) -> str:
         count, seconds = len(self.captured), self.capture_seconds
         rows = [f"{count} batches captured in {seconds:.2f} s, after {self.warm_seconds:.2f} s"]
-        return "\n".join(rows + [f"  {batch}: {why}" for batch, why in self.missing])
+        return "\n".join(rows + [f"  {batch}: {reason}" for batch, reason in self.missing])
 
 
 @checked_but("batches")
@@ -106,16 +104,16 @@ def capture_all(
             if done and EXPECTED.issuperset(reasons):
                 captured.append(batch)
                 continue
-            why = "; ".join(after.why_plain(before))
-            missing.append((batch, why or "the model was not called"))
+            reason = "; ".join(after.why_plain(before)) or "the model was not called"
             if strict:
                 raise DispatchError.strict(
-                    what=f"batch {batch}", reason="bulk capture", detail=missing[-1][1]
+                    what=f"batch {batch}", reason="bulk capture", detail=reason
                 )
+            missing.append((batch, reason))
     end = time.perf_counter()
-    found = BulkCapture(tuple(captured), tuple(missing), passes, warm - start, end - warm)
-    log.info("%s", found)
-    return found
+    capture = BulkCapture(tuple(captured), tuple(missing), passes, warm - start, end - warm)
+    log.info("%s", capture)
+    return capture
 
 
 def warm_all(
@@ -127,14 +125,14 @@ def warm_all(
         BaseException: what ``step`` raised.
     """
     with postponed_capture():
-        for done in range(1, _PASSES + 1):
+        for done in range(1, _MAX_PASSES + 1):
             before = settled()
             for batch in batches:
                 step(batch)
             if done >= warmups and settled() == before:
                 return done
-    log.warning("after %d passes something still compiles", _PASSES)
-    return _PASSES
+    log.warning("after %d passes something still compiles", _MAX_PASSES)
+    return _MAX_PASSES
 
 
 def _check(step: Any, batches: Any, target: Any, size: Any) -> None:
@@ -150,22 +148,22 @@ def _check(step: Any, batches: Any, target: Any, size: Any) -> None:
 
 
 def _size_of(batch: Any, size: Callable[[Any], int] | None) -> Any:
-    found = getattr(batch, "num_tokens", batch) if size is None else size(batch)
+    number = getattr(batch, "num_tokens", batch) if size is None else size(batch)
     expected = "a number for each batch; give size= for batches that are none"
-    require(is_finite(found), "size", "capture_all", found, expected)
-    return found
+    require(is_finite(number), "size", "capture_all", number, expected)
+    return number
 
 
 class Ranks(Protocol):
     """Processes that capture the same set at the same time."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Around what all do: one that raises tells the others that it goes no further."""
+        """Around what all do: where one raises, the others are told to stop."""
 
     def without(
         self, planned: list[BatchDescriptor], done: tuple[BatchDescriptor, ...]
     ) -> Mapping[BatchDescriptor, int]:
-        """What some rank has no graph of, and which rank."""
+        """The batches that some rank has no graph of, and which rank."""
 
 
 def capture_set(
@@ -178,7 +176,10 @@ def capture_set(
     config: CompilationConfig,
     agreement: Ranks | None = None,
 ) -> BulkCapture:
-    """Warm up and capture; a progress bar shows how far, on the first rank alone.
+    """Warm up and capture, with a progress bar on the first rank alone.
+
+    A step that ran plain and raises in the capture is missing, with the error as its reason; the
+    others are still captured. What one rank is without, all are.
 
     Args:
         title: of the bar.
@@ -190,12 +191,8 @@ def capture_set(
         config: ``num_warmups`` and ``strict``.
         agreement: ranks that capture the same set at the same time.
 
-    Returns:
-        How it went. A step that ran plain and raises in the capture is missing, with what it said;
-        the others go on. What one rank is without, all are.
-
     Raises:
-        AgreementError: another rank stays away, gave up, or captures another set.
+        AgreementError: another rank is absent, gave up, or captures another set.
         DispatchError: ``strict``, and a batch has no graph.
         BaseException: what a step raised in a warm-up, or, ``strict``, in the capture.
     """
@@ -222,7 +219,7 @@ def capture_set(
         bar.update()
 
     with nullcontext() if agreement is None else agreement.together(), bar:
-        found = capture_all(
+        capture = capture_all(
             run,
             descriptors,
             target,
@@ -230,21 +227,24 @@ def capture_set(
             warmups=config.num_warmups,
             strict=config.strict,
         )
-    missing = tuple((each, refused.get(each, why)) for each, why in found.missing)
-    found = replace(found, missing=missing)
+    missing = tuple((batch, refused.get(batch, reason)) for batch, reason in capture.missing)
+    capture = replace(capture, missing=missing)
     if agreement is not None:
-        found = _of_all_ranks(found, agreement, descriptors)
-    for descriptor, why in found.missing:
-        log.warning("%s: not captured: %s: %s", title, descriptor, why)
-    return found
+        capture = _of_all_ranks(capture, agreement, descriptors)
+    for descriptor, reason in capture.missing:
+        log.warning("%s: not captured: %s: %s", title, descriptor, reason)
+    return capture
 
 
 def _of_all_ranks(
-    found: BulkCapture, agreement: Ranks, descriptors: list[BatchDescriptor]
+    capture: BulkCapture, agreement: Ranks, descriptors: list[BatchDescriptor]
 ) -> BulkCapture:
-    """Without what another rank could not capture."""
-    lacking = agreement.without(descriptors, found.captured)
-    captured = tuple(each for each in found.captured if each not in lacking)
-    others = [(each, f"rank {rank} has not captured it") for each, rank in lacking.items()]
-    new = tuple(pair for pair in others if pair[0] in found.captured)
-    return replace(found, captured=captured, missing=found.missing + new)
+    """Leave out what another rank could not capture."""
+    lacking = agreement.without(descriptors, capture.captured)
+    missing = tuple(
+        (batch, f"rank {rank} has not captured it")
+        for batch, rank in lacking.items()
+        if batch in capture.captured
+    )
+    captured = tuple(batch for batch in capture.captured if batch not in lacking)
+    return replace(capture, captured=captured, missing=capture.missing + missing)

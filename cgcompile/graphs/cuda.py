@@ -47,13 +47,9 @@ def _nothing_recorded() -> None:
 def wait_for_inputs(
     ready: torch.cuda.Stream | torch.cuda.Event, device: torch.device | None
 ) -> None:
-    """Let the current stream of a device wait for what another one writes.
+    """Let the current stream of a device wait for a stream, or an event of it.
 
-    Nothing happens inside of a capture, nor for a device that is none of CUDA.
-
-    Args:
-        ready: a stream, or an event of it.
-        device: where the step runs; the current CUDA device if left out.
+    Nothing happens inside of a capture, or on a device that is not CUDA; None is the current one.
     """
     if device is not None and device.type != "cuda":
         return
@@ -69,12 +65,7 @@ def wait_for_inputs(
 
 @contextlib.contextmanager
 def named_failures() -> Iterator[None]:
-    """Around the end of a capture: what CUDA says of streams, in words that a user can act on.
-
-    Raises:
-        CaptureError: a stream that took part was not joined.
-        RuntimeError: anything else, unchanged.
-    """
+    """Around the end of a capture: name the error of a stream that was not joined."""
     try:
         yield
     except RuntimeError as error:
@@ -84,17 +75,17 @@ def named_failures() -> Iterator[None]:
 
 
 def is_unjoined(error: BaseException) -> bool:
-    """Whether CUDA, or ROCm, says that a stream of a capture was not joined."""
+    """Whether an error of CUDA, or ROCm, is about a stream of a capture that was not joined."""
     text = str(error).lower()
     return "unjoined work" in text or "captureunjoined" in text
 
 
-# Graphs that nobody uses any more, until it is safe to destroy them. torch keeps all graphs in a
-# set without a lock, and releases the GIL while it adds one at the begin of a capture: a graph that
-# dies in another thread meanwhile would break the set. So they die in the turn of who captures.
+# Graphs without users, until it is safe to destroy them. torch keeps all graphs in a set without a
+# lock, and releases the GIL while it adds one at the begin of a capture: a graph that dies in
+# another thread meanwhile would break the set. So they are destroyed under the capture lock.
 _dead: deque[tuple[torch.device, torch.cuda.CUDAGraph]] = deque()
 
-# Graphs whose capture broke. torch's allocator of pinned memory keeps a pointer to them for ever
+# Graphs whose capture broke. torch's allocator of pinned memory always keeps a pointer to them
 # (2.11: only the end of a good capture takes it out), so they must never die.
 _broken: list[torch.cuda.CUDAGraph] = []
 
@@ -129,10 +120,6 @@ class CudaPool:
     """A private pool of torch's caching allocator, kept open by a small graph of its own.
 
     A pool whose last graph dies cannot be captured into again while tensors of it live.
-
-    Args:
-        device: of the pool.
-        stream: to capture on.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
@@ -140,7 +127,7 @@ class CudaPool:
         self._device = device
         self._segments: list[tuple[int, int]] = []  # (address, bytes), in order
         self._starts: list[int] = []
-        self._taken = 0  # by the allocator, in all, when it was last asked for segments
+        self._taken = 0  # by the allocator, in all, when its segments were last read
         self._up_to_date = False
         self._captures = 0  # that are open, and may add memory
         self._anchor = CudaGraph(device)
@@ -157,20 +144,24 @@ class CudaPool:
                 raise
 
     def holds(self, address: int) -> bool:
-        """Whether an address lies in memory of the pool. Asks the allocator when in doubt."""
+        """Whether an address is in memory of the pool; in doubt, reads that of the allocator."""
         if self._in_known_segment(address):
             return True
         if self._up_to_date or not self._look_again():
             return False
         return self._in_known_segment(address)
 
+    @property
+    def bytes(self) -> PoolBytes:
+        return PoolBytes(*compat.pool_bytes(self.id))
+
     def grows(self) -> None:
-        """A capture begins: memory may be added from now on."""
+        """Begin a capture, which may add memory."""
         self._captures += 1
         self._up_to_date = False
 
     def rests(self) -> None:
-        """A capture has ended."""
+        """End a capture."""
         self._captures -= 1
 
     def poison(self) -> None:
@@ -192,7 +183,7 @@ class CudaPool:
                 compat.memory_at(start, end - start, self._device).fill_(0xFF)
 
     def _look_again(self) -> bool:
-        """Ask the allocator for the memory of the pool; False if no pool has got any since."""
+        """Read the memory of the pool from the allocator; False if no pool has got any since."""
         taken = compat.reserved_bytes(self._device, ever=True)
         self._up_to_date = self._captures == 0
         if taken and taken == self._taken:
@@ -203,8 +194,8 @@ class CudaPool:
         return True
 
     def _in_known_segment(self, address: int) -> bool:
-        place = bisect_right(self._starts, address) - 1
-        return place >= 0 and address < sum(self._segments[place])
+        index = bisect_right(self._starts, address) - 1
+        return index >= 0 and address < sum(self._segments[index])
 
 
 class CudaGraph:
@@ -245,11 +236,11 @@ class CudaGraph:
             return  # nothing was tried, or it has ended well
         self._pool.rests()
         try:
-            if not self._begun:  # else it would be the capture of somebody else that ends
+            if not self._begun:  # ending it would end a capture of other code
                 raise CaptureError.empty()
-            with torch.cuda.stream(self._stream):  # the program may have left another one current
+            with torch.cuda.stream(self._stream):  # another one may be current
                 self._graph.capture_end()
-        except RuntimeError:  # says again, in other words, that the capture had failed
+        except RuntimeError:  # the capture had failed, which was raised before
             assert self._device.index is not None
             compat.stop_allocating_to(self._device.index, self._pool.id)
             _broken.append(self._graph)
@@ -273,7 +264,6 @@ class CudaDevice:
         device: the CUDA device; the current one if it has no index.
     """
 
-    name = "cuda"
     tensor_type = "cuda"
     notices_freed = False
     graph_step = 2 * MIB
@@ -282,7 +272,7 @@ class CudaDevice:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._index = index  # torch takes ten times as long to find the index of a device
-        # On the way of every replay, so torch's C functions as they are.
+        # Called at every replay, so torch's C functions as they are.
         self.is_capturing: Callable[[], bool] = compat.cuda_stream_is_capturing
         self.stream_key: Callable[[], int] = compat.raw_stream_of(index)
 
@@ -310,10 +300,9 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
     def recover(self, stream: torch.cuda.Stream) -> None:
-        """Capture something that works.
+        """Capture something that works: the end of a good capture resets the random generator.
 
-        A capture that broke leaves the random generator in the belief that it goes on, so that
-        every random op after it raises; the end of a good capture sets it right.
+        After a capture that broke it is still in its state of capture, and every random op raises.
         """
         with contextlib.suppress(RuntimeError):
             CudaPool(self.device, stream)
@@ -321,25 +310,8 @@ class CudaDevice:
     def around(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def poison(self, pool: CudaPool) -> None:
-        pool.poison()
-
-    def poison_free(self, pool: CudaPool, kept: list[tuple[int, int]]) -> None:
-        pool.poison_free(kept)
-
-    def owns(self, pool: CudaPool, address: int) -> bool:
-        return pool.holds(address)
-
-    def pool_bytes(self, pool: CudaPool) -> PoolBytes:
-        return PoolBytes(*compat.pool_bytes(pool.id))
-
     def reserved(self) -> int:
         return compat.reserved_bytes(self.device)
-
-    def segment(self, nbytes: int) -> int:
-        if MIB < nbytes < 10 * MIB:  # torch takes 20 MiB for blocks of a middle size
-            return 20 * MIB
-        return -(-nbytes // (2 * MIB)) * 2 * MIB
 
     def graph_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)

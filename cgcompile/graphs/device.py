@@ -1,4 +1,4 @@
-"""What a device must offer so that calls on it can be recorded and replayed.
+"""Capture devices: the protocols of a device whose work can be captured and replayed.
 
 Two devices exist: ``cuda`` (torch's CUDA graphs) and ``host`` (a recorder on the CPU that keeps the
 rules of CUDA). All else in ``graphs`` is written against the protocols here, and one suite of tests
@@ -17,6 +17,23 @@ from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.arena import PoolBytes
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.host import HostDevice
+
+
+class DevicePool(Protocol):
+    """Memory for graphs that never run at the same time; it lives while it is referenced."""
+
+    @property
+    def bytes(self) -> PoolBytes:
+        """What it holds. Asks the allocator, which takes milliseconds; does not synchronise."""
+
+    def holds(self, address: int) -> bool:
+        """Whether an address is in this memory."""
+
+    def poison(self) -> None:
+        """Overwrite all memory, on the current stream, with what shows as wrong."""
+
+    def poison_free(self, kept: list[tuple[int, int]]) -> None:
+        """As :meth:`poison`, but for what tensors hold, and (address, bytes) of ``kept``."""
 
 
 class DeviceGraph(Protocol):
@@ -43,40 +60,38 @@ class CaptureDevice(Protocol):
     """A device with graphs.
 
     Attributes:
-        name: ``"cuda"`` or ``"host"``.
         device: where it captures.
         tensor_type: the ``torch.device`` type of the tensors that it captures.
         notices_freed: whether a replay refuses memory that was freed since the capture, even where
-            something else lies there by now.
+            it is in use again.
         graph_step: the bytes by which the driver's own memory for graphs grows; 1 if there is none.
     """
 
-    name: str
     device: torch.device
     tensor_type: str
     notices_freed: bool
     graph_step: int
 
-    def new_pool(self, stream: Any, lasting: Callable[[int], bool] = ...) -> Any:
-        """Memory for graphs that never run at the same time; it lives while it is referenced.
+    def new_pool(self, stream: Any, lasting: Callable[[int], bool] = ...) -> DevicePool:
+        """Memory for graphs that are captured on a stream.
 
         Args:
             stream: what the graphs are captured on.
-            lasting: tells of an address whether other memory begins there that lives as long.
+            lasting: whether other memory that lives as long begins at an address.
         """
 
     def new_graph(self) -> DeviceGraph:
         """A graph without a recording."""
 
     def capture_stream(self) -> Any:
-        """Return the stream to capture on, one for all pools: use it with the right to capture."""
+        """Return the stream to capture on, one for all pools: use it under the capture lock."""
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Make ``stream`` current, and the former one again after, whatever happens."""
 
     @property
     def is_capturing(self) -> Callable[[], bool]:
-        """Tells whether the current stream of this thread is being captured, by whomever."""
+        """Tells whether the current stream of this thread is being captured, by any code."""
 
     @property
     def stream_key(self) -> Callable[[], int]:
@@ -86,44 +101,29 @@ class CaptureDevice(Protocol):
         """The current stream, to wait for later."""
 
     def wait_for(self, stream: Any) -> None:
-        """Let later work of the current stream wait for what ``stream`` has been given so far."""
+        """Let later work of the current stream wait for the work so far of ``stream``."""
 
     def synchronize(self) -> None:
         """Wait on the host until the device is idle."""
 
     def recover(self, stream: Any) -> None:
-        """After a failed capture: bring back to order what the device left; never raises."""
+        """Reset what a failed capture left; never raises."""
 
     def around(self) -> AbstractContextManager[Any]:
         """A context for code of users that is captured."""
 
-    def poison_free(self, pool: Any, kept: list[tuple[int, int]]) -> None:
-        """As :meth:`poison`, but for what tensors hold, and (address, bytes) of ``kept``."""
-
-    def poison(self, pool: Any) -> None:
-        """Overwrite all memory of a pool, on the current stream, with what shows as wrong."""
-
-    def owns(self, pool: Any, address: int) -> bool:
-        """Whether an address lies in memory of ``pool``."""
-
-    def pool_bytes(self, pool: Any) -> PoolBytes:
-        """What a pool holds. Asks the allocator, which takes milliseconds; does not synchronise."""
-
     def reserved(self) -> int:
         """Bytes that the allocator holds for all pools, in microseconds; 0 if there is none."""
-
-    def segment(self, nbytes: int) -> int:
-        """What a pool takes from the device if blocks of so many bytes in all find no room."""
 
     def graph_bytes(self) -> int:
         """Memory that no allocator of this process holds, graphs among it; of all processes."""
 
     def give_back(self) -> None:
-        """Return memory that nobody uses to the device. Synchronises."""
+        """Return unused memory to the device. Synchronises."""
 
 
 def any_capture() -> bool:
-    """Whether this thread's work is being captured, on any device, by whomever."""
+    """Whether this thread's work is being captured, on any device, by any code."""
     return HostDevice.capturing() or compat.cuda_is_capturing()
 
 
@@ -132,7 +132,7 @@ def device_named(device: torch.device | str, where: str) -> torch.device:
 
     Args:
         device: such as ``"cuda:1"``.
-        where: what it was given to.
+        where: the name of what takes it, for messages.
 
     Raises:
         ConfigError: torch knows no such device.
@@ -165,8 +165,8 @@ def chosen_device(device: CaptureDevice | torch.device | str | None, where: str)
 
     Args:
         device: where the tensors are; None: CUDA, or on a machine without it the CPU if the
-            environment says ``CGCOMPILE_CAPTURE_DEVICE=host``.
-        where: what it was given to.
+            environment has ``CGCOMPILE_CAPTURE_DEVICE=host``.
+        where: the name of what takes it, for messages.
 
     Raises:
         CaptureError: the device has no graphs here.
@@ -178,7 +178,7 @@ def chosen_device(device: CaptureDevice | torch.device | str | None, where: str)
         device = "cuda"
         if not torch.cuda.is_available() and CompilationConfig().capture_device == "host":
             device = "cpu"
-    found = capture_device(device_named(device, where), "host")  # type: ignore[arg-type]
-    if found is None:
+    chosen = capture_device(device_named(device, where), "host")  # type: ignore[arg-type]
+    if chosen is None:
         raise CaptureError.no_device(found=str(device))
-    return found
+    return chosen

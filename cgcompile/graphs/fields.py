@@ -17,124 +17,140 @@ of Python's own libraries, and objects of C extensions; a guard compares those b
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from itertools import chain
 from operator import itemgetter
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
-from cgcompile.graphs.arena import address
+from cgcompile.graphs.arena import address, storage_bytes
 from cgcompile.graphs.capture import bulk_memory
 from cgcompile.graphs.guards import (
+    Cells,
+    Change,
     Slots,
+    Tensors,
     Transparent,
-    cells_of,
     is_librarys,
     is_plain_value,
     layout_text,
+    named_arguments,
     restore,
     same_layout,
+    same_memory,
     same_value,
 )
 
-_MOST = 100_000  # values; a model of thousands of modules has fewer
+_MAX_VALUES = 100_000  # a model of thousands of modules has fewer
 _LONG = 10_000  # items of one container: a vocabulary, which holds no state
-_DEEPEST = 16  # containers in containers, where two of them are compared
-_BYTES = 1 << 20  # of an array of the host; larger ones are compared by identity
+_MAX_DEPTH = 16  # containers in containers, where two of them are compared
+_MAX_BYTES = 1 << 20  # of an array of the host; larger ones are compared by identity
 _TABLES = ("_parameters", "_buffers", "_modules")
 _COMPARED = frozenset((*_TABLES, "training"))  # of what every module has
-_READ = itemgetter.__call__
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, torch.Size))
 _CLOSED = (type, ModuleType, BuiltinFunctionType)
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 _MISSING = object()
+_READ = itemgetter.__call__
 
 
-class Change(NamedTuple):
-    """A field that differs.
-
-    Attributes:
-        path: of the field.
-        before: what it held, or :data:`_MISSING`.
-        after: what it holds, likewise.
-        moved: whether these are the addresses of one tensor object.
-    """
-
-    path: str
-    before: Any
-    after: Any
-    moved: bool = False
-
-
-class _Holder(NamedTuple):
-    """A place with fields.
+class _Holder:
+    """A container, or the attributes of an object, with what it held.
 
     Attributes:
-        path: of the object that has them.
-        form: how the name of a field is appended to the path.
-        target: a dict, a list, ``Slots``, a tuple of cells, ...
+        target: a dict, a list, ``Slots``, ``Cells``, ...
         skipped: names of fields that are not opened.
         of_module: whether these are attributes of a module itself.
     """
 
-    path: str
-    form: str
-    target: Any
-    skipped: frozenset[str] = frozenset()
-    of_module: bool = False
+    __slots__ = ("_form", "_path", "keys", "of_module", "skipped", "target", "values")
+
+    def __init__(
+        self,
+        path: str,
+        form: str,
+        target: Any,
+        skipped: frozenset[str] = frozenset(),
+        of_module: bool = False,
+    ) -> None:
+        self._path, self._form = path, form
+        self.target, self.skipped, self.of_module = target, skipped, of_module
+        self.keys, self.values = _contents(target)
 
     def name(self, key: Any) -> str:
-        return self.path + self.form.format(getattr(key, "__name__", key))
+        return self._path + self._form.format(getattr(key, "__name__", key))
 
+    def is_same(self) -> bool:
+        keys, values = _contents(self.target)
+        if isinstance(self.target, (set, frozenset)):
+            return bool(values == self.values)
+        if compat.identities(values) != compat.identities(self.values):
+            return False
+        if isinstance(self.target, dict):  # whose keys may be tensors, which == compares by item
+            return compat.identities(keys) == compat.identities(self.keys)
+        return keys == self.keys
 
-class _Cells:
-    """The variables that a function has from around it."""
+    def changes(self, alike: Callable[[Any, Any, bool], bool]) -> Iterator[Change]:
+        before = dict(zip(self.keys, self.values, strict=True))
+        now = dict(zip(*_contents(self.target), strict=True))
+        for key in [*before, *(key for key in now if key not in before)]:
+            one, other = before.get(key, _MISSING), now.get(key, _MISSING)
+            if one is not other and not alike(one, other, self.of_module):
+                yield Change(self.name(key), one, other)
 
-    def __init__(self, cells: Mapping[str, CellType]) -> None:
-        self.cells = cells
+    def exchanged(self) -> Iterator[Any]:
+        """The values that it holds now or held before, but not both."""
+        now = {id(value): value for value in _contents(self.target)[1]}
+        before = {id(value): value for value in self.values}
+        return ((before | now)[key] for key in before.keys() ^ now.keys())
 
+    def has_new_tensors(self) -> bool:
+        known = set(map(id, self.values))
+        now = _contents(self.target)[1]
+        return any(isinstance(value, torch.Tensor) and id(value) not in known for value in now)
 
-def _slots(value: Any) -> Slots | None:
-    """The attributes of an object that are in its ``__slots__``; None if it has none there."""
-    slots = Slots(value)
-    return slots if slots.members else None
+    def restore(self) -> None:
+        if isinstance(self.target, (dict, Slots, Cells)):
+            restore(self.target, dict(zip(self.keys, self.values, strict=True)))
+        else:
+            items = self.values[0] if isinstance(self.target, set) else self.values
+            restore(self.target, list(items))
 
 
 def _contents(target: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The keys and the values of a holder."""
     if isinstance(target, dict):
         return tuple(dict.keys(target)), tuple(dict.values(target))
-    if isinstance(target, Slots):
-        found = target.read()
-        return tuple(found), tuple(found.values())
-    if isinstance(target, _Cells):
-        return tuple(target.cells), tuple([each.cell_contents for each in target.cells.values()])
+    if isinstance(target, (Slots, Cells)):
+        fields: dict[Any, Any] = target.read()
+        return tuple(fields), tuple(fields.values())
     if isinstance(target, (set, frozenset)):
         return ("items",), (frozenset(target),)
     values = tuple(target)
     return tuple(range(len(values))), values
 
 
-def _base_of_modules() -> frozenset[str]:
+@cache
+def _names_of_modules() -> frozenset[str]:
     """What every module has, of which :data:`_TABLES` are opened by themselves."""
     return frozenset(torch.nn.Module().__dict__)
 
 
-def _holders(value: Any, path: str, base: frozenset[str]) -> Iterator[_Holder]:
-    """Where a value has fields; nothing of one that is compared as a whole."""
+def _holders(value: Any, path: str) -> Iterator[_Holder]:
+    """The holders of the fields of a value; none if it is compared as a whole."""
     is_module = isinstance(value, torch.nn.Module)
     if is_module:
         attributes = value.__dict__
-        yield _Holder(path, ".{}", attributes, base, True)
+        yield _Holder(path, ".{}", attributes, _names_of_modules(), True)
         for table in _TABLES:
             yield _Holder(path, ".{}", attributes.get(table, {}), of_module=True)
     if isinstance(value, FunctionType):
-        yield _Holder(path, " closure {}", _Cells(cells_of(value)))
+        yield _Holder(path, " closure {}", Cells(value))
         return
     if isinstance(value, partial):
         yield _Holder(path, "[{}]", (value.func, value.args, value.keywords))
@@ -148,8 +164,8 @@ def _holders(value: Any, path: str, base: frozenset[str]) -> Iterator[_Holder]:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             yield _Holder(path, ".{}", attributes)
-    slots = _slots(value)
-    if slots is not None:
+    slots = Slots(value)
+    if slots.members:
         yield _Holder(path, ".{}", slots, of_module=is_module)
 
 
@@ -160,13 +176,9 @@ def _is_closed(value: Any) -> bool:
 
 def _behind(value: Any) -> Any:
     """What is read in place of a value: the owner of a method, what a wrapper wraps."""
-    while True:
-        if isinstance(value, MethodType):
-            value = value.__self__
-        elif isinstance(value, Transparent):
-            value = value.unwrap()
-        else:
-            return value
+    while isinstance(value, (MethodType, Transparent)):
+        value = value.__self__ if isinstance(value, MethodType) else value.unwrap()
+    return value
 
 
 def _bytes(value: Any) -> bytes | None:
@@ -175,14 +187,14 @@ def _bytes(value: Any) -> bytes | None:
         return None
     try:
         view = memoryview(value)
-        small = view.nbytes <= _BYTES
+        small = view.nbytes <= _MAX_BYTES
         return f"{view.format} {view.shape} ".encode() + view.tobytes() if small else None
     except (TypeError, ValueError, NotImplementedError):
         return None
 
 
 class Fields:
-    """A picture of the fields that are reachable from some roots.
+    """A snapshot of the fields that are reachable from some roots.
 
     Args:
         roots: what is read, by the name that paths begin with.
@@ -195,17 +207,16 @@ class Fields:
     def __init__(self, roots: Mapping[str, Any], tensor_type: str = "cpu") -> None:
         self._roots = dict(roots)
         self._tensor_type = tensor_type
-        self._base = _base_of_modules()
         self.read()
 
     def read(self) -> None:
         """Take the fields as they are now."""
         self.complete = True
-        self._holders: list[tuple[_Holder, tuple[Any, ...], tuple[Any, ...]]] = []
+        self._holders: list[_Holder] = []
         self._arrays: list[tuple[str, Any, bytes]] = []
         tensors: dict[int, tuple[str, torch.Tensor]] = {}
         seen: set[int] = set()
-        todo = [(path, root) for path, root in self._roots.items()]
+        todo = list(self._roots.items())
         for path, value in todo:  # grows meanwhile
             value = _behind(value)
             if id(value) in seen:
@@ -218,93 +229,75 @@ class Fields:
             if data is not None:
                 self._arrays.append((path, value, data))
                 continue
-            for holder in _holders(value, path, self._base):
-                keys, values = _contents(holder.target)
-                self._holders.append((holder, keys, values))
+            for holder in _holders(value, path):
+                self._holders.append(holder)
                 skipped = holder.skipped
                 todo += [
-                    (holder.name(key), each)
-                    for key, each in zip(keys, values, strict=True)
-                    if type(each) not in _PLAIN and not (skipped and key in skipped)
+                    (holder.name(key), item)
+                    for key, item in zip(holder.keys, holder.values, strict=True)
+                    if type(item) not in _PLAIN and not (skipped and key in skipped)
                 ]
-            if len(todo) > _MOST:
+            if len(todo) > _MAX_VALUES:
                 self.complete = False
                 break
         self._index()
-        self._keep(list(tensors.values()))
+        self._tensors = Tensors(tensors.values(), self._tensor_type)
 
     def _index(self) -> None:
         """Prepare :meth:`is_same`: plain dicts (modules have thousands) are read as one."""
         self._dicts: list[dict[str, Any]] = []
-        self._sizes: list[int] = []
         self._full: list[dict[str, Any]] = []
-        self._read: list[itemgetter[Any]] = []
-        self._others: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
-        expected: list[Any] = []
-        for holder, keys, values in self._holders:
+        self._readers: list[itemgetter[Any]] = []
+        self._others: list[_Holder] = []
+        for holder in self._holders:
             target = holder.target
-            if type(target) is dict and all(type(key) is str for key in keys):
-                names = [key for key in keys if key not in holder.skipped or key in _COMPARED]
+            if type(target) is dict and all(type(key) is str for key in holder.keys):
+                skipped = holder.skipped - _COMPARED
                 self._dicts.append(target)
-                self._sizes.append(len(keys))
-                if names:
-                    names.append(names[0])  # an itemgetter of one name returns no tuple
-                    self._read.append(itemgetter(*names))
+                names = [key for key in holder.keys if key not in skipped]
+                if names:  # the first twice: an itemgetter of one name returns no tuple
+                    self._readers.append(itemgetter(names[0], *names))
                     self._full.append(target)
-                    expected += self._read[-1](dict(zip(keys, values, strict=True)))
             elif not isinstance(target, (tuple, frozenset)):
-                self._others.append((target, keys, values))
-        self._values = compat.identities(tuple(expected))
+                self._others.append(holder)
+        self._sizes = [len(target) for target in self._dicts]
+        self._identities = compat.identities(self._items() or ())
 
-    def _keep(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Remember where tensors are, and the numbers in those that are numbers."""
-        with_memory = [pair for pair in tensors if _has_address(pair[1])]
-        self._paths = [path for path, _ in with_memory]
-        self._tensors = [tensor for _, tensor in with_memory]
-        self._starts = [tensor.data_ptr() for tensor in self._tensors]
-        self._addresses = compat.Addresses(self._tensors, range(len(self._tensors)))
-        self._numbers = []
-        if self._tensor_type != "cpu":
-            self._numbers = [
-                (path, tensor, tensor.item())
-                for path, tensor in with_memory
-                if tensor.dim() == 0 and tensor.device.type == "cpu"
-            ]
+    def _items(self) -> tuple[Any, ...] | None:
+        """The items of all plain dicts as they are now; None if one is missing."""
+        try:
+            return tuple(chain.from_iterable(map(_READ, self._readers, self._full)))
+        except KeyError:
+            return None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors with memory that were reachable."""
-        return self._tensors
+        return self._tensors.tensors
 
     def is_same(self) -> bool:
         """Whether every field holds the same object, and every tensor is where it was."""
         if list(map(len, self._dicts)) != self._sizes:
             return False
-        try:
-            values = tuple(chain.from_iterable(map(_READ, self._read, self._full)))
-        except KeyError:
+        values = self._items()
+        if values is None or compat.identities(values) != self._identities:
             return False
-        if compat.identities(values) != self._values:
+        if not all(holder.is_same() for holder in self._others):
             return False
-        if not all(_holds(*each) for each in self._others):
-            return False
-        return self._addresses.hold(self._tensors) and not self._arrays and not self._numbers
+        return self._tensors.at_same_addresses and not self._arrays and not self._tensors.numbers
 
     def follow(self) -> None:
         """Take the fields as they are now, where they differ."""
         if self.is_same():
             return
-        for place, (holder, keys, values) in enumerate(self._holders):
-            if not _holds(holder.target, keys, values):
-                now, new = _contents(holder.target)
-                if not all(type(each) in _PLAIN for each in _difference(values, new)):
-                    break
-                self._holders[place] = (holder, now, new)
-        else:
-            if self._addresses.hold(self._tensors):
-                self._index()  # no other objects are reachable than before
-                return
-        self.read()
+        changed = [holder for holder in self._holders if not holder.is_same()]
+        exchanged = chain.from_iterable(holder.exchanged() for holder in changed)
+        if not self._tensors.at_same_addresses or any(type(v) not in _PLAIN for v in exchanged):
+            return self.read()
+        for holder in changed:  # no other objects are reachable than before
+            holder.keys, holder.values = _contents(holder.target)
+        if changed:
+            self._index()
 
     def changes(self, alike: Callable[[Any, Any, bool], bool]) -> Iterator[Change]:
         """The fields that hold other objects.
@@ -313,118 +306,56 @@ class Fields:
             alike: whether a graph may take one value for another; and whether they are those of an
                 attribute of a module.
         """
-        for holder, keys, values in self._holders:
-            if _holds(holder.target, keys, values):
-                continue
-            was = dict(zip(keys, values, strict=True))
-            present = dict(zip(*_contents(holder.target), strict=True))
-            for key in [*was, *(key for key in present if key not in was)]:
-                before, after = was.get(key, _MISSING), present.get(key, _MISSING)
-                if before is not after and not alike(before, after, holder.of_module):
-                    yield Change(holder.name(key), before, after)
+        for holder in self._holders:
+            if not holder.is_same():
+                yield from holder.changes(alike)
 
     def changes_in_place(self) -> Iterator[Change]:
         """The same objects, where they hold something else: tensors that moved, numbers, arrays."""
-        for path, tensor, start in zip(self._paths, self._tensors, self._starts, strict=True):
-            if tensor.data_ptr() != start:
-                yield Change(path, start, tensor.data_ptr(), moved=True)
-        for path, tensor, number in self._numbers:
-            if not same_value(tensor.item(), number):
-                yield Change(path, number, tensor.item())
+        yield from self._tensors.changes()
         for path, value, data in self._arrays:
             if _bytes(value) != data:
                 yield Change(path, "other contents", f"an array of {type(value).__name__}")
 
     def put_back(self, tensors_alone: bool = False) -> None:
-        """Make every field what it was.
-
-        Args:
-            tensors_alone: only where a field holds another tensor.
-        """
-        for holder, keys, values in self._holders:
-            target = holder.target
-            if _holds(target, keys, values):
-                continue
-            if tensors_alone and not _brings_tensors(values, _contents(target)[1]):
-                continue
-            if isinstance(target, _Cells):
-                for cell, value in zip(target.cells.values(), values, strict=True):
-                    cell.cell_contents = value
-            elif isinstance(target, set):
-                restore(target, list(values[0]))
-            elif isinstance(target, (dict, Slots)):
-                restore(target, dict(zip(keys, values, strict=True)))
-            else:
-                restore(target, list(values))
-
-
-def _holds(target: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
-    """Whether a holder has these objects, by these keys."""
-    now, new = _contents(target)
-    if isinstance(target, (set, frozenset)):
-        return bool(new == values)
-    if compat.identities(new) != compat.identities(values):
-        return False
-    if isinstance(target, dict):  # whose keys may be tensors, which == compares by item
-        return compat.identities(now) == compat.identities(keys)
-    return now == keys
-
-
-def _difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[Any]:
-    """The objects that are in one of two tuples alone."""
-    was, now = {id(each): each for each in before}, {id(each): each for each in after}
-    return [(was | now)[key] for key in was.keys() ^ now.keys()]
-
-
-def _brings_tensors(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    known = set(map(id, before))
-    return any(isinstance(each, torch.Tensor) and id(each) not in known for each in after)
-
-
-def _has_address(tensor: torch.Tensor) -> bool:
-    try:
-        tensor.data_ptr()
-    except RuntimeError:  # sparse, fake, a subclass without memory of its own
-        return False
-    return True
+        """Restore every field; with ``tensors_alone``, where a holder has another tensor."""
+        for holder in self._holders:
+            if not holder.is_same() and not (tensors_alone and not holder.has_new_tensors()):
+                holder.restore()
 
 
 def _opens(value: Any) -> bool:
     """Whether a value is compared by what it holds."""
-    if value is None or is_plain_value(value) or isinstance(value, (torch.Tensor, *_CONTAINERS)):
+    if is_plain_value(value) or isinstance(value, (torch.Tensor, *_CONTAINERS)):
         return True
     if isinstance(value, (*_CLOSED, FunctionType, MethodType, partial)):
         return False
-    return not _is_closed(value) and (hasattr(value, "__dict__") or _slots(value) is not None)
+    return not _is_closed(value) and (hasattr(value, "__dict__") or bool(Slots(value).members))
 
 
-def _alike(before: Any, after: Any, of_module: bool = False, depth: int = _DEEPEST) -> bool:
+def _alike(before: Any, after: Any, of_module: bool = False, depth: int = _MAX_DEPTH) -> bool:
     """Whether a graph that read one value may be replayed with the other."""
     if before is after:
         return True
     if type(before) is not type(after) or not depth:
         return False
     if isinstance(before, torch.Tensor):
-        return _same_place(before, after)
+        return same_memory(before, after)
     if is_plain_value(before):
         return same_value(after, before)
     if isinstance(before, frozenset):
         return bool(before == after)
     if isinstance(before, torch.nn.Module) or not _opens(before):
         return False
-    base: frozenset[str] = frozenset()
-    pairs = zip(_holders(before, "", base), _holders(after, "", base), strict=True)
-    contents = [(_contents(one.target), _contents(other.target)) for one, other in pairs]
-    return bool(contents) and all(
-        one[0] == other[0]
-        and all(_alike(a, b, of_module, depth - 1) for a, b in zip(one[1], other[1], strict=True))
-        for one, other in contents
+    pairs = [*zip(_holders(before, ""), _holders(after, ""), strict=True)]
+    return bool(pairs) and all(
+        one.keys == other.keys
+        and all(
+            _alike(a, b, of_module, depth - 1)
+            for a, b in zip(one.values, other.values, strict=True)
+        )
+        for one, other in pairs
     )
-
-
-def _same_place(before: torch.Tensor, after: torch.Tensor) -> bool:
-    same = _has_address(before) and _has_address(after)
-    return same and same_layout(after, before) and after.data_ptr() == before.data_ptr()
 
 
 def _repeats(before: Any, after: Any, of_module: bool) -> bool:
@@ -432,30 +363,23 @@ def _repeats(before: Any, after: Any, of_module: bool) -> bool:
     if _is_plain(before) and _is_plain(after):
         missing = before is _MISSING or after is _MISSING
         return not of_module or (not missing and same_value(after, before))
-    if any(isinstance(each, torch.nn.Module) for each in (before, after)):
+    if any(isinstance(value, torch.nn.Module) for value in (before, after)):
         return False
-    was, now = _tensors_in(before), _tensors_in(after)
-    return len(was) == len(now) and all(map(_same_place, was, now))
+    one, other = _tensors_in(before), _tensors_in(after)
+    return len(one) == len(other) and all(map(same_memory, one, other))
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or value is _MISSING or is_plain_value(value)
+    return value is _MISSING or is_plain_value(value)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors that are reachable from a value."""
-    if _is_plain(value):
-        return []
-    return Fields({"": value}).tensors
+    return [] if _is_plain(value) else Fields({"": value}).tensors
 
 
 class FieldsGuard:
     """The fields of the objects among the arguments of one captured call.
-
-    Args:
-        args: of the call.
-        kwargs: of the call.
-        tensor_type: the device type of the graph.
 
     Attributes:
         complete: whether there are few enough fields to compare.
@@ -470,7 +394,12 @@ class FieldsGuard:
         cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor_type: str
     ) -> "FieldsGuard | None":
         """A guard for what the arguments hold; None where all are tensors and plain values."""
-        roots = objects_in(args, kwargs)
+        roots = {
+            top + path: leaf
+            for top, tree in named_arguments(args, kwargs)
+            for path, leaf in compat.tree_paths(tree)
+            if not isinstance(leaf, torch.Tensor) and not is_plain_value(leaf)
+        }
         return cls(Fields(roots, tensor_type)) if roots else None
 
     def check(self, what: str, batch: object) -> None:
@@ -494,39 +423,21 @@ class FieldsGuard:
             raise AddressChangedError.moved_in_wrapper(
                 what=what, batch=str(batch), path=path, now=after, before=before
             )
-        now, was = (value_text(each) for each in (after, before))
+        now, was = _text(after), _text(before)
         raise HostValueChangedError.changed(
             what=what, batch=str(batch), path=path, now=now, before=was
         )
 
 
-def objects_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, and what is in containers among them, that have fields; by path."""
-    roots: dict[str, Any] = {}
-    named = [(f"input {place}", each) for place, each in enumerate(args)]
-    named += [(f"input {name!r}", each) for name, each in kwargs.items()]
-    for top, tree in named:
-        for path, leaf in compat.tree_paths(tree):
-            if not isinstance(leaf, torch.Tensor) and not is_plain_value(leaf):
-                roots[top + path] = leaf
-    return roots
-
-
-def value_text(value: Any) -> str:
-    """A value as messages show it."""
+def _text(value: Any) -> str:
     return "missing" if value is _MISSING else layout_text(value)
 
 
 class Rebinding:
-    """Finds what captured code rebinds. Fields that eager breaks rebind are no matter.
+    """Find what captured code rebinds; eager breaks may rebind fields, they run at each replay.
 
-    That it replaces the memory of a tensor is found by ``SameStorages``. Within one bulk capture,
-    what is reachable from ``runnable`` is read once, and compared after.
-
-    Args:
-        runnable: what is captured.
-        args: of the call.
-        kwargs: of the call.
+    ``SameStorages`` finds tensors whose memory it replaces. Within one bulk capture, what is
+    reachable from ``runnable`` is read once, and compared after.
     """
 
     def __init__(self, runnable: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -539,7 +450,8 @@ class Rebinding:
             memory[key].follow()
         else:
             memory[key] = Fields({name: subject})
-        self._fields: list[Fields] = [memory[key], Fields(_all_in(args, kwargs))]
+        arguments = {n: v for n, v in named_arguments(args, kwargs) if type(v) not in _PLAIN}
+        self._fields: list[Fields] = [memory[key], Fields(arguments)]
         self._change: Change | None = None
 
     @property
@@ -548,27 +460,27 @@ class Rebinding:
         return [tensor for fields in self._fields for tensor in fields.tensors]
 
     def end_segment(self) -> None:
-        """Captured code has run: compare."""
+        """Compare: captured code has run. What it may change is taken as it is now."""
         for fields in self._fields:
             if self._change is None and not fields.is_same():
                 self._change = next(fields.changes(_repeats), None)
+                if self._change is None:
+                    fields.follow()
+
+    def begin_segment(self) -> None:
+        """Take the fields as they are now: what an eager break has changed is no matter."""
+        for fields in self._fields:
+            fields.follow()
 
     def error(self, what: str) -> CaptureError | None:
         """What to raise if captured code has rebound a field."""
         if self._change is None:
             return None
         path, before, after, _ = self._change
-        return CaptureError.rebinds(
-            what=what, field=path, before=value_text(before), after=value_text(after)
-        )
-
-    def begin_segment(self) -> None:
-        """Captured code will run: what eager breaks have changed is no matter."""
-        for fields in self._fields:
-            fields.follow()
+        return CaptureError.rebinds(what=what, field=path, before=_text(before), after=_text(after))
 
     def put_back(self, tensors_alone: bool = False) -> None:
-        """Make every field what it was before the segment; see :meth:`Fields.put_back`."""
+        """Restore every field as it was before the segment; see :meth:`Fields.put_back`."""
         for fields in self._fields:
             fields.put_back(tensors_alone)
 
@@ -585,20 +497,9 @@ class Rebinding:
             if not start or not holds(start):
                 continue
             if start not in storages:
-                storages[start] = _copy(tensor.untyped_storage())
+                with torch.inference_mode(False), torch.no_grad():
+                    memory = storage_bytes(tensor.untyped_storage())
+                    storages[start] = memory.clone().untyped_storage()
             layout = tensor.storage_offset(), tensor.size(), tensor.stride()
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.set_(storages[start], *layout)
-
-
-def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    with torch.inference_mode(False), torch.no_grad():
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return whole.clone().untyped_storage()
-
-
-def _all_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments that can hold something, by the names that paths begin with."""
-    named = [(f"input {place}", each) for place, each in enumerate(args)]
-    named += [(f"input {name!r}", each) for name, each in kwargs.items()]
-    return {name: each for name, each in named if type(each) not in _PLAIN}

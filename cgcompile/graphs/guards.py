@@ -1,27 +1,19 @@
-"""The attributes and items of objects, read and put back without their own methods.
+"""What must be equal between a capture and a replay: guards, and how state is read and restored.
 
-Which modules a model's graphs read the weights of: :func:`modules_of`.
-
-Weights are compared before replays. One that nobody finds is never compared, and a graph would go
-on with memory that was freed since.
-
-What must be equal between a capture and a replay, checked at every replay.
-
-A graph repeats addresses and host values. :class:`ArgumentGuard` holds what one captured call was
-given: of each tensor the address and the layout, of everything else the value. A difference is an
-error that names the argument; nothing is replayed then.
-
-Attributes of a wrapper are those of what it wraps: :class:`Transparent`.
-
-Code that looks into a model (``model.layers``, ``model.config``) must not care that it is wrapped.
+A graph repeats addresses and host values, and a replay runs no Python. :class:`ArgumentGuard`
+compares the arguments of a call, :class:`WeightsGuard` the weights of the modules that
+:func:`modules_of` finds; ``fields.py`` compares the fields of all other objects. Without them a
+replay would read memory that was freed, or repeat a stale value. The rule: a difference is an error
+that names the argument or weight, and nothing is replayed.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from types import CellType, FunctionType, MemberDescriptorType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -34,6 +26,8 @@ from cgcompile.errors import (
 )
 
 _LIBRARIES = ("torch", "logging", "threading", "re", "weakref", "_thread", "functools")
+
+# -------------------------------------------------------------- attributes and items of objects
 
 
 class Slots:
@@ -50,11 +44,11 @@ class Slots:
         ]
 
     def read(self) -> dict[MemberDescriptorType, Any]:
-        found = {}
+        values = {}
         for member in self.members:
             with suppress(AttributeError):  # nothing is there
-                found[member] = member.__get__(self._owner)
-        return found
+                values[member] = member.__get__(self._owner)
+        return values
 
     def put_back(self, before: dict[MemberDescriptorType, Any]) -> None:
         for member in self.read().keys() - before.keys():
@@ -63,16 +57,29 @@ class Slots:
             member.__set__(self._owner, value)  # that of a frozen object too
 
 
-def is_librarys(found: Any) -> bool:
-    """Whether an object is a part of torch or of Python that nobody should look into."""
-    if isinstance(found, torch.nn.Module):
+class Cells:
+    """The bound variables that a function has from around it."""
+
+    def __init__(self, function: Any) -> None:
+        self._cells = cells_of(function)
+
+    def read(self) -> dict[str, Any]:
+        return {name: cell.cell_contents for name, cell in self._cells.items()}
+
+    def put_back(self, before: dict[str, Any]) -> None:
+        for name, value in before.items():
+            self._cells[name].cell_contents = value
+
+
+def is_librarys(value: Any) -> bool:
+    """Whether an object is a part of torch or of Python, which is not looked into."""
+    if isinstance(value, torch.nn.Module):
         return False
-    top = type(found).__module__.partition(".")[0]
-    return top in _LIBRARIES
+    return type(value).__module__.partition(".")[0] in _LIBRARIES
 
 
 def cells_of(function: Any) -> dict[str, CellType]:
-    """What holds the values that a function has from around it, as far as they are there."""
+    """The cells of the variables that a function has from around it, as far as they are bound."""
     cells = getattr(function, "__closure__", None) or ()
     names = function.__code__.co_freevars if cells else ()
     return {name: cell for name, cell in zip(names, cells, strict=True) if _is_bound(cell)}
@@ -87,7 +94,7 @@ def _is_bound(cell: CellType) -> bool:
 
 
 def plainly(container: Any) -> Any:
-    """The type whose methods do no more than they say; those of a subclass may.
+    """The builtin type of a container, whose methods have no effects that a subclass added.
 
     An ``OrderedDict`` has its own order.
     """
@@ -96,28 +103,31 @@ def plainly(container: Any) -> Any:
 
 
 def restore(holder: Any, before: Any) -> None:
-    if isinstance(holder, Slots):
+    """Give a container, cell or set of attributes the contents that it had; no other is changed."""
+    if isinstance(holder, (Slots, Cells)):
         holder.put_back(before)
     elif isinstance(holder, CellType):
         holder.cell_contents = before
     elif isinstance(holder, dict):
         kind = plainly(holder)
-        now = [part for item in kind.items(holder) for part in item]
-        if _differ(now, [part for item in before.items() for part in item]):
+        if _differ(chain(*kind.items(holder)), chain(*before.items())):
             kind.clear(holder)
             for key, value in before.items():
                 kind.__setitem__(holder, key, value)
     elif isinstance(holder, (list, deque, set)):
         kind = plainly(holder)
-        if _differ(list(kind.__iter__(holder)), before):
+        if _differ(kind.__iter__(holder), before):
             kind.clear(holder)
             put: Any = kind.update if kind is set else kind.extend
             put(holder, before)
 
 
-def _differ(now: list[Any], was: list[Any]) -> bool:
-    return len(now) != len(was) or any(a is not b for a, b in zip(now, was, strict=True))
+def _differ(now: Iterable[Any], before: Iterable[Any]) -> bool:
+    one, other = tuple(now), tuple(before)
+    return len(one) != len(other) or any(a is not b for a, b in zip(one, other, strict=True))
 
+
+# -------------------------------------------------------------- modules of a runnable
 
 _HOLD_NOTHING = frozenset((str, bytes, int, float, bool, type(None), type, torch.Tensor))
 
@@ -132,19 +142,19 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
     """
     if isinstance(model, torch.nn.Module):
         return [model]
-    found: dict[int, torch.nn.Module] = {}  # a tower may be its own forward
+    modules: dict[int, torch.nn.Module] = {}  # a tower may be its own forward
     seen = {id(model)}
     todo = deque(_held(model) or _attributes(model))
     while todo:
-        each = todo.popleft()
-        if id(each) in seen:
+        value = todo.popleft()
+        if id(value) in seen:
             continue
-        seen.add(id(each))
-        if isinstance(each, torch.nn.Module):
-            found[id(each)] = each
+        seen.add(id(value))
+        if isinstance(value, torch.nn.Module):
+            modules[id(value)] = value
         else:  # a tokenizer among them has words by the hundred thousand
-            todo += [item for item in _held(each) if type(item) not in _HOLD_NOTHING]
-    return list(found.values())
+            todo += [item for item in _held(value) if type(item) not in _HOLD_NOTHING]
+    return list(modules.values())
 
 
 def _held(value: Any) -> Iterable[Any]:
@@ -154,13 +164,13 @@ def _held(value: Any) -> Iterable[Any]:
         return value
     if isinstance(value, MethodType):
         owner = value.__self__
-        held = () if isinstance(owner, torch.nn.Module) else _attributes(owner)
-        return (owner, value.__func__, *held)
+        attributes = () if isinstance(owner, torch.nn.Module) else _attributes(owner)
+        return (owner, value.__func__, *attributes)
     if isinstance(value, partial):
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, FunctionType):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return (*map(_content, value.__closure__ or ()), *defaults)
+        return (*Cells(value).read().values(), *defaults)
     return _attributes(value) if callable(value) else ()
 
 
@@ -170,12 +180,7 @@ def _attributes(value: Any) -> Iterable[Any]:
     return (*getattr(value, "__dict__", {}).values(), *Slots(value).read().values())
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty: the function was defined before what it names
-        return None
-
+# -------------------------------------------------------------- values and layouts
 
 _BY_VALUE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), torch.Size)
 _BY_VALUE += (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -200,6 +205,17 @@ class _Layout(NamedTuple):
         return f"a{view} tensor {tuple(self.shape)} with {strides} of {self.dtype}"
 
 
+class Placed(NamedTuple):
+    """The address and layout of a tensor."""
+
+    address: int
+    layout: _Layout
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Placed":
+        return cls(tensor.data_ptr(), _Layout.of(tensor))
+
+
 def same_layout(leaf: Any, other: torch.Tensor) -> bool:
     """Whether ``leaf`` is a tensor of the shape, strides, dtype and bits of ``other``."""
     return isinstance(leaf, torch.Tensor) and _Layout.of(leaf) == _Layout.of(other)
@@ -207,6 +223,8 @@ def same_layout(leaf: Any, other: torch.Tensor) -> bool:
 
 def layout_text(leaf: Any) -> str:
     """A value as messages show it: the layout of a tensor, a plain value, or a kind of object."""
+    if isinstance(leaf, Placed):
+        return str(leaf.layout)
     if isinstance(leaf, torch.Tensor):
         return str(_Layout.of(leaf))
     if isinstance(leaf, _BY_VALUE):
@@ -226,24 +244,80 @@ def same_value(now: Any, before: Any) -> bool:
     if type(now) is not type(before) or not isinstance(now, _BY_VALUE):
         return False
     if isinstance(now, (float, complex)):
-        return repr(now) == repr(before)  # tells -0.0 from 0.0, and takes a NaN for a NaN
+        return repr(now) == repr(before)  # -0.0 is not 0.0, and a NaN is a NaN
     return bool(now == before)
 
 
-def is_cpu_scalar(leaf: Any, tensor_type: str) -> bool:
+def _is_cpu_scalar(leaf: Any, tensor_type: str) -> bool:
     """Whether a leaf is a 0-dim CPU tensor among tensors of another device type."""
     if tensor_type == "cpu" or not isinstance(leaf, torch.Tensor):
         return False
     return leaf.dim() == 0 and leaf.device.type == "cpu"
 
 
-def _autocast(tensor_type: str) -> torch.dtype | None:
-    """The dtype to which ops are cast now, or None."""
-    on = torch.is_autocast_enabled(tensor_type)
-    return torch.get_autocast_dtype(tensor_type) if on else None
+def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments of a call, with the names that messages have for them."""
+    yield from ((f"input {position}", value) for position, value in enumerate(args))
+    yield from ((f"input {name!r}", value) for name, value in kwargs.items())
 
 
-# Most attributes of a module; Python tells their type sooner than torch tells a tensor.
+class Change(NamedTuple):
+    """A field or tensor that differs; if ``moved``, the addresses of one tensor object do."""
+
+    path: str
+    before: Any
+    after: Any
+    moved: bool = False
+
+
+class Tensors:
+    """The tensors with memory among some, by path: where they are, and the numbers in some.
+
+    A 0-dim CPU tensor among tensors of another device is a number: a kernel gets it as a launch
+    argument, which a graph bakes in.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]], tensor_type: str) -> None:
+        pairs = [(path, tensor) for path, tensor in named if _has_address(tensor)]
+        self._paths = [path for path, _ in pairs]
+        self.tensors = [tensor for _, tensor in pairs]
+        self._starts = [tensor.data_ptr() for tensor in self.tensors]
+        self._addresses = compat.Addresses(self.tensors, range(len(self.tensors)))
+        self.numbers = [
+            (path, tensor, tensor.item())
+            for path, tensor in pairs
+            if _is_cpu_scalar(tensor, tensor_type)
+        ]
+
+    @property
+    def at_same_addresses(self) -> bool:
+        return self._addresses.hold(self.tensors)
+
+    def changes(self) -> Iterator[Change]:
+        for path, tensor, start in zip(self._paths, self.tensors, self._starts, strict=True):
+            if tensor.data_ptr() != start:
+                yield Change(path, start, tensor.data_ptr(), moved=True)
+        for path, tensor, number in self.numbers:
+            if not same_value(tensor.item(), number):
+                yield Change(path, number, tensor.item())
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.data_ptr()
+    except RuntimeError:  # sparse, fake, a subclass without memory of its own
+        return False
+    return True
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one address and one layout."""
+    return _has_address(one) and _has_address(other) and Placed.of(one) == Placed.of(other)
+
+
+# -------------------------------------------------------------- guards
+
+# Types of most attributes of a module: a look-up is faster than isinstance of a tensor.
 _NO_TENSORS = frozenset((bool, int, float, str, type(None), dict, OrderedDict, set, list, tuple))
 
 
@@ -251,48 +325,36 @@ class WeightsGuard:
     """The parameters, buffers and other tensors of what was captured: the same, where they were.
 
     Sub-modules must be the same too. Keeps the memory, so that a graph never reads what was freed.
-    0-dim CPU tensors in graphs of another device must have the same value: kernels got it as a
-    launch argument, which a graph bakes in. Tensors that are in no module, and modules that a
-    function finds in globals, are not seen.
+    Tensors that are in no module, and modules that a function finds in globals, are not seen.
 
     Args:
-        runnable: what was captured: a module, or what holds some; see
-            :func:`~cgcompile.graphs.guards.modules_of`. Nothing is looked at if it, or the object
-            whose method it is, says ``compares_weights``: by itself, that is.
+        runnable: what was captured: a module, or what holds some; see :func:`modules_of`. Nothing
+            is compared if it, or the object whose method it is, has ``compares_weights = True``.
         tensor_type: the device type of the tensors that graphs are captured of.
+
+    Attributes:
+        objects: the tensors and sub-modules, as they were.
     """
 
     def __init__(self, runnable: Any, tensor_type: str = "cpu") -> None:
         owner = getattr(runnable, "__self__", runnable)
         roots = () if getattr(owner, "compares_weights", False) is True else modules_of(runnable)
-        modules = [named for root in roots for named in root.named_modules()]
-        self._places: list[tuple[dict[str, Any], str, str]] = []
-        for prefix, each in modules:
+        self._items: list[tuple[dict[str, Any], str, str]] = []  # dict, name, path
+        for prefix, module in (named for root in roots for named in root.named_modules()):
             start = f"{prefix}." if prefix else ""
-            for table in (each._parameters, each._buffers, each._modules):
-                self._places += [(table, name, start + name) for name in table]
-            own = each.__dict__
-            self._places += [
-                (own, name, start + name)
-                for name, v in own.items()
-                if type(v) not in _NO_TENSORS and isinstance(v, torch.Tensor)
-            ]
-        self._objects = self._now()
-        places = [p for p, each in enumerate(self._objects) if isinstance(each, torch.Tensor)]
-        self._held = {p: self._objects[p].untyped_storage() for p in places}
-        self._starts = {p: self._objects[p].data_ptr() for p in places}
-        self._identities = compat.identities(self._objects)
-        self._addresses = compat.Addresses(self._objects, places)
-        scalars = [p for p in places if is_cpu_scalar(self._objects[p], tensor_type)]
-        self._scalars = [(p, self._objects[p].item()) for p in scalars]
-
-    @property
-    def objects(self) -> tuple[Any, ...]:
-        """The tensors and sub-modules, as they were."""
-        return self._objects
+            own = module.__dict__
+            rest = [k for k, v in own.items() if type(v) not in _NO_TENSORS and _is_tensor(v)]
+            for table in (module._parameters, module._buffers, module._modules):
+                self._items += [(table, name, start + name) for name in table]
+            self._items += [(own, name, start + name) for name in rest]
+        self.objects = self._now()
+        self._identities = compat.identities(self.objects)
+        pairs = zip((path for _, _, path in self._items), self.objects, strict=True)
+        self._tensors = Tensors((pair for pair in pairs if _is_tensor(pair[1])), tensor_type)
+        self._memory = [tensor.untyped_storage() for tensor in self._tensors.tensors]
 
     def _now(self) -> tuple[Any, ...]:
-        return tuple([table.get(name) for table, name, _ in self._places])
+        return tuple([table.get(name) for table, name, _ in self._items])
 
     def check(self, what: str, batch: object) -> None:
         """Compare with the module as it is. About 0.1 us a weight; does not synchronise.
@@ -301,28 +363,42 @@ class WeightsGuard:
             AddressChangedError: a weight or a sub-module was replaced, or a weight moved.
             HostValueChangedError: a 0-dim CPU tensor has another value.
         """
-        now = self._now()
-        if compat.identities(now) == self._identities and self._addresses.hold(now):
-            for place, value in self._scalars:
-                if not same_value(now[place].item(), value):
-                    path, new = self._places[place][2], now[place].item()
-                    raise HostValueChangedError.cpu_scalar(
-                        what=what, batch=str(batch), path=path, now=new, before=value
-                    )
-            return
-        for place, (before, each) in enumerate(zip(self._objects, now, strict=True)):
-            start = self._starts.get(place)
-            if each is not before or (start is not None and each.data_ptr() != start):
-                raise AddressChangedError.weight(
-                    what=what, batch=str(batch), path=self._places[place][2]
-                )
+        now, tensors = self._now(), self._tensors
+        if compat.identities(now) == self._identities:
+            if tensors.at_same_addresses and not tensors.numbers:
+                return
+            change = next(tensors.changes(), None)
+            if change is None:
+                return
+            if change.moved:
+                raise AddressChangedError.weight(what=what, batch=str(batch), path=change.path)
+            raise HostValueChangedError.cpu_scalar(
+                what=what,
+                batch=str(batch),
+                path=change.path,
+                now=change.after,
+                before=change.before,
+            )
+        changes = zip(now, self.objects, self._items, strict=True)
+        path = next(item[2] for value, before, item in changes if value is not before)
+        raise AddressChangedError.weight(what=what, batch=str(batch), path=path)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _autocast(tensor_type: str) -> torch.dtype | None:
+    """The dtype to which ops are cast now, or None."""
+    on = torch.is_autocast_enabled(tensor_type)
+    return torch.get_autocast_dtype(tensor_type) if on else None
 
 
 class ArgumentGuard:
     """The arguments of one captured call.
 
-    Tensors and plain values are found inside of lists, tuples and dicts too; any other object must
-    be the same object again.
+    Tensors and plain values are compared inside of lists, tuples and dicts too; any other object
+    must be the same object.
     """
 
     def __init__(
@@ -331,66 +407,62 @@ class ArgumentGuard:
         self._count = len(args)
         self._tensor_type = tensor_type
         self._autocast = _autocast(tensor_type)
-        self._reads_scalars = False
         self._names = tuple(kwargs)
-        self._flat = not any(compat.is_container(each) for each in (*args, *kwargs.values()))
-        tops = [f"input {i}" for i in range(len(args))] + [f"input {name!r}" for name in kwargs]
-        self._paths: list[str] = []
-        self._known: list[Any] = []  # per leaf: (address, layout) of a tensor, or the value
-        self._is_tensor: list[bool] = []
-        for top, tree in zip(tops, (*args, *kwargs.values()), strict=True):
-            for path, leaf in compat.tree_paths(tree):
-                self._reads_scalars |= self._is_scalar(leaf)
-                leaf = leaf.item() if self._is_scalar(leaf) else leaf
-                tensor = isinstance(leaf, torch.Tensor)
-                self._paths.append(top + path)
-                self._is_tensor.append(tensor)
-                self._known.append((leaf.data_ptr(), _Layout.of(leaf)) if tensor else leaf)
+        pairs = [
+            (top + path, leaf)
+            for top, tree in named_arguments(args, kwargs)
+            for path, leaf in compat.tree_paths(tree)
+        ]
+        self._reads_scalars = any(_is_cpu_scalar(leaf, tensor_type) for _, leaf in pairs)
+        self._paths = [path for path, _ in pairs]
+        leaves = self._numbers_of([leaf for _, leaf in pairs])
+        self._known = [Placed.of(leaf) if _is_tensor(leaf) else leaf for leaf in leaves]
+        self._flat = not any(compat.is_container(value) for value in (*args, *kwargs.values()))
         self._spec = None if self._flat else compat.tree_spec((list(args), dict(kwargs)))
+
+    def _numbers_of(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The leaves, with numbers in place of 0-dim CPU tensors."""
+        if not self._reads_scalars:
+            return leaves
+        kind = self._tensor_type
+        return [leaf.item() if _is_cpu_scalar(leaf, kind) else leaf for leaf in leaves]
 
     def check(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str, batch: object
     ) -> None:
-        """Compare with what this call gives. Costs about 0.3 us a tensor; does not synchronise.
+        """Compare with the arguments of a call. About 0.3 us a tensor; does not synchronise.
 
         Raises:
-            AddressChangedError: a tensor lies elsewhere.
+            AddressChangedError: a tensor has another address.
             HostValueChangedError: another value, layout or structure.
         """
         self.check_autocast(what, batch)
-        if len(args) != self._count or (kwargs and set(kwargs) != set(self._names)):
-            self._structure(args, kwargs, what, batch)
-        if not kwargs and self._names:
-            self._structure(args, kwargs, what, batch)
-        leaves: Sequence[Any] = args
-        if kwargs:
-            leaves = (*args, *(kwargs[name] for name in self._names))
+        names = self._names
+        if len(args) != self._count or len(kwargs) != len(names) or set(kwargs) != set(names):
+            self._refuse_structure(args, kwargs, what, batch)
+        leaves: Sequence[Any] = (*args, *(kwargs[name] for name in names)) if kwargs else args
         if not self._flat:
-            ordered = {name: kwargs[name] for name in self._names}
+            ordered = {name: kwargs[name] for name in names}
             if compat.tree_spec((list(args), ordered)) != self._spec:
-                self._structure(args, kwargs, what, batch)
+                self._refuse_structure(args, kwargs, what, batch)
             leaves = compat.tree_leaves(leaves)
-        if self._reads_scalars:
-            leaves = [leaf.item() if self._is_scalar(leaf) else leaf for leaf in leaves]
-        for position, leaf in enumerate(leaves):
+        for position, leaf in enumerate(self._numbers_of(leaves)):
             known = self._known[position]
-            if not self._is_tensor[position]:
-                if not same_value(leaf, known):
-                    path = self._paths[position]
-                    found = layout_text(leaf)
-                    raise HostValueChangedError.changed(
-                        what=what, batch=str(batch), path=path, now=found, before=layout_text(known)
+            if type(known) is Placed and isinstance(leaf, torch.Tensor):
+                if _Layout.of(leaf) == known.layout:
+                    start = leaf.data_ptr()
+                    if start == known.address:
+                        continue
+                    path, before = self._paths[position], known.address
+                    raise AddressChangedError.moved_in_wrapper(
+                        what=what, batch=str(batch), path=path, now=start, before=before
                     )
-            elif not isinstance(leaf, torch.Tensor):
-                raise HostValueChangedError.changed(
-                    what=what,
-                    batch=str(batch),
-                    path=self._paths[position],
-                    now=layout_text(leaf),
-                    before=str(known[1]),
-                )
-            else:
-                self._check_tensor(leaf, known, self._paths[position], what, batch)
+            elif same_value(leaf, known):
+                continue
+            path, shown = self._paths[position], layout_text(leaf)
+            raise HostValueChangedError.changed(
+                what=what, batch=str(batch), path=path, now=shown, before=layout_text(known)
+            )
 
     def check_autocast(self, what: str, batch: object) -> None:
         """Compare the autocast mode alone: for arguments that cannot have changed.
@@ -404,26 +476,9 @@ class ArgumentGuard:
                 what=what, batch=str(batch), path="autocast", now=now, before=self._autocast
             )
 
-    def _is_scalar(self, leaf: Any) -> bool:
-        return is_cpu_scalar(leaf, self._tensor_type)
-
-    def _check_tensor(
-        self, leaf: torch.Tensor, known: tuple[Any, ...], path: str, what: str, batch: object
-    ) -> None:
-        address, layout = known
-        if _Layout.of(leaf) != layout:
-            raise HostValueChangedError.changed(
-                what=what, batch=str(batch), path=path, now=layout_text(leaf), before=str(known[1])
-            )
-        if leaf.data_ptr() != address:
-            where = leaf.data_ptr()
-            raise AddressChangedError.moved_in_wrapper(
-                what=what, batch=str(batch), path=path, now=where, before=address
-            )
-
-    def _structure(
+    def _refuse_structure(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], what: str, batch: object
-    ) -> None:
+    ) -> NoReturn:
         now, before = _passed(len(args), kwargs), _passed(self._count, self._names)
         if now == before:
             now, before = "arguments of another nesting", "the one before"
@@ -438,8 +493,14 @@ def _passed(count: int, names: Iterable[str]) -> str:
     return f"{count} arguments by position and {by_name or 'none'} by name"
 
 
+# -------------------------------------------------------------- wrappers
+
+
 class Transparent:
-    """Has ``runnable``, and shows its attributes beside its own."""
+    """Show the attributes of ``runnable`` beside its own.
+
+    Code that looks into a model (``model.layers``, ``model.config``) works on a wrapped one too.
+    """
 
     def __getattr__(self, name: str) -> Any:
         # Through __dict__, because a copy has no runnable for a moment. How to copy and pickle a

@@ -1,25 +1,13 @@
-"""Memory of host graphs: blocks that are used again as soon as no tensor holds them.
-
-The private pools of CUDA's caching allocator behave like this. A block that a capture hands out is
-filled with poison, when it is handed out and when the capture ends, so that reading memory that no
-replay has written shows.
-
-What a capture refuses of one ATen call, and what a call writes: rules without a recorder.
-
-The host recorder asks them during a capture, :func:`cgcompile.doctor` before one.
-
-One call in a recording of the host device: :class:`HostStep`.
-
-The capture device of the CPU: a recorder with the rules of CUDA graphs, for tests and for study.
+"""The capture device of the CPU: a recorder with the rules of CUDA graphs, for tests and for study.
 
 Inside a capture a dispatch mode sees every ATen op, runs it, moves its result into a block of the
-pool and writes it down. :meth:`HostGraph.replay` runs the list again, into the same memory, without
-any code of the host in between. What holds on CUDA holds here:
+pool and records it as a :class:`HostStep`. :meth:`HostGraph.replay` runs the steps, into the same
+memory, without other code of the host in between. What holds on CUDA holds here:
 
 * a graph reads and writes addresses, not tensors; an input that was freed since is noticed here;
-* pool memory is used again inside a capture and between captures, as soon as nobody holds it;
+* pool memory is used again inside a capture and between captures, once no tensor holds it;
 * what would read a value on the host is refused, in CUDA's words;
-* a capture leaves no trace: memory from outside that it wrote is put back, memory it allocated
+* a capture leaves no trace: memory from outside that it wrote is restored, memory it allocated
   holds NaN (integers: a huge number) until the first replay, random numbers are not used up.
 
 Three things that run at replay are not ATen ops: a piece that Inductor compiled is one recorded
@@ -40,19 +28,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.arena import PoolBytes
+from cgcompile.graphs.arena import PoolBytes, storage_bytes
 
-_ALIGNMENT = 64  # what vectorised kernels ask for
+_ALIGNMENT = 64  # what vectorised kernels expect
+
+# -------------------------------------------------------------- memory
 
 
 class _Block:
-    """Bytes, and who lives in them now."""
+    """Bytes, and the life of what uses them now."""
 
     def __init__(self, nbytes: int) -> None:
         self._buffer = (ctypes.c_char * (nbytes + _ALIGNMENT))()
@@ -83,48 +73,28 @@ class _Block:
         ctypes.memset(self.address, value, self.nbytes)
 
 
-class Life(Protocol):
-    """Tells whether memory has been freed."""
-
-    @property
-    def ended(self) -> bool: ...
-
-
-class _PoolLife:
-    """The life of memory in a pool: until the pool is dropped, whichever tensors view it."""
-
-    def __init__(self, pool: "HostPool") -> None:
-        self._pool = weakref.ref(pool)
-
-    @property
-    def ended(self) -> bool:
-        return self._pool() is None
-
-
 # All pools that exist, as CUDA's allocator knows its private pools.
 _pools: "weakref.WeakSet[HostPool]" = weakref.WeakSet()
 
 
-def life_of(tensor: torch.Tensor) -> Life:
-    """Return what tells when the memory of a tensor is freed."""
+def _check_of_freed(tensor: torch.Tensor) -> Callable[[], bool]:
+    """Return a check whether the memory of a tensor was freed: memory of a pool, with the pool."""
     start = tensor.untyped_storage().data_ptr()
-    pool = next((pool for pool in list(_pools) if pool.holds(start)), None)
-    return compat.StorageLife(tensor) if pool is None else _PoolLife(pool)
-
-
-def nowhere(address: int) -> bool:
-    """No other memory lives as long as a pool."""
-    return False
+    owner = next((weakref.ref(pool) for pool in list(_pools) if pool.holds(start)), None)
+    if owner is not None:
+        return lambda: owner() is None
+    life = compat.StorageLife(tensor)
+    return lambda: life.ended
 
 
 class HostPool:
-    """Blocks for graphs that never run at the same time.
+    """Blocks for graphs that never run at the same time; free as soon as no tensor holds them.
 
     Args:
-        lasting: tells of an address whether other memory begins there that lives as long.
+        lasting: whether other memory that lives as long begins at an address.
     """
 
-    def __init__(self, lasting: Callable[[int], bool] = nowhere) -> None:
+    def __init__(self, lasting: Callable[[int], bool] | None = None) -> None:
         _pools.add(self)
         self._lasting = lasting
         self._blocks: list[_Block] = []
@@ -138,23 +108,26 @@ class HostPool:
 
     @property
     def live(self) -> int:
-        """Bytes of the blocks that some tensor holds."""
+        """Bytes of the blocks that tensors hold."""
         return sum(block.nbytes for block in self._blocks if not block.free)
+
+    @property
+    def bytes(self) -> PoolBytes:
+        return PoolBytes(self.reserved, self.live)
 
     def holds(self, address: int) -> bool:
         return any(b.address <= address < b.address + b.nbytes for b in self._blocks)
 
     def lasts(self, address: int) -> bool:
         """Whether memory that begins there lives as long as the pool."""
-        return self.holds(address) or self._lasting(address)
+        return self.holds(address) or (self._lasting is not None and self._lasting(address))
 
     def begin(self) -> None:
-        """A capture begins."""
         self._handed_out.clear()
         self._data = {block: None for block in self._blocks if not block.free}
 
     def end(self) -> None:
-        """A capture ends: what it allocated holds nothing yet.
+        """Poison what the capture allocated, which no replay has written.
 
         Memory that was in use when it began, was freed and used again, holds what it held: the
         capture may have read it before.
@@ -167,22 +140,18 @@ class HostPool:
                 ctypes.memmove(block.address, data, block.nbytes)
         self._data.clear()
 
-    def poison(self, kept: list[tuple[int, int]] | None = None) -> None:
-        """Nothing that the blocks hold is good any more.
-
-        Args:
-            kept: left as they are, and so is what tensors hold: (address, bytes); None: nothing is.
-        """
-        starts = {start for start, _ in kept or ()}
+    def poison(self) -> None:
         for block in self._blocks:
-            if kept is None or (block.free and block.address not in starts):
+            block.poison()
+
+    def poison_free(self, kept: list[tuple[int, int]]) -> None:
+        starts = {start for start, _ in kept}
+        for block in self._blocks:
+            if block.free and block.address not in starts:
                 block.poison()
 
     def allocate(self, nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
-        """Memory for a tensor; the smallest free block that is large enough, else a new one.
-
-        The storage that is returned keeps the block in use while it lives.
-        """
+        """The smallest free block that is large enough, or a new one: in use while this lives."""
         wanted = max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
         fitting = [b for b in self._blocks if b.free and b.nbytes >= wanted]
         block = min(fitting, key=lambda b: b.nbytes, default=None)
@@ -198,6 +167,8 @@ class HostPool:
         block.life = compat.StorageLife(tensor)
         return tensor.untyped_storage()
 
+
+# -------------------------------------------------------------- rules, also for cgcompile.doctor
 
 aten = torch.ops.aten
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
@@ -215,17 +186,11 @@ _REPLACE_MEMORY = {"aten::shallow_copy_data_", "aten::set_data", "aten::set_"}
 
 
 class Refusal(NamedTuple):
-    """Why a capture cannot hold a call.
+    """Why a capture refuses a call."""
 
-    Attributes:
-        what: the call, in words.
-        generator: it draws from a random generator of the program's own.
-        shape: the size of its result depends on data; otherwise a value of it does.
-    """
-
-    what: str
-    generator: bool = False
-    shape: bool = False
+    what: str  # the call, in words
+    generator: bool = False  # it draws from a random generator of the program's own
+    shape: bool = False  # the size of its result depends on data; otherwise a value of it does
 
 
 def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
@@ -249,13 +214,13 @@ def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal
 
 
 def write_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call writes, as far as torch says, and where it is known not to."""
+    """The tensors that a call writes, those that torch is known not to declare included."""
     if getattr(func, "overloadpacket", None) in _WRITE_UNDECLARED:
         return compat.tree_tensors((args, kwargs))
     return compat.written_tensors(func, args, kwargs)
 
 
-def copies_python_data(func: Any, args: tuple[Any, ...]) -> bool:
+def _copies_python_data(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a call wraps Python data that a device would copy from pageable memory.
 
     Not a 0-dim tensor: that stays on the CPU, and kernels take it by value.
@@ -265,7 +230,7 @@ def copies_python_data(func: Any, args: tuple[Any, ...]) -> bool:
     return bool(args[0].dim() and args[0].numel())
 
 
-def replaced_memory(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+def _replaced_memory(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
     """The tensor whose memory a call is known to replace."""
     schema = getattr(func, "_schema", None)
     if schema is None or schema.name not in _REPLACE_MEMORY or not args:
@@ -273,48 +238,32 @@ def replaced_memory(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
     return args[0] if isinstance(args[0], torch.Tensor) else None
 
 
+# -------------------------------------------------------------- recordings
+
+
 @dataclass
 class HostStep:
-    """One recorded call.
+    """One recorded call; it holds tensors weakly."""
 
-    Attributes:
-        name: of the op, for messages.
-        call: the op.
-        args: its positional arguments, tensors held weakly.
-        kwargs: its keyword arguments, likewise.
-        outside: inputs that the pool does not own, as (life, what it is in words).
-        results: for each storage that the op makes: which of its outputs shows it, and where its
-            bytes go.
-    """
-
-    name: str
+    name: str  # of the op, for messages
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outside: list[tuple[Life, str]]
+    # Of each input that the pool does not own: whether it was freed, and its shape.
+    outside: list[tuple[Callable[[], bool], str]]
+    # For each storage that the op makes: an output that shows it, and where its bytes go.
     results: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
-    def run(self) -> Any:
-        """Call it, and put what it made where the recording has it; returns what it made."""
-        for life, shape in self.outside:
-            if life.ended:
+    def run(self) -> None:
+        """Call it, and copy what it made to where the recording has it."""
+        for is_freed, shape in self.outside:
+            if is_freed():
                 raise CaptureError.freed_input(what=self.name, shape=shape)
         made = self.call(*self.args, **self.kwargs)
         if self.results:
             leaves = compat.tree_leaves(made)
             for position, target in self.results:
-                target.copy_(all_bytes(leaves[position]))
-        return made
-
-
-def all_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the storage of a tensor, as uint8 [bytes]."""
-    return storage_bytes(tensor.untyped_storage())
-
-
-def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage, as uint8 [bytes]."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+                target.copy_(storage_bytes(leaves[position].untyped_storage()))
 
 
 _active = threading.local()  # .graph: the one that records in this thread; CUDA keeps the same
@@ -331,7 +280,7 @@ class HostGraph:
         self._recorder: _Recorder | None = None
         self._constants: list[torch.Tensor] = []
         self._recorded = False
-        self._pool: HostPool | None = None  # the memory that the steps speak of
+        self._pool: HostPool | None = None  # keeps the memory of the steps
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -385,7 +334,7 @@ class HostGraph:
 
 
 class _HostReads:
-    """Refuses reads that the dispatcher does not see, in this thread, between two switches."""
+    """Refuse reads that the dispatcher does not see, in this thread, between two switches."""
 
     _NAMES = ("tolist", "numpy")
 
@@ -410,18 +359,13 @@ class _HostReads:
 
 
 class _Recorder(compat.DispatchMode):
-    """Sees each op of one capture, and undoes what the recording run did outside of the graph."""
+    """Record each op of one capture, and undo what the recording run did outside of the graph."""
 
     def __init__(
-        self,
-        pool: HostPool,
-        steps: list[HostStep],
-        constants: list[torch.Tensor],
+        self, pool: HostPool, steps: list[HostStep], constants: list[torch.Tensor]
     ) -> None:
         super().__init__()
-        self._pool = pool
-        self._steps = steps
-        self._constants = constants
+        self._pool, self._steps, self._constants = pool, steps, constants
         self._made: set[int] = set()  # addresses of storages that this capture allocated
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._host_reads = _HostReads(lambda name: self._refuse(CaptureError.refused(op=name)))
@@ -464,9 +408,9 @@ class _Recorder(compat.DispatchMode):
         refused = refusal(func, args, kwargs)
         if refused is not None:
             self._refuse(CaptureError.refused(op=refused.what))
-        if copies_python_data(func, args):
+        if _copies_python_data(func, args):
             self._refuse(CaptureError.pageable(op=str(func), shape=_shown(args[0])))
-        replaced = replaced_memory(func, args)
+        replaced = _replaced_memory(func, args)
         if replaced is not None and replaced.untyped_storage().data_ptr() not in self._made:
             self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(replaced)))
         return self._op(func, args, kwargs)
@@ -474,11 +418,11 @@ class _Recorder(compat.DispatchMode):
     # -------------------------------------------------------------- one call
 
     def _compiled_region(self, call: Callable[[list[Any]], Any], inputs: Any) -> Any:
-        given = compat.tree_tensors(inputs)
-        for tensor in given:  # it does not say which of them it writes
+        tensors = compat.tree_tensors(inputs)
+        for tensor in tensors:  # which of them it writes is not known
             self._remember(tensor)
-        step = self._step("compiled_region", lambda *given: call(list(given)), tuple(inputs), {})
-        return self._finish(step, call(list(inputs)), given, has_effect=True)
+        step = self._step("compiled_region", lambda *args: call(list(args)), tuple(inputs), {})
+        return self._finish(step, call(list(inputs)), tensors, has_effect=True)
 
     def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._host_reads.switch_off()  # of its own code it takes half of the time of a capture
@@ -519,14 +463,14 @@ class _Recorder(compat.DispatchMode):
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> HostStep:
         """The record of a call that is about to run; in-place ops may change their arguments."""
-        outside: list[tuple[Life, str]] = []
+        outside: list[tuple[Callable[[], bool], str]] = []
 
         def held(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             start = leaf.untyped_storage().data_ptr()
             if leaf.numel() and not self._pool.lasts(start):  # else no byte of it is read
-                outside.append((life_of(leaf), _shown(leaf)))
+                outside.append((_check_of_freed(leaf), _shown(leaf)))
             # Ops made of other ops choose kernels by it, without gradients too.
             return compat.weak_tensor(leaf).requires_grad_(leaf.requires_grad)
 
@@ -534,18 +478,18 @@ class _Recorder(compat.DispatchMode):
         return HostStep(name, call, weak_args, weak_kwargs, outside)
 
     def _finish(
-        self, step: HostStep, made: Any, given: list[torch.Tensor], has_effect: bool
+        self, step: HostStep, made: Any, inputs: list[torch.Tensor], has_effect: bool
     ) -> Any:
-        made, step.results = self._moved(made, given)
+        made, step.results = self._moved(made, inputs)
         if step.results or has_effect:
             self._steps.append(step)
         return made
 
     def _moved(
-        self, made: Any, given: list[torch.Tensor]
+        self, made: Any, inputs: list[torch.Tensor]
     ) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
         """``made`` with fresh memory moved into the pool, and where the bytes of each went."""
-        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         homes: dict[int, torch.UntypedStorage] = {}
         results: list[tuple[int, torch.Tensor]] = []
         position = -1
@@ -563,11 +507,10 @@ class _Recorder(compat.DispatchMode):
                 homes[address] = home
                 self._made.add(home.data_ptr())
                 target = storage_bytes(home)
-                target.copy_(all_bytes(leaf))
+                target.copy_(storage_bytes(leaf.untyped_storage()))
                 results.append((position, compat.weak_tensor(target)))
-            found = torch.empty(0, dtype=leaf.dtype)
-            found.set_(homes[address], leaf.storage_offset(), leaf.size(), leaf.stride())
-            return found
+            layout = leaf.storage_offset(), leaf.size(), leaf.stride()
+            return torch.empty(0, dtype=leaf.dtype).set_(homes[address], *layout)
 
         return compat.tree_map(move, made), results
 
@@ -594,19 +537,17 @@ def _shown(tensor: torch.Tensor) -> str:
 class HostDevice:
     """See :class:`~cgcompile.graphs.device.CaptureDevice`. A CPU has one stream: the program."""
 
-    name = "host"
     device = torch.device("cpu")
     tensor_type = "cpu"
     notices_freed, graph_step = True, 1
 
-    def new_pool(self, stream: None = None, lasting: Callable[[int], bool] = nowhere) -> HostPool:
+    def new_pool(
+        self, stream: None = None, lasting: Callable[[int], bool] | None = None
+    ) -> HostPool:
         return HostPool(lasting)
 
     def new_graph(self) -> HostGraph:
         return HostGraph()
-
-    def capture_stream(self) -> None:
-        return None
 
     def on_stream(self, stream: None) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -617,43 +558,15 @@ class HostDevice:
 
     is_capturing = capturing
 
-    def stream_key(self) -> int:
-        return 0
-
-    def current_stream(self) -> None:
-        return None
-
-    def wait_for(self, stream: None) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
-
-    def recover(self, stream: None) -> None:
-        return None
-
     def around(self) -> AbstractContextManager[Any]:
         return compat.uncompiled()
 
-    def poison(self, pool: HostPool) -> None:
-        pool.poison()
-
-    def poison_free(self, pool: HostPool, kept: list[tuple[int, int]]) -> None:
-        pool.poison(kept)
-
-    def owns(self, pool: HostPool, address: int) -> bool:
-        return pool.holds(address)
-
-    def pool_bytes(self, pool: HostPool) -> PoolBytes:
-        return PoolBytes(pool.reserved, pool.live)
-
-    def reserved(self) -> int:
+    def stream_key(self) -> int:
         return 0
 
-    def segment(self, nbytes: int) -> int:
-        return nbytes
+    reserved = graph_bytes = stream_key
 
-    graph_bytes = reserved
+    def _nothing(self, stream: None = None) -> None:
+        """A CPU has no streams, and nothing to wait for."""
 
-    def give_back(self) -> None:
-        return None
+    capture_stream = current_stream = synchronize = give_back = wait_for = recover = _nothing

@@ -1,9 +1,9 @@
 """Host data for a buffer that graphs read: :class:`HostStaging`.
 
 A graph reads one address, so each step writes its data there, and the host prepares the next step
-while the device still works on this one. Without this file, the next step's data overwrites host
-memory that a copy has yet to read, and a smaller batch leaves the rows of a larger one behind. The
-rule: ``fill`` runs on the stream that the graphs are replayed on, before the replay.
+while the device still works on this one. Without this file, the data of the next step overwrites
+host memory that a copy has yet to read, and a smaller batch leaves rows of a larger one. The rule:
+``fill`` runs on the stream that the graphs are replayed on, before the replay.
 """
 
 from typing import Any
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.errors import CaptureError, ConfigError
+from cgcompile.errors import CaptureError
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.device import any_capture
-from cgcompile.settings import checked_but, parse_count, parsed, require_whole
+from cgcompile.settings import checked_but, parse_count, parsed, require, require_whole
 
 MOST_SLOTS = 2**10
 
 
 class Turns:
-    """Which copy of host memory may be written now: uploads take them in turn.
+    """The copy of host memory that may be written now: uploads use them in a ring.
 
     Not for several threads at a time.
 
@@ -39,7 +39,7 @@ class Turns:
         self._last_stream: Any = None
 
     def follow_stream(self) -> None:
-        """Work that another stream was given, uploads and readers of buffers, comes first."""
+        """Let the current stream wait for the uploads and the readers of buffers of another one."""
         if self._device is None:
             return
         key = self._device.stream_key()
@@ -50,20 +50,20 @@ class Turns:
             self._stream_key = key
 
     def begin(self) -> int:
-        """The copy whose turn it is; the host waits until its last upload has been done."""
+        """The next copy; the host waits until its last upload has been done."""
         if self._read and not self._read[self._next].query():
             self._read[self._next].synchronize()
         return self._next
 
     def end(self) -> None:
-        """The uploads from that copy are on the current stream; the next one's turn comes."""
+        """Move on: the uploads from that copy are on the current stream."""
         if self._read:
             self._read[self._next].record(self._last_stream)  # the current one
         self._next = (self._next + 1) % self._count
 
 
 def host_memory(buffer: torch.Tensor) -> torch.Tensor:
-    """Memory like a buffer's, on the host: pinned where the buffer is on CUDA."""
+    """Return memory like a buffer's, on the host: pinned where the buffer is on CUDA."""
     with torch.inference_mode(False), torch.no_grad():  # written in whatever mode
         return torch.empty(
             buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=buffer.is_cuda
@@ -73,9 +73,7 @@ def host_memory(buffer: torch.Tensor) -> torch.Tensor:
 class _Slot:
     """Host memory that one upload at a time reads.
 
-    Attributes:
-        memory: like the buffer, on the host; with a sentinel, all rows from ``real`` on hold it.
-        real: how many rows at the front may hold data.
+    ``real`` rows at the front may hold data; with a sentinel, all others hold it.
     """
 
     __slots__ = ("_sentinel", "memory", "real")
@@ -88,7 +86,7 @@ class _Slot:
             self.memory.fill_(sentinel)
 
     def write(self, rows: torch.Tensor) -> None:
-        """Put ``rows`` to the front, and the sentinel where data of before would remain."""
+        """Write ``rows`` to the front, and the sentinel where older data would remain."""
         count, before = rows.shape[0], self.real
         self.real = max(before, count)  # holds as well if a copy fails
         self.memory[:count].copy_(rows.detach() if rows.requires_grad else rows)
@@ -103,8 +101,8 @@ class HostStaging:
     Not for several threads at a time.
 
     Args:
-        buffer: [N, ...] of any dtype, contiguous, on CUDA or on the CPU. It stays the caller's and
-            is kept alive; nobody else writes it.
+        buffer: [N, ...] of any dtype, contiguous, on CUDA or on the CPU. It is kept alive, and must
+            not be written otherwise.
         num_slots: how many host copies of the buffer to own (pinned for CUDA), from 1 to 2**10.
             With 1, a fill waits until the upload before it is done; with 2, until the one before
             that is.
@@ -128,8 +126,9 @@ class HostStaging:
         _check_buffer(buffer)
         num_slots = parsed("num_slots", "HostStaging", num_slots, parse_count(1))
         require_whole("num_slots", "HostStaging", num_slots, 1, MOST_SLOTS)
-        if sentinel is not None and not _holds(buffer.dtype, sentinel):
-            raise _bad("sentinel", sentinel, f"a value that {buffer.dtype} can hold, or None")
+        fits = sentinel is None or _holds(buffer.dtype, sentinel)
+        expected = f"a value that {buffer.dtype} can hold, or None"
+        require(fits, "sentinel", "HostStaging", sentinel, expected)
         self.buffer = buffer
         # Made outside of inference mode, so that a fill may write it in any mode.
         self._target = compat.alias(buffer)
@@ -172,53 +171,38 @@ class HostStaging:
         self._real = count
         return self.buffer[:count]
 
+    def _upload(self, slot: _Slot, extent: int) -> None:
+        self._target[:extent].copy_(slot.memory[:extent], non_blocking=True)
+
     def _check_rows(self, rows: torch.Tensor) -> None:
         buffer, where = self.buffer, "HostStaging.fill()"
-        if not isinstance(rows, torch.Tensor):
-            raise ConfigError.bad_value(
-                name="rows", where=where, value=rows, expected="a torch.Tensor on the CPU"
-            )
-        if rows.device.type != "cpu":
-            raise ConfigError.bad_value(
-                name="rows.device", where=where, value=str(rows.device), expected="'cpu'"
-            )
-        if rows.dtype != buffer.dtype:
-            raise ConfigError.bad_value(
-                name="rows.dtype", where=where, value=rows.dtype, expected=f"{buffer.dtype}"
-            )
+        is_tensor = isinstance(rows, torch.Tensor)
+        require(is_tensor, "rows", where, rows, "a torch.Tensor on the CPU")
+        require(rows.device.type == "cpu", "rows.device", where, str(rows.device), "'cpu'")
+        require(rows.dtype == buffer.dtype, "rows.dtype", where, rows.dtype, f"{buffer.dtype}")
         fits = rows.dim() == buffer.dim() and rows.shape[1:] == buffer.shape[1:]
         if not fits or rows.shape[0] > buffer.shape[0]:
             wanted = ", ".join(["n", *map(str, buffer.shape[1:])])
             expected = f"[{wanted}] with n at most {buffer.shape[0]}"
-            raise ConfigError.bad_value(
-                name="rows.shape", where=where, value=list(rows.shape), expected=expected
-            )
-
-    def _upload(self, slot: _Slot, extent: int) -> None:
-        self._target[:extent].copy_(slot.memory[:extent], non_blocking=True)
-
-
-def _bad(name: str, value: object, expected: str) -> ConfigError:
-    return ConfigError.bad_value(name=name, where="HostStaging", value=value, expected=expected)
+            require(False, "rows.shape", where, list(rows.shape), expected)
 
 
 def _check_buffer(buffer: torch.Tensor) -> None:
-    if not isinstance(buffer, torch.Tensor):
-        raise _bad("buffer", buffer, "a torch.Tensor")
-    if buffer.device.type not in ("cuda", "cpu"):
-        raise _bad("buffer.device", str(buffer.device), "'cuda' or 'cpu'")
-    if buffer.layout is not torch.strided:
-        raise _bad("buffer.layout", buffer.layout, "torch.strided")
-    if buffer.dim() == 0:
-        raise _bad("buffer.shape", [], "at least one dimension, that of the rows")
-    if not buffer.is_contiguous():
-        raise _bad("buffer.stride()", buffer.stride(), "a contiguous tensor")
+    def check(good: bool, name: str, value: object, expected: str) -> None:
+        require(good, name, "HostStaging", value, expected)
+
+    check(isinstance(buffer, torch.Tensor), "buffer", buffer, "a torch.Tensor")
+    kind = buffer.device.type
+    check(kind in ("cuda", "cpu"), "buffer.device", str(buffer.device), "'cuda' or 'cpu'")
+    check(buffer.layout is torch.strided, "buffer.layout", buffer.layout, "torch.strided")
+    check(buffer.dim() > 0, "buffer.shape", [], "at least one dimension, that of the rows")
+    check(buffer.is_contiguous(), "buffer.stride()", buffer.stride(), "a contiguous tensor")
 
 
 def _holds(dtype: torch.dtype, value: Any) -> bool:
     """Whether a dtype has a value: floats are rounded, numbers and flags have to be exact."""
     try:
-        found = torch.empty((), dtype=dtype, device="cpu").fill_(value).item()
+        stored = torch.empty((), dtype=dtype, device="cpu").fill_(value).item()
     except (RuntimeError, TypeError, ValueError, OverflowError):
         return False
-    return dtype.is_floating_point or dtype.is_complex or bool(found == value)
+    return dtype.is_floating_point or dtype.is_complex or bool(stored == value)

@@ -12,7 +12,7 @@ import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.graphs.arena import Arena, PoolBytes, address
-from cgcompile.graphs.device import CaptureDevice, DeviceGraph, chosen_device
+from cgcompile.graphs.device import CaptureDevice, DeviceGraph, DevicePool, chosen_device
 from cgcompile.graphs.stale import StaleResults
 from cgcompile.locks import new_lock
 
@@ -50,7 +50,7 @@ class GraphPool:
         lock: for owners that several threads call: held from the writing of inputs to the copying
             of results.
         stale: the results that callers may hold; with ``debug`` alone.
-        stream_key: of the stream that it was replayed on last; None before that.
+        stream_key: identifies the stream of the last replay; None before that.
 
     Raises:
         CaptureError: ``device`` has no graphs.
@@ -64,18 +64,18 @@ class GraphPool:
         self.arena = Arena()
         self.stale = StaleResults()
         self.lock = new_lock()
-        self._memory: Any = None
+        self._memory: DevicePool | None = None
         self.stream_key: int | None = None
         self._last_stream: Any = None
         self._parked: list[DeviceGraph] = []
         # Memory that captures take no more; the graphs that were captured in it hold it.
-        self._retired: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._retired: weakref.WeakSet[DevicePool] = weakref.WeakSet()
         self._users: weakref.WeakSet[_HasGraphs] = weakref.WeakSet()
         self._owners: weakref.WeakSet[_HasBuffers] = weakref.WeakSet()
 
     @property
-    def memory(self) -> Any:
-        """The device's pool; made when it is first needed."""
+    def memory(self) -> DevicePool:
+        """The device's pool, which the first use makes."""
         if self._memory is None:
             self._memory = self.device.new_pool(self.stream, self.arena.owns)
         return self._memory
@@ -89,7 +89,7 @@ class GraphPool:
     def held(self) -> PoolBytes:
         """What its graphs hold of the device's pool, and of those that captures take no more."""
         memories = [*self._retired, *([] if self._memory is None else [self._memory])]
-        return sum(map(self.device.pool_bytes, memories), PoolBytes())
+        return sum((memory.bytes for memory in memories), PoolBytes())
 
     @property
     def nbytes(self) -> int:
@@ -103,11 +103,11 @@ class GraphPool:
         return self.device.reserved() or self.held.held + self.arena.nbytes
 
     def add_owner(self, owner: _HasBuffers) -> None:
-        """Remember, weakly, who has buffers of its own that graphs of the pool read."""
+        """Register, weakly, an owner of buffers that graphs of the pool read."""
         self._owners.add(owner)
 
     def add_user(self, user: _HasGraphs) -> None:
-        """Remember, weakly, who has graphs here."""
+        """Register, weakly, an owner of graphs of this pool."""
         self._users.add(user)
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -119,12 +119,12 @@ class GraphPool:
         return start != 0 and (self._owns(start) or self.arena.owns(start))
 
     def _owns(self, start: int) -> bool:
-        if self._memory is not None and self.device.owns(self._memory, start):
+        if self._memory is not None and self._memory.holds(start):
             return True
-        return any(self.device.owns(memory, start) for memory in list(self._retired))
+        return any(memory.holds(start) for memory in list(self._retired))
 
     def follow_stream(self) -> None:
-        """Call before a replay: work of the pool that another stream was given comes first."""
+        """Let the current stream wait for work of the pool on another one; call before a replay."""
         key = self.device.stream_key()
         if key != self.stream_key:
             if self._last_stream is not None:
@@ -135,11 +135,11 @@ class GraphPool:
     def lends(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether a tensor is, or is a view of, what a replay of one of the graphs returns.
 
-        Nobody holds that memory, so a capture may use it.
+        That memory is not held, so a capture may use it.
         """
-        lent = {compat.storage_identity(each) for user in self._users for each in user.lent()}
-        origin = self.stale.origin
-        return any(origin(compat.storage_identity(each)) in lent for each in tensors)
+        identity, origin = compat.storage_identity, self.stale.origin
+        lent = {identity(tensor) for user in self._users for tensor in user.lent()}
+        return any(origin(identity(tensor)) in lent for tensor in tensors)
 
     def poison(self, inputs: Iterable[Any] = (), owner: Hashable = None) -> None:
         """Fill the memory of the pool and of the arena, so that reading what is stale shows.
@@ -152,15 +152,15 @@ class GraphPool:
         """
         if self._memory is None:
             return
-        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
-        kept = [each.untyped_storage() for each in tensors if self.holds(address(each))]
-        places = {(storage.data_ptr(), storage.nbytes()) for storage in kept}
-        memory = [compat.memory_at(*place, self.where) for place in places]
-        saved = [each.clone() for each in memory]
-        self.device.poison(self._memory)
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        kept = [tensor.untyped_storage() for tensor in tensors if self.holds(address(tensor))]
+        ranges = {(storage.data_ptr(), storage.nbytes()) for storage in kept}
+        memory = [compat.memory_at(start, nbytes, self.where) for start, nbytes in ranges]
+        saved = [target.clone() for target in memory]
+        self._memory.poison()
         self.arena.poison(owner)
-        for place, before in zip(memory, saved, strict=True):
-            place.copy_(before)
+        for target, before in zip(memory, saved, strict=True):
+            target.copy_(before)
 
     def poison_free(self) -> None:
         """Fill what no tensor holds and no replay returned: before a replay it holds nothing.
@@ -170,9 +170,9 @@ class GraphPool:
         """
         if self._memory is None:
             return
-        lent = [each.untyped_storage() for user in list(self._users) for each in user.lent()]
-        kept = [(each.data_ptr(), each.nbytes()) for each in lent]
-        self.device.poison_free(self._memory, kept)
+        users = list(self._users)
+        lent = [tensor.untyped_storage() for user in users for tensor in user.lent()]
+        self._memory.poison_free([(storage.data_ptr(), storage.nbytes()) for storage in lent])
 
     def retire(self, *broken: DeviceGraph) -> None:
         """After a failed capture: keep what may still be in use, capture into new memory.
@@ -191,7 +191,7 @@ class GraphPool:
 
     def captures_into(self, start: int) -> bool:
         """Whether an address is in the memory that captures take from now, apart from blocks."""
-        return self._memory is not None and self.device.owns(self._memory, start)
+        return self._memory is not None and self._memory.holds(start)
 
     def release(self) -> None:
         """Drop all graphs of all users, and the memory. Capturing again is allowed."""

@@ -1,8 +1,8 @@
 """Names for what a replay runs, so that profilers show pieces and breaks.
 
-A replay asks once a step whether somebody looks: torch's profiler, :func:`tracing_ranges`, or
-whoever is in :data:`OBSERVERS`. Only then it takes :func:`run_observed`, the slow twin of its loop.
-Names are equal in all processes and runs of a model: ``cgcompile/piece_0 [num_tokens=64]``,
+A replay checks once a step for observers: torch's profiler, :func:`tracing_ranges`, or others in
+:data:`OBSERVERS`. Only then it takes :func:`run_observed`, the slow form of its loop. Names are
+equal in all processes and runs of a model: ``cgcompile/piece_0 [num_tokens=64]``,
 ``cgcompile/break_1 ns::attention``, and around them ``cgcompile/step [num_tokens=64]``.
 """
 
@@ -33,15 +33,15 @@ class Observed(Protocol):
 
 
 class Observer(Protocol):
-    """Looks at replays."""
+    """What observes replays."""
 
     def around(self, sequence: Observed, place: int | None) -> AbstractContextManager[Any]:
-        """What is around one segment of a replay, or around all of them where ``place`` is None."""
+        """Return the context of one segment of a replay; of all where ``place`` is None."""
 
 
 @dataclass
-class _Look:
-    """One context of an observer. A task that begins inside of it keeps this when it has ended."""
+class _Observing:
+    """A context of an observer. A task that began inside keeps it after it has ended."""
 
     observer: Observer
     thread: int
@@ -49,27 +49,31 @@ class _Look:
 
 
 # Those of this thread, and of tasks that began inside of them.
-OBSERVERS: ContextVar[tuple[_Look, ...]] = ContextVar("cgcompile_observers", default=())
+OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("cgcompile_observers", default=())
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Inside, an observer sees the replays of this thread or task; others around it do too."""
-    look = _Look(observer, get_ident())
-    token = OBSERVERS.set((*OBSERVERS.get(), look))
+    """Let an observer see the replays of this thread or task, beside those around it."""
+    context = _Observing(observer, get_ident())
+    token = OBSERVERS.set((*OBSERVERS.get(), context))
     try:
         yield
     finally:
-        look.ended = True
+        context.ended = True
         OBSERVERS.reset(token)
 
 
 def run_observed(sequence: Observed, steps: Sequence[Callable[[], Any]]) -> None:
-    """Run the steps of a sequence while somebody looks."""
-    looks, thread = OBSERVERS.get(), get_ident()
-    observers = tuple([each.observer for each in looks if each.thread == thread and not each.ended])
+    """Run the steps of a sequence inside of the contexts of its observers."""
+    thread = get_ident()
+    observers: list[Observer] = [
+        context.observer
+        for context in OBSERVERS.get()
+        if context.thread == thread and not context.ended
+    ]
     if compat.is_profiling():
-        observers = (_RecordedFunctions(), *observers)
+        observers.insert(0, _Ranges(torch.profiler.record_function))
     with _entered(observers, sequence, None):
         for place, step in enumerate(steps):
             with _entered(observers, sequence, place):
@@ -83,38 +87,16 @@ def _entered(observers: Sequence[Observer], sequence: Observed, place: int | Non
         return stack.pop_all()
 
 
-def _name(sequence: Observed, place: int | None) -> str | None:
-    """What a range is called; None where it would be around a single one of the same name."""
-    if place is not None:
-        return sequence.labels[place]
-    return sequence.label if len(sequence.labels) > 1 else None
+class _Ranges:
+    """Ranges of a profiler, around each segment and around all of them if there are several."""
 
-
-class _RecordedFunctions:
-    """Ranges for torch's profiler."""
+    def __init__(self, around_named: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._around_named = around_named
 
     def around(self, sequence: Observed, place: int | None) -> AbstractContextManager[Any]:
-        name = _name(sequence, place)
-        return nullcontext() if name is None else torch.profiler.record_function(name)
-
-
-class _Ranges:
-    """Ranges for another profiler."""
-
-    def __init__(self, push: Callable[[str], Any], pop: Callable[[], Any]) -> None:
-        self._push, self._pop = push, pop
-
-    @contextmanager
-    def around(self, sequence: Observed, place: int | None) -> Iterator[None]:
-        name = _name(sequence, place)
-        if name is None:
-            yield
-            return
-        self._push(name)
-        try:
-            yield
-        finally:
-            self._pop()
+        if place is None and len(sequence.labels) == 1:  # that of the segment has the same name
+            return nullcontext()
+        return self._around_named(sequence.label if place is None else sequence.labels[place])
 
 
 @contextmanager
@@ -125,10 +107,9 @@ def tracing_ranges(
 ) -> Iterator[None]:
     """Inside, replays push a range around each piece and each break; NVTX, for Nsight Systems.
 
-    Torch's own profiler needs none of this: while it runs, the ranges are there. No library can
-    ask whether Nsight listens, hence the context. It holds in this thread or task, and in tasks
-    that begin inside of it, until it is left; replays outside of it cost what they always do.
-    Nothing synchronises.
+    Torch's own profiler shows the ranges without it. Whether Nsight records cannot be queried,
+    hence the context. It holds in this thread or task, and in tasks that begin inside of it, until
+    it is left; replays outside of it cost nothing more. Nothing synchronises.
 
     Args:
         push: opens a range of a name; for other profilers, such as
@@ -144,5 +125,14 @@ def tracing_ranges(
         pop()
     except RuntimeError as error:
         raise CaptureError.no_ranges(found=str(error).strip().splitlines()[0]) from error
-    with observing(_Ranges(push, pop)):
+
+    @contextmanager
+    def pushed(name: str) -> Iterator[None]:
+        push(name)
+        try:
+            yield
+        finally:
+            pop()
+
+    with observing(_Ranges(pushed)):
         yield

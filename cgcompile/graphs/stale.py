@@ -6,6 +6,7 @@ result share its storage, and raise as well. Graphs and eager segments read thro
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -30,17 +31,11 @@ def check_debug(debug: bool) -> None:
 
 
 class _Result(NamedTuple):
-    """A result that was handed out.
+    """A result that was handed out."""
 
-    Attributes:
-        storage: its own; it does not keep the memory.
-        origin: that of what the step returned, which keeps the memory after a capture.
-        text: what is raised where it is touched.
-    """
-
-    storage: torch.UntypedStorage
-    origin: torch.UntypedStorage
-    text: str
+    storage: torch.UntypedStorage  # its own; it does not keep the memory
+    origin: torch.UntypedStorage  # that of the step's result, which keeps it after a capture
+    text: str  # of the error where it is touched
 
 
 class StaleResults:
@@ -84,22 +79,23 @@ class StaleResults:
             owner: whose step is about to run.
             inputs: of that step; those that are results stay readable until the next one.
         """
-        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
-        read = {compat.storage_identity(each) for each in tensors}
+        tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
+        read = {compat.storage_identity(tensor) for tensor in tensors}
         results = self._results.pop(owner, [])
-        self._results[owner] = [each for each in results if each.storage._cdata in read]
+        self._results[owner] = [result for result in results if result.storage._cdata in read]
         for result in results:
             if result.storage._cdata not in read:
                 compat.expire_storage(result.storage, result.text)
 
     def clear(self) -> None:
-        """Make all results raise: their memory is given back."""
+        """Make all results raise: their memory is released."""
         for owner in [*self._results]:
             self.expire(owner)
         self._results.clear()
 
     def origin(self, identity: int) -> int:
-        """The identity of the storage that a result was made of; that given for all else."""
-        every = (each for results in self._results.values() for each in results)
-        found = (each.origin._cdata for each in every if each.storage._cdata == identity)
-        return next(found, identity)
+        """The identity of the storage that a result was made of; ``identity`` for all else."""
+        for result in chain.from_iterable(self._results.values()):
+            if result.storage._cdata == identity:
+                return int(result.origin._cdata)
+        return identity
