@@ -12,6 +12,7 @@ from cases import CASES, Case, library
 from torch import fx, nn
 
 import cgcompile
+from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile import torch_compat as compat
 from cgcompile.reasons import Counters, Reason
 
@@ -54,7 +55,7 @@ def split_texts(case: Case, device: str = "cpu", **settings: Any) -> str:
     return "\n\n".join(graph.split.text(lines=False) for graph in backend.graphs)
 
 
-def compiled_graph(name: str, **settings: Any) -> cgcompile.runtime.compiled_graph.CompiledGraph:
+def compiled_graph(name: str, **settings: Any) -> CompiledGraph:
     """The first graph of a case, compiled with uncompiled pieces; it keeps its model alive."""
     case = CASES[name]
     backend = backend_for(case, "eager", **settings)

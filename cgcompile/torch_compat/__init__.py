@@ -127,19 +127,17 @@ from cgcompile.torch_compat.ops import (
     written_arguments,
     written_tensors,
 )
-from cgcompile.torch_compat.presence import private_names
+from cgcompile.torch_compat.presence import private_names, warn_of_untested_torch
 from cgcompile.torch_compat.shapes import OwnShapes, Span, python_predicate, why_not_copied
 from cgcompile.torch_compat.structured_trace import (
     PROFILING,
     current_compile_id,
     is_profiling,
-    is_tracing,
     reserved_bytes,
     trace_artifact,
 )
 from cgcompile.torch_compat.tracing import (
     CannotTrace,
-    Guards,
     Trace,
     alike,
     current_shape_env,
