@@ -264,7 +264,7 @@ def runtime(compiled: Any) -> Backend:
     """Return the handle of a module that ``torch.compile`` returned, for either entry point.
 
     With ``backend="cgcompile"`` all modules of equal settings share one handle, so right after a
-    module's first call its graphs are the last ones. Models of different ``Backend`` objects stay apart.
+    module's first call its graphs are the last ones.
 
     Raises:
         ConfigError: no module, or not compiled with this backend. Of a function keep the object of

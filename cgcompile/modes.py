@@ -32,7 +32,7 @@ class CUDAGraphMode(enum.Enum):
     """No CUDA graphs."""
 
     PIECEWISE = 1
-    """One CUDA graph for each captured piece; the ops at the boundaries run eagerly between them."""
+    """One CUDA graph for each captured piece; ops at boundaries run eagerly between them."""
 
     FULL = 2
     """One CUDA graph for the whole step, its attention ops included."""

@@ -1,8 +1,8 @@
 """The registry: one handle over the compiled graphs and the wrappers of one set of settings.
 
 Dynamo owns the compiled graphs, and a model that is not traced owns its wrapper. The registry holds
-both weakly, so that one object counts, captures, invalidates and frees them. The rule: each compiled
-graph and each wrapper is registered where it is created, so that :meth:`Registry.close_capture` and
+both weakly, so that one object counts, captures, invalidates and frees them. The rule: each compiled graph
+and each wrapper is registered where it is created, so that :meth:`Registry.close_capture` and
 :meth:`Registry.invalidate` reach all of them.
 """
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Registry:
-    """The handle over what was compiled with one set of settings; :class:`cgcompile.Backend` is one.
+    """The handle over what was compiled with one set of settings, see :class:`cgcompile.Backend`.
 
     Args:
         config: the settings.
@@ -83,7 +83,7 @@ class Registry:
 
     @property
     def counters(self) -> Counters:
-        """The sum of what all calls did: of these graphs, of wrappers, and of calls with neither."""
+        """The sum of what all calls did: of graphs, of wrappers, and of calls with neither."""
         counters = [owner.counters for owner in (*self.graphs, *self.wrappers)]
         return sum(counters, self._ledger.counters)
 

@@ -12,9 +12,9 @@ from cases import CASES, Case, library
 from torch import fx, nn
 
 import cgcompile
-from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile import torch_compat as compat
 from cgcompile.reasons import Counters, Reason
+from cgcompile.runtime.compiled_graph import CompiledGraph
 
 
 def build(case: Case, device: str = "cpu") -> nn.Module:

@@ -113,7 +113,9 @@ def test_each_private_name_is_in_the_table() -> None:
     listed = table(PRIVATE_NAMES, ".")
     assert len(set(listed)) == len(listed)
     prefixes = {name for name in read if any(entry.startswith(f"{name}.") for entry in listed)}
-    covers = {name: [e for e in listed if f"{name}.".startswith(f"{e}.")] for name in read - prefixes}
+    covers = {
+        name: [e for e in listed if f"{name}.".startswith(f"{e}.")] for name in read - prefixes
+    }
     assert [name for name, entries in covers.items() if not entries] == []
     assert set(listed) == set().union(*covers.values())
 
@@ -136,7 +138,8 @@ def test_private_attributes_are_read_in_compat_only(path: Path) -> None:
 
 def test_versions_are_tested_ones() -> None:
     for _, names, versions in (*PRIVATE_NAMES, *PRIVATE_ATTRIBUTES):
-        assert names and set(versions.split()) <= set(TESTED)
+        assert names
+        assert set(versions.split()) <= set(TESTED)
 
 
 def test_all_names_exist_in_a_tested_torch() -> None:
@@ -148,7 +151,8 @@ def test_all_names_exist_in_a_tested_torch() -> None:
     unexpected = [name for name in missing if not name.startswith(cuda_alone)]
     if torch.version.cuda is None:
         unexpected = [name for name in unexpected if not name.endswith(others)]
-    assert unexpected == [] and (missing == [] or torch.version.cuda is None)
+    assert unexpected == []
+    assert (missing == [] or torch.version.cuda is None)
 
 
 def test_an_untested_torch_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

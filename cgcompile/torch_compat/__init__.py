@@ -147,7 +147,6 @@ from cgcompile.torch_compat.tracing import (
     hooks_of,
     marked,
     new_sources,
-    size_caches_dropped,
     size_oblivious,
     spoken_function,
     trace_call,

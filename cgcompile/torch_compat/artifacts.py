@@ -30,11 +30,7 @@ log = logging.getLogger(__name__)
 def compile_saveable(
     gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], bytes | None, str]:
-    """Compile one piece with Inductor, and the result as bytes.
-
-    Returns:
-        The callable; its bytes, or None if torch cannot save it; then why not.
-    """
+    """Compile one piece with Inductor, and the result as bytes."""
     try:
         made = compile_standalone(gm, fake_inputs, patches, aot=True)
     except RuntimeError as error:
@@ -124,11 +120,7 @@ def inductor_files_in(folder: Path) -> Iterator[None]:
 
 
 class SizeGuards:
-    """The guards on the sizes of one piece, as text that another process can evaluate.
-
-    Args:
-        fake_inputs: the inputs of the piece.
-    """
+    """The guards on the sizes of one piece, as text that another process can evaluate."""
 
     def __init__(self, fake_inputs: Sequence[Any]) -> None:
         sizes = [each for each in fake_inputs if isinstance(each, torch.SymInt)]
@@ -143,11 +135,7 @@ class SizeGuards:
         return [each.expr for each in found if each.expr.free_symbols & self._symbols]
 
     def added(self) -> str | None:
-        """The guards since this object was made; None if they cannot be told elsewhere.
-
-        Raises:
-            ValueError: torch has written what another process would not evaluate.
-        """
+        """The guards since this object was made; None if they cannot be told elsewhere."""
         if self._env is None:
             return ""
         new = self._env.guards[self._before :]
@@ -239,11 +227,7 @@ def why_not_saved(patches: Mapping[str, Any]) -> str | None:
 
 
 def compiler_settings(patches: Mapping[str, Any]) -> dict[str, str]:
-    """Every setting of torch that may change what is compiled.
-
-    Raises:
-        ValueError: one of them cannot be told from others by its text; says which.
-    """
+    """Every setting of torch that may change what is compiled."""
     import torch._functorch.config as functorch_config
     import torch._inductor.config as config
     import torch.fx.experimental._config as shape_config

@@ -127,10 +127,6 @@ class SameObjects:
 
     Meaningful while those objects live. Long stretches are compared as memory, see
     :func:`identities`.
-
-    Args:
-        objects: the tuple.
-        stretches: (first place, place after the last) of what is compared.
     """
 
     _SHORT = 4
@@ -181,10 +177,6 @@ class Addresses:
     """Tells whether the tensors in some places of a list are where they were.
 
     CUDA builds have a helper in C++ for it (2.11 to 2.15); elsewhere each is asked in turn.
-
-    Args:
-        objects: what was given.
-        places: where tensors are, whose addresses matter.
     """
 
     def __init__(self, objects: Sequence[Any], places: Sequence[int]) -> None:
@@ -236,9 +228,6 @@ class OnStream:
     """Context manager: ``torch.cuda.stream``, at a tenth of its cost; for CUDA that is initialised.
 
     Where another device than the stream's is current, it is torch's own context.
-
-    Args:
-        stream: to be current inside.
     """
 
     __slots__ = ("_before", "_stream", "_torchs")

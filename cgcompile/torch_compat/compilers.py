@@ -109,29 +109,14 @@ def _pass_type() -> type:
 
 
 def unfused_residuals(then: Pass | None) -> Any:
-    """A pass for Inductor's ``post_grad_custom_post_pass``. See Note [Residual additions].
-
-    Args:
-        then: the user's own pass, to be run after it.
-
-    Returns:
-        The pass; the user's own if that is a mere function, of which nobody can tell whether it is
-        still the same.
-    """
+    """A pass for Inductor's ``post_grad_custom_post_pass``. See Note [Residual additions]."""
     if then is not None and not hasattr(then, "uuid"):
         return then
     return _pass_type()(take_apart, then)
 
 
 def scaled_apart(then: Pass | None) -> Any:
-    """A pass for Inductor's ``post_grad_custom_pre_pass``. See Note [Scaled additions].
-
-    Args:
-        then: the user's own pass, to be run after it.
-
-    Returns:
-        The pass. Results depend on it, so it runs before a mere function too.
-    """
+    """A pass for Inductor's ``post_grad_custom_pre_pass``. See Note [Scaled additions]."""
     return _pass_type()(spell_out, then)
 
 

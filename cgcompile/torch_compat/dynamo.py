@@ -75,10 +75,6 @@ def size_conditions(shape_env: Any, sizes: Set[Any]) -> list[tuple[str, tuple[st
 
     Note [Sizes of a symbol]. The symbol of a backed size is positive for sympy whatever its range
     says, so ``s > 0`` is True without a guard: such a trace serves no size of 0.
-
-    Args:
-        shape_env: of the trace.
-        sizes: texts of the sizes of its arguments, as of :func:`known_size`.
     """
     from torch.utils._sympy.printers import PythonPrinter
 
@@ -243,9 +239,6 @@ def make_floats_constant(gm: fx.GraphModule) -> None:
 
     With ``dynamic=True`` Dynamo passes a Python float as a CPU tensor and reads it with ``item``.
     Inside a piece that is a host read, and a captured kernel would keep the first value.
-
-    Raises:
-        TensorifyScalarRestartAnalysis: there were such floats; Dynamo handles it.
     """
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState

@@ -14,9 +14,6 @@ def listen_to_no_graph(listener: Any) -> Iterator[None]:
     """Within it, ``no_graph`` of Meta's ``piecewise-cuda-graphs`` tells ``listener`` of its breaks.
 
     Nothing happens where that package was not imported by someone. Tried on its version 0.1.0.
-
-    Args:
-        listener: has ``_end_segment()``, ``_insert_eager(fn, args, kwargs)``, ``_begin_segment()``.
     """
     variable = getattr(sys.modules.get(_PACKAGE), _VARIABLE, None)
     if not isinstance(variable, ContextVar):

@@ -54,20 +54,12 @@ def _functions() -> Mapping[str, Callable[..., Any]]:
 
 
 def require_guards(text: str) -> None:
-    """Refuse a text that :func:`guards_hold` cannot evaluate.
-
-    Raises:
-        NotAGuard: names the part that is no comparison or arithmetic of sizes.
-    """
+    """Refuse a text that :func:`guards_hold` cannot evaluate."""
     _parsed(text)
 
 
 def guards_hold(text: str, sizes: Sequence[Any]) -> bool:
-    """Return whether guards hold for sizes, integers or symbolic ones.
-
-    Raises:
-        NotAGuard: the text has other parts, or more sizes.
-    """
+    """Return whether guards hold for sizes, integers or symbolic ones."""
     return bool(_evaluated(_parsed(text), sizes))
 
 

@@ -235,12 +235,7 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 def process_group_backend(group: Any, device_type: str | None = None) -> str | None:
-    """The backend of a process group given by object or registered name; None if unknown.
-
-    Args:
-        group: the group.
-        device_type: for tensors of this device; left out: of the group as a whole.
-    """
+    """The backend of a process group given by object or registered name; None if unknown."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -527,9 +522,6 @@ class own_cached_casts:
     Autocast caches casts of parameters until its outermost context ends: a graph that reads such a
     cast would read freed memory at its replays, and code after a capture would read a cast that the
     graph has not computed yet. The cache is one for all threads, so it is off inside too.
-
-    Args:
-        compiled: leave it on, since Dynamo's guards compare it: code would compile again inside.
     """
 
     __slots__ = ("_compiled", "_was_on")

@@ -41,12 +41,6 @@ class OwnShapes:
     On torch 2.11, 2.13 and 2.15 alike the bounds hold for whatever asks the environment: they
     decide comparisons without a guard, and Inductor reads them. They are no promise that a compiler
     makes use of them.
-
-    Args:
-        sizes: what the symbols of Dynamo's become, numbers or bounded symbols.
-        label: tells environments apart. Symbols get names by it, so that torch's own caches look
-            for an artifact of the same bounds; names are few, and where two are the same, the
-            bounds of the artifact that was found come back as :meth:`guards`.
     """
 
     def __init__(self, sizes: Mapping[sympy.Symbol, int | Span], label: str) -> None:
@@ -90,12 +84,7 @@ class OwnShapes:
         return sympy_interp(PythonReferenceAnalysis, values, expression)
 
     def copied(self, gm: fx.GraphModule, copy: fx.GraphModule) -> fx.GraphModule:
-        """Give ``copy``, a copy of a piece, values of this environment; sizes become constants.
-
-        Args:
-            gm: the piece; ``why_not_copied`` has nothing against its inputs.
-            copy: the same graph, which may be changed.
-        """
+        """Give ``copy``, a copy of a piece, values of this environment; sizes become constants."""
         from torch._dispatch.python import enable_python_dispatcher
 
         shared = _shared_storages(gm)
@@ -189,12 +178,7 @@ def _needs_a_base(tensor: torch.Tensor, shared: set[int]) -> bool:
 
 
 def why_not_copied(gm: fx.GraphModule, symbols: Set[sympy.Symbol]) -> str | None:
-    """Why :meth:`OwnShapes.copied` cannot make the inputs of a piece again; None if it can.
-
-    Args:
-        gm: the piece.
-        symbols: those that have a number in the environment.
-    """
+    """Why :meth:`OwnShapes.copied` cannot make the inputs of a piece again; None if it can."""
     shared = _shared_storages(gm)
     for node in gm.graph.find_nodes(op="placeholder"):
         found = node.meta.get("example_value")

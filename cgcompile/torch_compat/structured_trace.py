@@ -23,14 +23,7 @@ def _writes(handler: logging.Handler) -> bool:
 
 
 def trace_artifact(name: str, payload: Callable[[], Any], compile_id: Any = None) -> None:
-    """Write an artifact that tlparse shows; nothing is computed where no trace is written.
-
-    Args:
-        name: of the artifact.
-        payload: makes text, which is shown as it is, or plain data, which is shown as JSON.
-        compile_id: the compilation it belongs to, as of :func:`current_compile_id`; where one
-            runs, that is taken.
-    """
+    """Write an artifact that tlparse shows; nothing is computed where no trace is written."""
     if not is_tracing():
         return
     found = payload()
@@ -62,12 +55,7 @@ PROFILING = ("profiler._is_profiler_enabled", profiler)
 
 
 def reserved_bytes(device: torch.device, ever: bool = False) -> int:
-    """What torch's allocator holds of a CUDA device, all pools together; microseconds.
-
-    Args:
-        device: the device.
-        ever: what it has taken in all instead, given back since or not; 0 if it does not tell.
-    """
+    """What torch's allocator holds of a CUDA device, all pools together; microseconds."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     what = "allocated" if ever else "current"
     found: int = stats.get("reserved_bytes", {}).get("all", {}).get(what, 0)

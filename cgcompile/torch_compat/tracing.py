@@ -131,13 +131,7 @@ def _module(name: str) -> types.ModuleType:
 
 @dataclass(frozen=True)
 class TracedPython:
-    """What Dynamo made of the Python around a graph.
-
-    Attributes:
-        code: it has the arguments of the function, and calls the graph by a global name.
-        modules: the names of modules, by the global names that stand for them.
-        graph: the global name that the code calls; None if there is no graph.
-    """
+    """What Dynamo made of the Python around a graph."""
 
     code: types.CodeType
     modules: Mapping[str, str]
@@ -146,12 +140,7 @@ class TracedPython:
     def function(
         self, original: types.FunctionType, compiled: Callable[..., Any] | None
     ) -> Callable[..., Any]:
-        """The traced call as a function of the same signature, without any guard.
-
-        Args:
-            original: the function that was traced: its globals, closure and defaults are used.
-            compiled: takes the inputs of the graph that are not frozen; returns its outputs.
-        """
+        """The traced call as a function of the same signature, without any guard."""
         names = self.names(original)
         if self.graph is not None:
             names[self.graph] = compiled
@@ -202,10 +191,6 @@ def alike(
 
     Yes means: equal in type, dtype, device, whether they require grad, rank, strides, and in sizes.
     No may also mean another dispatch key, as of a tensor that was made in inference mode.
-
-    Args:
-        tensors: what is compared with; not kept.
-        layouts: (sizes, strides) of each; None for a size that may be any.
     """
     sizes: list[Any] = [sizes for sizes, _ in layouts]
     strides: list[Any] = [strides for _, strides in layouts]
@@ -253,14 +238,7 @@ def patched(config: Any, changes: Mapping[str, Any]) -> Iterator[None]:
 
 
 class CannotTrace(Exception):
-    """Dynamo cannot make one graph of a call; the text says why.
-
-    Attributes:
-        model_raises: whether the reason is that the Python code of the model raises.
-        what: the reason in one line.
-        hints: what torch says to it, a line each.
-        line: the user's line, as ("model.py:41 in forward", "y = ..."); None if torch has none.
-    """
+    """Dynamo cannot make one graph of a call; the text says why."""
 
     model_raises = False
     what = ""
@@ -270,13 +248,7 @@ class CannotTrace(Exception):
 
 @dataclass(frozen=True)
 class FrozenTensor:
-    """A tensor that a trace found outside of the arguments.
-
-    Attributes:
-        input: which input of the graph it has become.
-        where: the Python expression over ``L`` (locals) and ``G`` (globals) that finds it.
-        tensor: the tensor.
-    """
+    """A tensor that a trace found outside of the arguments."""
 
     input: int
     where: str
@@ -284,18 +256,7 @@ class FrozenTensor:
 
 
 class Trace:
-    """One call of a function as a graph, with the Python around it.
-
-    Args:
-        function: the function that was traced; a bound object is its first argument.
-        output: what Dynamo returned.
-
-    Attributes:
-        graph: the pre-grad graph; None if the call computes nothing with tensors.
-        inputs: what the graph was traced with: numbers and tensors, frozen ones last.
-        original: the function.
-        frozen: the tensors that were not taken from the call, in the order of ``inputs``.
-    """
+    """One call of a function as a graph, with the Python around it."""
 
     def __init__(self, function: types.FunctionType, output: Any) -> None:
         self.original = function
@@ -399,15 +360,7 @@ class Trace:
         return tuple(sorted(found))
 
     def guards(self, *, sizes_only: bool) -> "Guards":
-        """What Dynamo assumed of the call.
-
-        Args:
-            sizes_only: leave out all but what is assumed of sizes, and of tensors that are looked
-                up outside of the arguments.
-
-        Raises:
-            CannotTrace: a dynamic dimension was fixed.
-        """
+        """What Dynamo assumed of the call."""
         from torch._dynamo import config
 
         chosen = _sizes_only if sizes_only else None
@@ -441,15 +394,6 @@ def drop_size_caches() -> None:
             clear()
 
 
-@contextmanager
-def size_caches_dropped() -> Iterator[None]:
-    """Call :func:`drop_size_caches` at the end."""
-    try:
-        yield
-    finally:
-        drop_size_caches()
-
-
 def _name(sourced: Any) -> str:
     """The path of a guard or a source: a method once, a property since 2.9."""
     return str(sourced.name() if callable(sourced.name) else sourced.name)
@@ -475,12 +419,7 @@ def _weak_guards() -> Any:
 
 
 class Guards:
-    """What must hold of the locals of a call, so that a trace serves it.
-
-    Attributes:
-        hold: whether they hold; never again after an object that is compared by identity was freed.
-        is_alive: whether none of those objects was freed.
-    """
+    """What must hold of the locals of a call, so that a trace serves it."""
 
     def __init__(self, made: Any) -> None:
         self._made = made  # it keeps what the guards look at
@@ -544,18 +483,7 @@ def trace_call(
     *,
     freeze: bool,
 ) -> Trace:
-    """Trace a call; nothing is run.
-
-    Args:
-        called: module, bound method or function.
-        args: of the call.
-        kwargs: of the call.
-        freeze: take tensors of modules, globals and closures as they are now, instead of looking
-            them up at each call.
-
-    Raises:
-        CannotTrace: the call does not become one graph.
-    """
+    """Trace a call; nothing is run."""
     from torch._dynamo import config, convert_frame
     from torch._dynamo.eval_frame import set_enable_dynamic
 
@@ -672,12 +600,7 @@ _MARKS = ("_dynamo_", "_has_dynamo", "_specialize_on")
 
 @contextmanager
 def marked(dims: list[tuple[torch.Tensor, int, str | None]], unbacked: bool) -> Iterator[None]:
-    """Mark dimensions of tensors as dynamic for a trace; the tensors are as before after it.
-
-    Args:
-        dims: (tensor, dimension, name); equal names are equal sizes.
-        unbacked: nothing may be assumed of a size.
-    """
+    """Mark dimensions of tensors as dynamic for a trace; the tensors are as before after it."""
     from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 
     tensors = {id(tensor): tensor for tensor, _, _ in dims}
@@ -704,10 +627,6 @@ def without_traces_left(called: Any, tensors: Iterable[torch.Tensor]) -> Iterato
 
     Dynamo puts names into the globals of the function, marks tensors that it finds in modules, and
     counts what it does.
-
-    Args:
-        called: module, bound method or function.
-        tensors: those that it may mark.
     """
     from torch._dynamo import convert_frame
     from torch._dynamo.utils import counters

@@ -28,7 +28,7 @@ def way(engine: Engine) -> Any:
 
 def text_of(engine: Engine) -> str:
     traces = engine.compiled._traces
-    shortcut = traces.made[0].shortcut
+    shortcut = traces.made[0].fast_path
     again = shortcut.turn.again
     args = (traces._bound, engine.x)
     return shortcut._text_of(again, args, {}, traces._bound, traces._hooks)[0]
