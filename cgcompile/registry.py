@@ -1,8 +1,8 @@
 """The registry: one handle over the compiled graphs and the wrappers of one set of settings.
 
 Dynamo owns the compiled graphs, and a model that is not traced owns its wrapper. The registry holds
-both weakly, so that one object counts, captures, invalidates and frees them. The rule: each compiled graph
-and each wrapper is registered where it is created, so that :meth:`Registry.close_capture` and
+both weakly, so that one object counts, captures, invalidates and frees them. The rule: a compiled
+graph or a wrapper is registered where it is created, so that :meth:`Registry.close_capture` and
 :meth:`Registry.invalidate` reach all of them.
 """
 

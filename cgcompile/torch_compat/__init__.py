@@ -1,8 +1,8 @@
 """The only place that asks which torch this is, and the only one that touches private torch names.
 
-Each wrapper says on which versions it was tried: 2.11, 2.13 and 2.15 unless it says otherwise. The
+``presence.py`` lists the private names, with the versions of torch on which each was tried. The
 rule: no other part of cgcompile imports a name of torch that starts with an underscore, or a module
-that torch does not document. Callers write ``compat.name``, whatever file here has it.
+that torch does not document. Callers write ``compat.name``, whichever file here defines it.
 """
 
 from cgcompile.torch_compat.artifacts import (

@@ -192,7 +192,7 @@ class _Lines:
     def arguments(
         self, count: int, keywords: Sequence[str], bound: int, inputs: Sequence[Any]
     ) -> None:
-        """Add the checks of ``fits``, without the first ``bound`` arguments, which no caller passes.
+        """Add the checks of ``fits``, without the ``bound`` first arguments.
 
         They omit sizes, which :meth:`layouts` compares.
         """

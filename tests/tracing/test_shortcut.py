@@ -334,4 +334,4 @@ def test_python_that_does_more() -> None:
             found = compiled(x)
         assert torch.equal(found, model.inner(x) + 1)
         assert torch.equal(model.last, model.inner(x))
-    assert all(each.shortcut is None for each in compiled.traces)
+    assert all(each.fast_path is None for each in compiled.traces)
