@@ -167,7 +167,7 @@ class CompilationConfig:
     capture_dim: str | None = setting(
         None,
         optional(parse_text),
-        "Which input dimension the sizes speak of, such as 'x.size()[0]'; needed if several vary.",
+        "Which input dimension the sizes are of, such as 'x.size()[0]'; needed if several vary.",
         needs=PIECES,
     )
     dump_passes: str | None = setting(
@@ -199,10 +199,9 @@ class CompilationConfig:
     on_input_change: str = setting(
         "raise",
         one_of("raise", "copy", "recapture", "eager"),
-        "Under a forward context, where an input of a graph lies elsewhere, or a number in it is "
-        "another one, than at capture: 'raise', 'recapture' (bounded by max_captured_shapes) or "
-        "run 'eager'. 'copy': inputs that are only read may lie anywhere, they are copied; a "
-        "compiled model alone can do that.",
+        "Under a forward context, if the address of an input or a number differs from capture: "
+        "'raise', 'recapture' (bounded by max_captured_shapes) or run 'eager'. 'copy': inputs that "
+        "are only read are copied, from any address; compiled models only.",
         needs=GRAPHS,
     )
     poison: bool = setting(
@@ -226,13 +225,13 @@ class CompilationConfig:
     max_captured_shapes: int = setting(
         64,
         parse_count(0),
-        "How many shapes are captured without a forward context, per graph and set of weights.",
+        "How many shapes are captured without a forward context, per graph and weight set.",
         needs=GRAPHS,
     )
     max_bindings: int = setting(
         128,
         parse_count(1),
-        "For how many sets of weights and written inputs one compiled graph keeps CUDA graphs.",
+        "Maximum number of weight sets (and mutated inputs) for which one graph is captured.",
         needs=GRAPHS,
     )
 

@@ -145,9 +145,9 @@ def _real_rows(value: Any, descriptor: BatchDescriptor | None) -> int:
 
 
 # (context, the same if a caller has set it, the thread and the task that set it, whether it was set
-# in an eager region). Thread and task matter: a task or thread that copied this variable when it was
-# created would otherwise read the step of its parent, after the end of that step. In an eager region
-# there is no caller's context, so that no fast path replays a step; this costs no check in a step.
+# in an eager region). Thread and task matter: a task or thread that copied this variable when
+# it was created would otherwise read the step of its parent, after the end of that step. In an
+# eager region there is no caller's context, so that no fast path replays a step.
 _Entry = tuple[ForwardContext | None, ForwardContext | None, int, "Task[Any] | None", bool]
 _current: ContextVar[_Entry | None] = ContextVar("cgcompile_forward_context", default=None)
 
