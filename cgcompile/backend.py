@@ -155,9 +155,8 @@ class Backend(Registry):
             if config.mode is not CompilationMode.PIECEWISE:
                 return compat.compile_whole(gm, example_inputs, inductor_patches(config))
         unmet = self._look_for_declared(gm)
-        build = _compile_piecewise if config.mode is CompilationMode.PIECEWISE else _compile_unsplit
         with compat.new_sources() as sources:
-            graph = build(gm, config, self._pieces, frozen)
+            graph = _build(gm, config, self._pieces, frozen)
         compat.drop_sources_with(graph, sources)
         trace_code(graph.source, graph.artifacts, graph.compilation)
         if unmet is not None:
@@ -176,29 +175,22 @@ class Backend(Registry):
         return self._unmet
 
 
-def _compile_unsplit(
+def _build(
     gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache, frozen: int
 ) -> CompiledGraph:
-    """Compile a graph without a split, for FULL graphs where its boundaries allow them."""
-    split, boundaries = split_as_set(gm, config)
-    trace_split(split)
-    compiled = config.mode is not CompilationMode.NONE
-    whole = replace(
-        config, mode=CompilationMode.PIECEWISE, compiler="inductor" if compiled else "eager"
-    )
-    runnables, compilation = compile_pieces(split, whole, cache)
-    return CompiledGraph(split, runnables, boundaries, whole, compilation, frozen=frozen)
+    """Split a graph, check the sizes, compile the pieces, check again, build the compiled graph.
 
-
-def _compile_piecewise(
-    gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache, frozen: int
-) -> CompiledGraph:
-    """Split the graph, check the sizes, compile the pieces, check again, build."""
-    compat.make_floats_constant(gm)
+    In modes other than PIECEWISE the graph is one piece, for FULL graphs where its ops allow them.
+    """
+    if config.mode is CompilationMode.PIECEWISE:
+        compat.make_floats_constant(gm)
     split, boundaries = split_as_set(gm, config)
     log.info("split graph:\n%s", split)
     trace_split(split)
     check_sizes(split, config)
+    if config.mode is not CompilationMode.PIECEWISE:
+        compiler = "eager" if config.mode is CompilationMode.NONE else "inductor"
+        config = replace(config, mode=CompilationMode.PIECEWISE, compiler=compiler)
     runnables, compilation = compile_pieces(split, config, cache)
     check_sizes(split, config)  # a compiler may add guards of its own
     return CompiledGraph(split, runnables, boundaries, config, compilation, frozen=frozen)

@@ -163,12 +163,12 @@ def _checking(function: F_, but: frozenset[str], last: bool) -> F_:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # A method is named after the class of the object, which may inherit it.
-        where = qualname if method == "__init__" else f"{type(args[0]).__name__}.{method}"
         try:
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return function(*args, **kwargs)  # Python's own error names the argument
+        # A method is named after the class of the object, which may inherit it.
+        where = qualname if method == "__init__" else f"{type(args[0]).__name__}.{method}"
         values = {name: bound[name] for name in bound if name in hints}
         if not last:
             require_arguments(where, values, hints)
