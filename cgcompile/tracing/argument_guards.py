@@ -287,10 +287,10 @@ def with_numbers(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call with its numbers replaced, in order."""
     others = iter(numbers)
-    made: tuple[tuple[Any, ...], dict[str, Any]] = compat.tree_map(
+    replaced: tuple[tuple[Any, ...], dict[str, Any]] = compat.tree_map(
         lambda leaf: next(others) if is_number(leaf) else leaf, (args, kwargs)
     )
-    return made
+    return replaced
 
 
 def tensors_in(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -337,39 +337,39 @@ def fits_function(
     ``fits.source`` is its text, ``fits.text`` that text in pieces, and ``fits.references`` are weak
     references to the objects that must be the same.
     """
-    made = _Lines(shapes, strides, pinned)
-    made.elsewhere = LiveTensors(elsewhere)
+    checks = _Lines(shapes, strides, pinned)
+    checks.elsewhere = LiveTensors(elsewhere)
     keywords = "kwargs" if not kwargs else f"len(kwargs) != {len(kwargs)}"
-    made.unless(f"len(args) != {len(args)} or {keywords}")
-    variables = [made.fresh("v") for _ in args]
+    checks.unless(f"len(args) != {len(args)} or {keywords}")
+    variables = [checks.fresh("v") for _ in args]
     if variables:
-        made.lines.append(f"    ({', '.join(variables)},) = args")
-    begun = [len(made.lines)]
+        checks.lines.append(f"    ({', '.join(variables)},) = args")
+    begun = [len(checks.lines)]
     for position, (variable, value) in enumerate(zip(variables, args, strict=True)):
-        made.leaf(variable, value, paths.get(position, ""))
-        begun.append(len(made.lines))
-    absent = made.bound("m", object())
+        checks.leaf(variable, value, paths.get(position, ""))
+        begun.append(len(checks.lines))
+    absent = checks.bound("m", object())
     for name, value in kwargs.items():
-        variable = made.fresh("v")
-        made.lines.append(f"    {variable} = kwargs.get({name!r}, {absent})")
-        made.leaf(variable, value, paths.get(name, ""))
+        variable = checks.fresh("v")
+        checks.lines.append(f"    {variable} = kwargs.get({name!r}, {absent})")
+        checks.leaf(variable, value, paths.get(name, ""))
         variables.append(variable)
     if len(collected) > 1:
-        order = made.bound("k", [name for name in kwargs if name in collected])
-        made.unless(f"[name for name in kwargs if name in {order}] != {order}")
-    begun.append(len(made.lines))
-    made.usual()
-    begun.append(len(made.lines))
-    made.sizes(conditions)
-    for add_checks in (made.objects, made.autocast):
-        begun.append(len(made.lines))
+        order = checks.bound("k", [name for name in kwargs if name in collected])
+        checks.unless(f"[name for name in kwargs if name in {order}] != {order}")
+    begun.append(len(checks.lines))
+    checks.usual()
+    begun.append(len(checks.lines))
+    checks.sizes(conditions)
+    for add_checks in (checks.objects, checks.autocast):
+        begun.append(len(checks.lines))
         add_checks()
-    begun.append(len(made.lines))
-    source = "\n".join(["def fits(args, kwargs):", *made.lines, "    return True"]) + "\n"
-    namespace = {"math": math, **made.names}
+    begun.append(len(checks.lines))
+    source = "\n".join(["def fits(args, kwargs):", *checks.lines, "    return True"]) + "\n"
+    namespace = {"math": math, **checks.names}
     exec(compile(source, "<cgcompile fits>", "exec"), namespace)
     fits: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
-    pieces = [made.lines[start:end] for start, end in pairwise(begun)]
+    pieces = [checks.lines[start:end] for start, end in pairwise(begun)]
     leaves, rest = pieces[: len(args)], pieces[len(args) :]
     keyworded, _usual, _sizes, objects, autocast = rest
     text = FitsText(
@@ -379,9 +379,9 @@ def fits_function(
         others=keyworded,
         objects=objects,
         autocast=autocast,
-        names={"math": math, **made.names},
-        elsewhere=made.elsewhere,
+        names={"math": math, **checks.names},
+        elsewhere=checks.elsewhere,
     )
     fits.source, fits.text = source, text  # type: ignore[attr-defined]
-    fits.references = made.references  # type: ignore[attr-defined]
+    fits.references = checks.references  # type: ignore[attr-defined]
     return fits

@@ -259,24 +259,24 @@ class _Lines:
         ]
         return _tuple(items) + (" + frozen" if self._again.frozen else "")
 
-    def result(self, made: Any) -> str:
+    def result(self, value: Any) -> str:
         """Return the result of a call as an expression over the outputs of the graph."""
-        kind = type(made)
+        kind = type(value)
         if kind is _Mark:
-            return self._item(made.item)
+            return self._item(value.item)
         if kind is list or kind is dict:
-            if id(made) in self._containers:
+            if id(value) in self._containers:
                 raise _NoFastPath  # one object at two places of the result
-            self._containers.add(id(made))
+            self._containers.add(id(value))
         if kind is tuple or kind is list:
-            items = [self.result(each) for each in made]
+            items = [self.result(each) for each in value]
             return _tuple(items) if kind is tuple else f"[{', '.join(items)}]"
-        if kind is dict and all(type(key) is str for key in made):
-            items = [f"{key!r}: {self.result(each)}" for key, each in made.items()]
+        if kind is dict and all(type(key) is str for key in value):
+            items = [f"{key!r}: {self.result(each)}" for key, each in value.items()]
             return f"{{{', '.join(items)}}}"
-        if made is None or kind in (bool, int, str):
-            return repr(made)
-        return self._named(made)
+        if value is None or kind in (bool, int, str):
+            return repr(value)
+        return self._named(value)
 
     def _item(self, item: int) -> str:
         returned = self._recording.returned
