@@ -101,7 +101,7 @@ class Backend(Registry):
     @_OfInstances
     def reset(self) -> None:
         """Forget what was compiled; ``torch._dynamo.reset()`` calls it."""
-        self.forget()
+        self._forget()
         for shape_env in tuple(self._shape_envs):
             compat.drop_fakes(shape_env)
         self._shape_envs.clear()
@@ -163,7 +163,7 @@ class Backend(Registry):
             for piece in graph.split.pieces:  # passes may have put the op in
                 unmet.look(piece.module)
             graph.before_capture = unmet.tell
-        self.register(graph)
+        self._register(graph)
         return graph
 
     def _look_for_declared(self, gm: fx.GraphModule) -> UnmetOps | None:

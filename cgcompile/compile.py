@@ -50,7 +50,7 @@ def compile(
         dynamic_dims: which dimensions vary, by the name of the parameter: ``{"x": 0}``,
             ``{"x": (0, 1)}``, or with names, ``{"x": {0: "tokens"}, "y": {0: "tokens"}}``;
             dimensions of one name have one size in each call. Of a tuple, list or dict, those of
-            each tensor in it. ``Annotated[Tensor, cgcompile.DynamicDim(0)]`` on the parameter says
+            each tensor in it. ``Annotated[Tensor, cgcompile.DynamicDim(0)]`` on the parameter does
             the same. All other sizes are constants of a trace.
         guards: what is checked at each call. ``"keep"`` (the default, but for DYNAMO_TRACE_ONCE):
             all that Dynamo assumed. ``"shape"``: the arguments (number, types, dtypes, devices,

@@ -153,8 +153,8 @@ class CompilationConfig:
     compile_sizes: tuple[int | str, ...] | None = setting(
         None,
         optional(parse_compile_sizes),
-        "Sizes of the batch dimension for which each piece is compiled once more, for that size "
-        "alone; the text 'cudagraph_capture_sizes' stands for all of that setting.",
+        "Sizes of the batch dimension for which each piece is compiled separately, for that "
+        "size alone; the text 'cudagraph_capture_sizes' stands for all of that setting.",
         needs=PIECES,
     )
     compile_ranges_endpoints: tuple[int, ...] | None = setting(

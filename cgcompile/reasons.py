@@ -36,27 +36,31 @@ class Reason(enum.Enum):
     GRADIENTS = "gradients"  # an input requires grad in grad mode, or has a forward gradient
     WARMING = "warming"  # the first calls of a shape run plain, so that no kernel compiles later
     NO_CONTEXT = "no_forward_context"  # a wrapper was called without a forward context
-    MODE_NONE = "mode_none"  # the forward context, or the settings, ask for no graph
-    OTHER_MODE = "other_mode"  # the context asks for a mode that this wrapper or graph has not
-    INSIDE_CAPTURE = "inside_capture"  # someone else is capturing what this call does
+    MODE_NONE = "mode_none"  # the forward context, or the settings, request no graph
+    OTHER_MODE = "other_mode"  # the context requests a mode that this wrapper or graph lacks
+    INSIDE_CAPTURE = "inside_capture"  # the call is part of another capture
     CAPTURE_BUSY = "capture_busy"  # another thread is capturing
     CAPTURE_FORBIDDEN = "capture_forbidden"  # an unknown shape while no capture is allowed
     CAPTURE_FAILED = "capture_failed"  # the device refused to capture an op of this shape
     NO_DEVICE = "no_capture_device"  # tensors on a device without graphs
-    ATTENTION_SUPPORT = "attention_support"  # FULL was asked for; an op in it does not allow it
+    ATTENTION_SUPPORT = (
+        "attention_support"  # FULL was requested; an op in the graph does not support it
+    )
     UNSUPPORTED_INPUT = "unsupported_input"  # a tensor subclass or a sparse tensor
     UNLISTED_SIZE = "unlisted_size"  # not one of cudagraph_capture_sizes
     TOO_MANY_SHAPES = "too_many_shapes"  # max_captured_shapes are captured already
-    TOO_MANY_BINDINGS = "too_many_bindings"  # over max_bindings sets of weights, or none stays
+    TOO_MANY_BINDINGS = "too_many_bindings"  # more than max_bindings weight sets, or none lasts
     INPUT_CHANGED = "input_changed"  # a guard refused a replay, and on_input_change is "eager"
-    RECOMPILE_LIMIT = "recompile_limit"  # Dynamo compiles a function no more; calls do not reach us
-    VARYING_NUMBER = "varying_number"  # a number that graphs hold is another one at each call
+    RECOMPILE_LIMIT = "recompile_limit"  # Dynamo stopped compiling a function; its calls bypass us
+    VARYING_NUMBER = "varying_number"  # a number that is baked into graphs differs at each call
     GROWING_STATE = "growing_state"  # a result comes back as an input, larger: a new shape a step
 
     # Of a batch: decided by the dispatcher, before the step runs.
     EMPTY_BATCH = "empty_batch"  # no tokens: there is nothing to run
     OVERSIZE = "oversize"  # more tokens or requests than any graph of the kind takes
-    MIXED_BATCH = "mixed_batch"  # only uniform decode has graphs, and this batch is none
+    MIXED_BATCH = (
+        "mixed_batch"  # only uniform decode has graphs, and this batch is not uniform decode
+    )
     QUERY_LENGTH = "query_length"  # uniform decode of a length that has no graphs
     UNLISTED_VARIANT = "unlisted_variant"  # a LoRA count or a value of an axis without graphs
     MODE_EXCLUDED = "mode_excluded"  # the caller forbids the mode for this batch
@@ -123,7 +127,7 @@ class Counters:
         replays: calls that replayed graphs.
         failures: calls that raised.
         plain: calls that ran without graphs, by the reason they had.
-        degraded: how often a lesser mode was taken than was asked for: at each call of a batch that
+        degraded: how often a lesser mode was taken than requested: at each call of a batch that
             a FULL graph may not serve, and once where the capture of a FULL graph was refused.
         details: the last detail of each reason.
     """

@@ -55,7 +55,7 @@ class Registry:
         wrapper.closed = self._capture_closed
         self.wrappers.add(wrapper)
 
-    def register(self, graph: CompiledGraph) -> None:
+    def _register(self, graph: CompiledGraph) -> None:
         """Register a new compiled graph."""
         self._num_compilations += 1
         if self._capture_closed:
@@ -63,7 +63,7 @@ class Registry:
         self._graphs = [ref for ref in self._graphs if ref() is not None]
         self._graphs.append(weakref.ref(graph))
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Drop the compiled graphs from the registry, with the counts of calls without a graph."""
         self._graphs.clear()
         self._ledger = _new_ledger()
@@ -100,7 +100,7 @@ class Registry:
         Args:
             step: ``step(batch)`` prepares inputs afresh and calls the compiled model once, in a
                 forward context or without one. It is called for each batch at least twice.
-            batches: numbers of tokens, batch descriptors, or whatever ``step`` takes.
+            batches: numbers of tokens, batch descriptors, or other arguments of ``step``.
             size: the size of a batch; left out: the number itself, or its ``num_tokens``.
 
         Returns:

@@ -70,8 +70,8 @@ def known_size(size: Any) -> int | str:
 def size_conditions(shape_env: Any, sizes: Set[Any]) -> list[tuple[str, tuple[str, ...]]]:
     """Return what a trace assumed of ``sizes``: (condition in Python, its symbols) of each.
 
-    Note [Sizes of a symbol]. The symbol of a backed size is positive for sympy whatever its range
-    says, so ``s > 0`` is True without a guard: such a trace serves no size of 0.
+    Note [Sizes of a symbol]. The symbol of a backed size is positive for sympy, whatever its
+    range, so ``s > 0`` is True without a guard: such a trace serves no size of 0.
     """
     from torch.utils._sympy.printers import PythonPrinter
 

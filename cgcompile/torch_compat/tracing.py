@@ -272,10 +272,6 @@ class Trace:
         if self.python.graph is not None:
             drop_globals(self.original.__globals__, {self.python.graph})
 
-    def function(self, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
-        """See :meth:`TracedPython.function`."""
-        return self.python.function(self.original, compiled)
-
     @property
     def python(self) -> TracedPython:
         """The Python around the graph."""

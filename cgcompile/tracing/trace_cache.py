@@ -107,7 +107,7 @@ class Variant:
                 run = compiled.__call__  # a method costs less to call than an object
             else:
                 run = _completed(compiled, tensors, held)
-        self.run = trace.function(run)
+        self.run = trace.python.function(trace.original, run)
         self.fast_path: CallFastPath | None = None
         self.is_free = self.guards is None and self.dropped is None
         if isinstance(compiled, CompiledGraph) and self.is_free and trace.python.is_plain:
