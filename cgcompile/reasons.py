@@ -91,7 +91,7 @@ def varying_number(name: str, values: Sequence[Any], needs: str, advice: str = "
     """
     last = ", ".join(map(str, values[-3:]))
     detail = (
-        f"the number {name!r} is another one at each call (now {last}), and each would need "
+        f"the number {name!r} differs at each call (now {last}), and each value would need "
         f"{needs} of its own. Pass it as a tensor{advice}"
     )
     return Why(Reason.VARYING_NUMBER, detail)

@@ -1,4 +1,4 @@
-"""A number that is another one at each call is counted by name, and refused by strict."""
+"""A number that differs at each call is counted by name, and refused by strict."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_the_number_is_named(name: str, warmups: int, device: str) -> None:
         assert counters.plain == {Reason.WARMING: 8, Reason.VARYING_NUMBER: 12}
         detail = counters.details[Reason.VARYING_NUMBER]
         last = "8, 9, 10" if name == "torch.compile" else "7, 8, 9"  # those that were traced
-        assert f"'step' is another one at each call (now {last})" in detail
+        assert f"'step' differs at each call (now {last})" in detail
         plain = 0 if name == "torch.compile" else 8  # a trace costs more than a capture
         for _ in range(plain + warmups + 3):  # one that repeats is captured
             for step in (30, 31):
