@@ -84,7 +84,8 @@ class Registry:
     @property
     def counters(self) -> Counters:
         """The sum of what all calls did: of graphs, of wrappers, and of calls with neither."""
-        counters = [owner.counters for owner in (*self.graphs, *self.wrappers)]
+        counters = [graph.counters for graph in self.graphs]
+        counters += [wrapper.counters for wrapper in self.wrappers]
         return sum(counters, self._ledger.counters)
 
     @checked
