@@ -11,6 +11,7 @@ from entry_support import assert_same
 from torch import nn
 
 from cgcompile.errors import RecompileError, TraceError
+from cgcompile.tracing import trace_cache
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
