@@ -152,7 +152,7 @@ def test_all_names_exist_in_a_tested_torch() -> None:
     if torch.version.cuda is None:
         unexpected = [name for name in unexpected if not name.endswith(others)]
     assert unexpected == []
-    assert (missing == [] or torch.version.cuda is None)
+    assert missing == [] or torch.version.cuda is None
 
 
 def test_an_untested_torch_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
