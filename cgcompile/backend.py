@@ -1,14 +1,16 @@
-"""The backend: what happens to one graph that Dynamo traced, on one page.
+"""The torch backend: how one graph that Dynamo traced is compiled, on one page.
 
-``torch.compile(model, backend="cgcompile")`` finds :data:`backend` through the entry point group
-``torch_dynamo_backends``; ``torch.compile(model, backend=cgcompile.Backend(config))`` is the typed
-door. Both are one thing: the named door keeps a :class:`Backend` for each set of settings, because
-torch resolves a name to one object per process.
+Pass a :class:`Backend` object for typed settings, ``torch.compile(model,
+backend=cgcompile.Backend(config))``, or the name ``"cgcompile"``, which the entry point group
+``torch_dynamo_backends`` resolves to :data:`backend`: one :class:`Backend` for each distinct set of
+settings. Both compile a graph by :meth:`Backend.compile_graph`: split, check the sizes, compile the
+pieces, check again, build the :class:`~cgcompile.runtime.compiled_graph.CompiledGraph`. What was
+compiled is registered in :class:`~cgcompile.registry.Registry`, which ``Backend`` extends.
 """
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,20 +21,14 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, UnmetOps
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
-from cgcompile.context import current_forward_context
-from cgcompile.errors import ConfigError, DispatchError
-from cgcompile.graphs.capture import releasing, without_garbage_collection
-from cgcompile.graphs.capture_all import BulkCapture, capture_all
-from cgcompile.graphs.cuda import wait_for_inputs
-from cgcompile.graphs.timeline import Timeline
-from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.errors import ConfigError
+from cgcompile.graphs.capture import without_garbage_collection
 from cgcompile.passes import check_disabled
 from cgcompile.pieces.cache import PieceCache, trace_code, trace_split
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches
 from cgcompile.pieces.stitch import check_sizes, split_as_set
-from cgcompile.reasons import Counters, Ledger, Reason, Why
+from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
-from cgcompile.settings import checked
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +49,7 @@ class _OfInstances:
         return partial(self._function, instance)
 
 
-class Backend:
+class Backend(Registry):
     """A backend with fixed settings, and the user's handle over what it compiled.
 
     ``torch.compile(model, backend=cgcompile.Backend(config))``.
@@ -63,7 +59,8 @@ class Backend:
         **settings: single settings; they beat ``config``.
 
     Attributes:
-        wrappers: those that were adopted and still live.
+        config: the settings.
+        wrappers: the live wrappers of untraced models.
 
     Raises:
         ConfigError: unknown, malformed or impossible settings.
@@ -74,154 +71,37 @@ class Backend:
     ) -> None:
         if traced or isinstance(config, fx.GraphModule):  # torch.compile(backend=Backend)
             raise ConfigError.backend_class()
-        self.config = CompilationConfig.resolve(config, arguments=settings)
-        theirs = (*self.config.graph_passes, *self.config.piece_passes)
-        check_disabled(self.config.disabled_passes, theirs)
+        super().__init__(CompilationConfig.resolve(config, arguments=settings))
+        check_disabled(
+            self.config.disabled_passes, (*self.config.graph_passes, *self.config.piece_passes)
+        )
+        compat.warn_of_untested_torch()
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
-        self._graphs: list[weakref.ref[CompiledGraph]] = []
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()  # of Dynamo's traces
-        self._capture_closed, self._compiled = False, 0  # how often torch.compile called
-        self._forget: weakref.WeakSet[Any] = weakref.WeakSet()  # traces of compile()
         self._pieces = PieceCache(self.config)
         self._unmet: UnmetOps | None = None
-        self._ledger = _ledger()  # of calls that reach no graph
-        self.wrappers: weakref.WeakSet[CUDAGraphWrapper] = weakref.WeakSet()
-
-    def remember(self, traces: Any) -> None:
-        """Let :meth:`invalidate` clear the traces of a compiled model as well."""
-        self._forget.add(traces)
-
-    def adopt(self, wrapper: CUDAGraphWrapper) -> None:
-        """Count, capture and release with this handle what a wrapper captures as well.
-
-        That of a model of :func:`cgcompile.compile` that is not traced. Held weakly.
-        """
-        wrapper.closed = self._capture_closed
-        self.wrappers.add(wrapper)
 
     def anticipate(self, model: Any) -> None:
-        """Start what compiling a model will need and what takes a while; waits for nothing.
-
-        Processes that compile kernels for a GPU, so that they are there when the model has been
-        traced. Inductor starts them in any case, where it loads compiled kernels from disk as well.
+        """Start the processes that compile kernels for a GPU model; does not wait for them.
 
         Args:
-            model: what will be traced: a module, or a method of one.
+            model: a module that will be traced, or a method of one.
         """
         config, owner = self.config, getattr(model, "__self__", model)
         if config.mode is CompilationMode.PIECEWISE and config.compiler != "inductor":
             return
-        own = isinstance(owner, torch.nn.Module) and (*owner.parameters(), *owner.buffers())
-        if any(each.is_cuda for each in own or ()):
+        if not isinstance(owner, torch.nn.Module):
+            return
+        if any(tensor.is_cuda for tensor in (*owner.parameters(), *owner.buffers())):
             try:
                 compat.start_compile_workers()
-            except (OSError, RuntimeError) as error:  # no process, no thread: told again later
+            except (OSError, RuntimeError) as error:  # Inductor starts them, and raises, later
                 log.info("no compile workers yet: %s", error)
-
-    @property
-    def num_compilations(self) -> int:
-        """How many graphs were compiled so far; those that are gone count as well."""
-        return self._compiled
-
-    @property
-    def graphs(self) -> tuple[CompiledGraph, ...]:
-        """The compiled graphs that still live, in the order they were made.
-
-        Dynamo owns them: ``torch._dynamo.reset()`` frees them, and so does the death of the code.
-        """
-        found = (reference() for reference in self._graphs)
-        return tuple(graph for graph in found if graph is not None)
-
-    @property
-    def counters(self) -> Counters:
-        """What all calls of these graphs did, of wrappers, and without either, in one sum."""
-        found = [each.counters for each in self.graphs]
-        return sum(found + [each.counters for each in self.wrappers], self._ledger.counters)
-
-    @checked
-    def capture(
-        self,
-        step: Callable[[Any], Any],
-        batches: Iterable[Any],
-        *,
-        size: Callable[[Any], int] | None = None,
-    ) -> BulkCapture:
-        """Warm and capture all batches of a model, the largest first.
-
-        Args:
-            step: ``step(batch)`` prepares inputs afresh and calls the compiled model once, in a
-                forward context or without one. It is called for each batch at least twice.
-            batches: numbers of tokens, batch descriptors, or whatever ``step`` takes.
-            size: what is larger; left out: the number itself, or its ``num_tokens``.
-
-        Returns:
-            Which batches have graphs now, and why the others have none.
-
-        Raises:
-            DispatchError: with ``strict``, a batch has no graph.
-            BaseException: what ``step`` raised.
-        """
-        return capture_all(
-            step,
-            batches,
-            self,
-            size=size,
-            settled=lambda: self.num_compilations,
-            warmups=self.config.num_warmups,
-            strict=self.config.strict,
-        )
-
-    @checked
-    def invalidate(self, reason: str) -> None:
-        """Drop all graphs because something that they hold is not so any more.
-
-        Steps warm up and capture again, unless capture is closed.
-
-        Args:
-            reason: what has changed; for the log.
-        """
-        for graph in self.graphs:
-            graph.invalidate(reason)
-        for wrapper in tuple(self.wrappers):
-            wrapper.clear_graphs()
-        for forget in tuple(self._forget):
-            forget.clear()
-
-    def close_capture(self) -> None:
-        """Capture nothing any more, in any thread, what is compiled later included.
-
-        What has no graph runs plain, counted; with ``strict`` it raises.
-        """
-        self._capture_closed = True
-        for graph in self.graphs:
-            graph.close_capture()
-        for wrapper in tuple(self.wrappers):
-            wrapper.closed = True
-
-    def release(self) -> None:
-        """Free all CUDA graphs and their memory; capture is open again.
-
-        Results that a replay returned under a forward context lie in that memory: drop them first.
-        Graphs of models that are gone are freed as well, or by the next capture. Waits for captures
-        of other threads to end.
-
-        Raises:
-            CaptureError: called inside of a step or of a capture.
-        """
-        self._capture_closed = False
-        for graph in self.graphs:
-            graph.release()
-        for wrapper in tuple(self.wrappers):
-            wrapper.clear_all_graphs()
-            wrapper.closed = False
-        with releasing():  # graphs of models that are gone as well
-            pass
 
     @_OfInstances
     def reset(self) -> None:
         """Forget what was compiled; ``torch._dynamo.reset()`` calls it."""
-        self._graphs.clear()
-        self._ledger = _ledger()
+        self._forget()
         for shape_env in tuple(self._shape_envs):
             compat.drop_fakes(shape_env)
         self._shape_envs.clear()
@@ -257,51 +137,16 @@ class Backend:
         with without_garbage_collection():
             return self.compile_graph(gm, example_inputs)
 
-    def recompile_limit_reached(
-        self, detail: str, mode: str | None = None, options: Mapping[str, Any] | None = None
-    ) -> None:
-        """Count that Dynamo compiles a function no more; it calls this before the call runs eager.
-
-        Raises:
-            DispatchError: ``strict``.
-        """
-        if self.config.strict:
-            raise DispatchError.strict(
-                what="the model", reason=Reason.RECOMPILE_LIMIT.value, detail=detail
-            )
-        log.warning("%s. Let what varies be a tensor, or raise the limit", detail)
-        self._ledger.degraded(Why(Reason.RECOMPILE_LIMIT, detail))
-
-    def run_plain(self, name: str, why: Why, function: Callable[[], Any]) -> Any:
-        """Run a call that no graph of this handle serves, and count it.
-
-        Raises:
-            DispatchError: ``strict``.
-            BaseException: what the function raised.
-        """
-        context = current_forward_context()
-        if context is not None and context.inputs_ready is not None:
-            wait_for_inputs(context.inputs_ready, None)
-        try:
-            if self.config.strict:
-                raise DispatchError.strict(what=name, reason=why.reason.value, detail=why.detail)
-            result = function()
-        except BaseException:
-            self._ledger.failed()
-            raise
-        self._ledger.plain(why)
-        return result
-
     def compile_graph(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: int = 0
     ) -> Callable[..., Any]:
-        """Compile one traced graph in the mode of the settings; :meth:`__call__` without doors.
+        """Compile one traced graph in the mode of the settings.
 
         Args:
             gm: a pre-grad graph of Dynamo.
             example_inputs: what it was traced with.
-            frozen: how many of the last inputs are the same objects, at the same addresses, in all
-                calls; nobody needs to look.
+            frozen: how many of the last inputs keep their identity and address in all calls, so
+                that no guard checks them.
         """
         config = self.config
         if config.cudagraph_mode is CUDAGraphMode.NONE:
@@ -309,21 +154,16 @@ class Backend:
                 return gm.forward
             if config.mode is not CompilationMode.PIECEWISE:
                 return compat.compile_whole(gm, example_inputs, inductor_patches(config))
-        self._compiled += 1
         unmet = self._look_for_declared(gm)
-        make = _compile_piecewise if config.mode is CompilationMode.PIECEWISE else _compile_unsplit
         with compat.new_sources() as sources:
-            graph = make(gm, config, self._pieces, frozen)
+            graph = _build(gm, config, self._pieces, frozen)
         compat.drop_sources_with(graph, sources)
         trace_code(graph.source, graph.artifacts, graph.compilation)
         if unmet is not None:
             for piece in graph.split.pieces:  # passes may have put the op in
                 unmet.look(piece.module)
             graph.before_capture = unmet.tell
-        if self._capture_closed:
-            graph.close_capture()
-        self._graphs = [each for each in self._graphs if each() is not None]
-        self._graphs.append(weakref.ref(graph))
+        self._register(graph)
         return graph
 
     def _look_for_declared(self, gm: fx.GraphModule) -> UnmetOps | None:
@@ -335,48 +175,36 @@ class Backend:
         return self._unmet
 
 
-def _ledger() -> Ledger:
-    timeline = Timeline()
-    return Ledger(timeline.plain, timeline.refused)
-
-
-def _compile_unsplit(
+def _build(
     gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache, frozen: int
 ) -> CompiledGraph:
-    """Compile a whole graph for FULL graphs, if the boundaries that it holds allow them."""
-    split, nothing = split_as_set(gm, config)
-    trace_split(split)
-    compiled = config.mode is not CompilationMode.NONE
-    whole = replace(
-        config, mode=CompilationMode.PIECEWISE, compiler="inductor" if compiled else "eager"
-    )
-    runnables, compilation = compile_pieces(split, whole, cache)
-    return CompiledGraph(split, runnables, nothing, whole, compilation, frozen=frozen)
+    """Split a graph, check the sizes, compile the pieces, check again, build the compiled graph.
 
-
-def _compile_piecewise(
-    gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache, frozen: int
-) -> CompiledGraph:
-    """Split, check, compile, stitch."""
-    compat.make_floats_constant(gm)
+    In modes other than PIECEWISE the graph is one piece, for FULL graphs where its ops allow them.
+    """
+    if config.mode is CompilationMode.PIECEWISE:
+        compat.make_floats_constant(gm)
     split, boundaries = split_as_set(gm, config)
     log.info("split graph:\n%s", split)
     trace_split(split)
     check_sizes(split, config)
+    if config.mode is not CompilationMode.PIECEWISE:
+        compiler = "eager" if config.mode is CompilationMode.NONE else "inductor"
+        config = replace(config, mode=CompilationMode.PIECEWISE, compiler=compiler)
     runnables, compilation = compile_pieces(split, config, cache)
     check_sizes(split, config)  # a compiler may add guards of its own
     return CompiledGraph(split, runnables, boundaries, config, compilation, frozen=frozen)
 
 
 class NamedBackend:
-    """What the name ``"cgcompile"`` stands for: one :class:`Backend` for each set of settings."""
+    """The named entry point ``"cgcompile"``: one :class:`Backend` for each set of settings."""
 
     def __init__(self) -> None:
         self.__name__ = "cgcompile"
         self._handles: list[Backend] = []
 
     def handle(self, mode: str | None, options: Mapping[str, Any] | None) -> Backend:
-        """The backend that serves ``torch.compile(mode=mode, options=options)``."""
+        """Return the backend of ``torch.compile(mode=mode, options=options)``."""
         config = CompilationConfig.resolve(options=options, torch_mode=mode)
         if mode is not None and config.compiler == "inductor":
             tuned = {**compat.inductor_mode_options(mode), **dict(config.inductor_options)}
@@ -406,7 +234,7 @@ class NamedBackend:
     def recompile_limit_reached(
         self, detail: str, mode: str | None, options: Mapping[str, Any] | None
     ) -> None:
-        """As of the :class:`Backend` that has the settings of this ``torch.compile`` call."""
+        """Forward to the :class:`Backend` with the settings of this ``torch.compile`` call."""
         self.handle(mode, options).recompile_limit_reached(detail)
 
 
@@ -414,7 +242,7 @@ backend = NamedBackend()
 
 
 def handle_of(model: Any) -> Backend | None:
-    """The handle of a model that was compiled here, through whatever door; None of any other."""
+    """Return the ``Backend`` of a model compiled by cgcompile, else None."""
     own = getattr(model, "backend", None)
     if isinstance(own, Backend):
         return own
@@ -425,19 +253,19 @@ def handle_of(model: Any) -> Backend | None:
 
 
 def runtime(compiled: Any) -> Backend:
-    """The handle of a module that ``torch.compile`` returned, for either door.
+    """Return the handle of a module that ``torch.compile`` returned, for either entry point.
 
     With ``backend="cgcompile"`` all modules of equal settings share one handle, so right after a
-    module's first call its graphs are the last ones. Models of one ``Backend`` each stay apart.
+    module's first call its graphs are the last ones.
 
     Raises:
         ConfigError: no module, or not compiled with this backend. Of a function keep the object of
             ``backend=cgcompile.Backend(...)``; ``cgcompile.compile`` gives ``model.backend``.
     """
-    found, mode, options = compat.backend_of(compiled)
-    if isinstance(found, Backend):
-        return found
-    if isinstance(found, NamedBackend):
-        return found.handle(mode, options)
+    torch_backend, mode, options = compat.backend_of(compiled)
+    if isinstance(torch_backend, Backend):
+        return torch_backend
+    if isinstance(torch_backend, NamedBackend):
+        return torch_backend.handle(mode, options)
     known = isinstance(getattr(compiled, "backend", None), Backend)
     raise ConfigError.not_compiled_here(found=type(compiled).__name__, knows_handle=known)

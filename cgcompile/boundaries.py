@@ -1,9 +1,9 @@
-"""What is a splitting op: one registry for the FX split, breakable capture and audits.
+"""Splitting ops: one registry for the FX split, breakable capture and audits.
 
 A *splitting op* ends a piece and runs outside of piecewise CUDA graphs, because its work depends on
 the step (attention metadata, host values). :class:`Boundaries` is an immutable value made from the
-built-in list and the user's ``splitting_ops``; it answers :meth:`~Boundaries.match` for a node of
-an FX graph and :meth:`~Boundaries.match_call` for a function or op that runs.
+built-in list and the user's ``splitting_ops``. :meth:`~Boundaries.match` is for a node of an FX
+graph, :meth:`~Boundaries.match_call` for a function or op that runs.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.errors import BoundaryError
 from cgcompile.modes import AttentionCGSupport
-from cgcompile.settings import checked, checked_but, is_flag, items_of, require, require_kind
+from cgcompile.settings import checked, checked_but, is_flag, items_of, require, require_fields
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ REGION_MARK = {"cgcompile": "eager"}
 
 
 def target_name(target: Any) -> str:
-    """The name of an op, function or method as messages and snapshots show it."""
+    """Return the name of an op, function or method for messages and snapshots."""
     if isinstance(target, str):
         return target
     if compat.is_op(target):
@@ -81,8 +81,7 @@ class SplittingOp:
     def __post_init__(self) -> None:
         if (self.target is None) == (self.predicate is None):
             raise BoundaryError.target_or_predicate()
-        require_kind("name", "SplittingOp", self.name, str)
-        require_kind("compiled", "SplittingOp", self.compiled, bool)
+        require_fields(self, but=("target", "predicate", "support", "impl"))
         if not self.name:
             shown = self.predicate or _checked_target(self.target)
             object.__setattr__(self, "name", target_name(shown))
@@ -128,7 +127,7 @@ BUILTIN_SPLITTING_OPS: tuple[SplittingOp, ...] = (
 
 
 def _called_name(op: SplittingOp) -> str | None:
-    """Return the ``aten::op`` that an entry stands for, the same for all spellings of it."""
+    """Return the ``aten::op`` of an entry, the same for all spellings of it."""
     if op.predicate is not None:
         return None
     if isinstance(op.target, str):
@@ -159,7 +158,7 @@ class _Table:
         self.predicates: list[SplittingOp] = []
 
     def add(self, op: SplittingOp) -> None:
-        """File an entry whose target is resolved."""
+        """Add an entry whose target is resolved."""
         if op.predicate is not None:
             self.predicates.append(op)
         elif isinstance(op.target, str) and "*" in op.target:
@@ -171,14 +170,14 @@ class _Table:
         else:
             self._claim(self.functions, op.target, op)
         name = _called_name(op)
-        if name is not None:  # the name of one overload is never asked for
+        if name is not None:  # the name of one overload is never looked up
             by_name = isinstance(op.target, str) or compat.is_op(op.target)
             (self.packets if by_name else self.called).setdefault(name, op)
 
     def match_name(self, name: str, of_op: bool) -> SplittingOp | None:
         """Return the entry of an ``aten::op`` that a function, a method or the op itself calls."""
-        found = self.called.get(name)
-        return found if found or of_op else self.packets.get(name) or self._match_pattern(name)
+        entry = self.called.get(name)
+        return entry if entry or of_op else self.packets.get(name) or self._match_pattern(name)
 
     @staticmethod
     def _claim(table: dict[Any, SplittingOp], key: Any, op: SplittingOp) -> None:
@@ -192,12 +191,12 @@ class _Table:
 
     def match_call(self, function: Any) -> SplittingOp | None:
         for name in compat.op_names(function):
-            found = self.names.get(name) or self._match_pattern(name)
-            if found is not None:
-                return found
+            entry = self.names.get(name) or self._match_pattern(name)
+            if entry is not None:
+                return entry
         try:
             return self.functions.get(function)
-        except TypeError:  # an unhashable callable is in no table
+        except TypeError:  # an unhashable callable has no entry
             return None
 
     def _match_pattern(self, name: str) -> SplittingOp | None:
@@ -236,18 +235,18 @@ class Boundaries:
 
     @checked_but("entries")
     def __init__(self, entries: Iterable[Any] = (), *, builtin: bool = True) -> None:
-        mine, given = _Table(), _Table()
+        user, builtins = _Table(), _Table()
         several = isinstance(entries, Iterable) and not isinstance(entries, str)
         several = several and not isinstance(entries, torch.Tensor)
         for entry in entries if several else items_of(entries):
-            mine.add(
+            user.add(
                 _resolved_entry(entry if isinstance(entry, SplittingOp) else SplittingOp(entry))
             )
         for op in BUILTIN_SPLITTING_OPS if builtin else ():
-            given.add(op)  # by name, resolved or not: its package may not be installed
-        self._tables = (mine, given)
-        self.declared = tuple(op.name for op in mine)
-        named = (*mine.names.values(), *mine.functions.values())
+            builtins.add(op)  # not resolved: its package may not be installed
+        self._tables = (user, builtins)
+        self.declared = tuple(op.name for op in user)
+        named = (*user.names.values(), *user.functions.values())
         self.named = {op.name: _called_name(op) or op.name for op in named}
 
     def __iter__(self) -> Iterator[SplittingOp]:
@@ -255,7 +254,7 @@ class Boundaries:
             yield from table
 
     def uuid(self) -> str:
-        """Equal for registries that split every graph in the same way, as far as names can tell."""
+        """Return a text that is equal for registries with the same entries by name."""
         rows = [
             (op.name, target_name(op.target or op.predicate), int(op.support), op.compiled)
             for op in self
@@ -264,41 +263,41 @@ class Boundaries:
 
     @checked
     def match(self, node: fx.Node) -> SplittingOp | None:
-        """The entry that makes ``node`` a boundary, or None."""
-        found = None
+        """Return the entry that makes ``node`` a boundary, or None."""
+        entry = None
         on_numbers = not isinstance(node.meta.get("example_value"), torch.Tensor)
         if node.op == "call_function" and not (
             on_numbers and compat.is_python_operator(node.target)
         ):
-            found = self.match_call(node.target, _calls_in_place(node))
+            entry = self.match_call(node.target, _calls_in_place(node))
         elif node.op == "call_method":
-            found = self._match_name(compat.aten_name(node.target), of_op=False)
-        if found is not None:
-            return found
+            entry = self._match_name(compat.aten_name(node.target), of_op=False)
+        if entry is not None:
+            return entry
         matches = (table.match_predicate(node) for table in self._tables)
         return next((op for op in matches if op is not None), None)
 
     def _match_name(self, name: str | None, of_op: bool) -> SplittingOp | None:
-        found = (table.match_name(name, of_op) for table in self._tables if name is not None)
-        return next((op for op in found if op is not None), None)
+        matches = (table.match_name(name, of_op) for table in self._tables if name is not None)
+        return next((op for op in matches if op is not None), None)
 
     def match_call(self, function: Any, in_place: bool = False) -> SplittingOp | None:
-        """The entry of a function or op that is about to run, or None. Predicates do not apply.
+        """Return the entry of a function or op that is about to run, or None, without predicates.
 
         Args:
             function: the function or op.
-            in_place: whether it is told to write its argument, as ``relu(x, inplace=True)`` is.
+            in_place: whether the call writes its argument, as ``relu(x, inplace=True)`` does.
         """
         require(is_flag(in_place), "in_place", "match_call", in_place, "bool")
         name = _aten_name(function)
         name = f"{name}_" if in_place and name is not None else name
         of_op = compat.is_op(function)
         for table in self._tables:
-            found = table.match_call(function)
-            if found is None and name is not None:
-                found = table.match_name(name, of_op)
-            if found is not None:
-                return found
+            entry = table.match_call(function)
+            if entry is None and name is not None:
+                entry = table.match_name(name, of_op)
+            if entry is not None:
+                return entry
         unsafe = torch.Tag.cudagraph_unsafe
         if any(unsafe in overload.tags for overload in compat.op_overloads(function)):
             return SplittingOp(function, name=f"{target_name(function)} (tag cudagraph_unsafe)")
@@ -313,49 +312,43 @@ def _aten_name(function: Any) -> str | None:
 
 
 def _calls_in_place(node: fx.Node) -> bool:
-    """Whether a function such as ``F.relu(x, inplace=True)`` is called in place."""
+    """Return whether a function such as ``F.relu(x, inplace=True)`` is called in place."""
     if node.kwargs.get("inplace", False) is True:
         return True
-    if _aten_name(node.target) is None or not any(each is True for each in node.args):
+    if _aten_name(node.target) is None or not any(arg is True for arg in node.args):
         return False
     names = compat.parameter_names(node.target) or ()
     return any(
-        name == "inplace" and each is True for name, each in zip(names, node.args, strict=False)
+        name == "inplace" and arg is True for name, arg in zip(names, node.args, strict=False)
     )
 
 
 class UnmetOps:
-    """Which declared splitting ops no graph of one backend has, to be told once.
-
-    Patterns and predicates may fit nothing.
-
-    Args:
-        boundaries: the registry of the backend.
-    """
+    """The declared splitting ops that no graph of a backend has; no patterns or predicates."""
 
     def __init__(self, boundaries: Boundaries) -> None:
         self._boundaries = boundaries
         self._unmet = dict(boundaries.named)
         self._seen: set[str] = set()
-        self._told = False
+        self._warned = False
 
     def look(self, module: torch.nn.Module) -> None:
-        """Look for the ops in a graph and in the bodies of its ops."""
+        """Remove the ops of a graph, and of graphs inside of its ops."""
         for inner in module.modules() if self._unmet else ():
             for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
                 if node.op not in ("call_function", "call_method"):
                     continue
-                found = self._boundaries.match(node)
-                if found is not None and found.name in self._unmet:
-                    op = self._unmet[found.name]
+                entry = self._boundaries.match(node)
+                if entry is not None and entry.name in self._unmet:
+                    op = self._unmet[entry.name]
                     self._unmet = {name: of for name, of in self._unmet.items() if of != op}
                 self._seen.add(_aten_name(node.target) or target_name(node.target))
 
     def tell(self) -> None:
-        """Warn of those that were in no graph so far; call it when the first graph is captured."""
-        if self._told:
+        """Warn once of those in no graph so far; called when the first graph is captured."""
+        if self._warned:
             return
-        self._told = True
+        self._warned = True
         for name in sorted(self._unmet):
             close = difflib.get_close_matches(name, sorted(self._seen), n=3, cutoff=0.5)
             log.warning(
@@ -367,7 +360,7 @@ class UnmetOps:
 
 
 def _resolved_entry(op: SplittingOp) -> SplittingOp:
-    """The entry with what its target means in place of how the user spelled it."""
+    """Return the entry with its target resolved."""
     if op.predicate is not None:
         return op
     target = _checked_target(op.target)
@@ -379,7 +372,7 @@ def _resolved_entry(op: SplittingOp) -> SplittingOp:
 
 
 def _resolved(name: str) -> Any:
-    """A registry key or a function for what the user wrote; raises if nothing has that name."""
+    """Return the registry key or the function of a name; raises if nothing has that name."""
     ops = compat.all_op_names()
     packets = {op.split(".")[0] for op in ops}
     higher = {f"higher_order::{op}" for op in compat.higher_order_ops()}
@@ -402,12 +395,12 @@ def _resolved(name: str) -> Any:
 
 
 def _imported(path: str) -> Any:
-    """The callable at a dotted path, or None."""
+    """Return the callable at a dotted path, or None."""
     module, _, attribute = path.rpartition(".")
     if not module:
         return None
     try:
-        found = getattr(importlib.import_module(module), attribute, None)
+        function = getattr(importlib.import_module(module), attribute, None)
     except ImportError:
         return None
-    return _checked_target(found) if callable(found) else None
+    return _checked_target(function) if callable(function) else None

@@ -1,8 +1,8 @@
 """``cgcompile.compile(model)``: all compilation modes behind one call, traced once.
 
-``torch.compile(model, backend="cgcompile")`` leaves it to Dynamo when to trace and what to check at
-each call. Here the trace is our own: it runs nothing, so that the first call may be of any size; it
-marks the dimensions that vary; and what is checked at each call can be chosen.
+With ``torch.compile(model, backend="cgcompile")`` Dynamo decides when to trace and what to check at
+each call. Here a trace runs nothing, so that the first call may have any size; it marks the dynamic
+dimensions; and a user chooses what is checked at each call.
 """
 
 import functools
@@ -38,9 +38,9 @@ def compile(
 ) -> Any:
     """Compile a module, a bound method or a function; also as a decorator.
 
-    A call that no trace serves is traced: Dynamo makes one graph of it, whole, and nothing runs
-    while it does. The mode of the settings says what becomes of the graph: PIECEWISE splits it,
-    STOCK_TORCH_COMPILE and DYNAMO_TRACE_ONCE compile it whole, NONE traces nothing.
+    A call that no trace serves is traced: Dynamo makes one graph of it without running it. The mode
+    of the settings determines how the graph is compiled: PIECEWISE splits it, STOCK_TORCH_COMPILE
+    and DYNAMO_TRACE_ONCE compile it whole, NONE traces nothing.
 
     Args:
         model: what to compile; left out: returns a decorator.
@@ -50,7 +50,7 @@ def compile(
         dynamic_dims: which dimensions vary, by the name of the parameter: ``{"x": 0}``,
             ``{"x": (0, 1)}``, or with names, ``{"x": {0: "tokens"}, "y": {0: "tokens"}}``;
             dimensions of one name have one size in each call. Of a tuple, list or dict, those of
-            each tensor in it. ``Annotated[Tensor, cgcompile.DynamicDim(0)]`` on the parameter says
+            each tensor in it. ``Annotated[Tensor, cgcompile.DynamicDim(0)]`` on the parameter does
             the same. All other sizes are constants of a trace.
         guards: what is checked at each call. ``"keep"`` (the default, but for DYNAMO_TRACE_ONCE):
             all that Dynamo assumed. ``"shape"``: the arguments (number, types, dtypes, devices,
@@ -95,18 +95,8 @@ def compile(
 
 
 def check_compilable(model: Any, function: str) -> None:
-    """Refuse what is none of the things that can be compiled.
-
-    Args:
-        model: what a user gave.
-        function: the one that was called.
-
-    Raises:
-        ConfigError: a class, None or another object.
-    """
-    if isinstance(model, type) or not isinstance(
-        model, (torch.nn.Module, types.FunctionType, types.MethodType)
-    ):
+    """Raise ConfigError if ``model`` is not a module, a bound method or a function."""
+    if not isinstance(model, (torch.nn.Module, types.FunctionType, types.MethodType)):
         found = f"the class {model.__name__}" if isinstance(model, type) else repr(model)
         raise ConfigError.not_compilable(found=found, function=function)
 
@@ -139,10 +129,10 @@ class CompiledModel(Transparent):
         runnable: the model.
         backend: compiles the graphs.
         dynamic_dims: see :func:`compile`.
-        rules: how calls are traced and told apart.
+        rules: how calls are traced, and what is checked at each call.
 
     Attributes:
-        runnable: the model as it was given.
+        runnable: the original model.
         backend: the handle over what was compiled: counters, capture, verify, release.
     """
 
@@ -160,7 +150,7 @@ class CompiledModel(Transparent):
         if self._call is None:
             plain = backend.run_plain
             self._traces = Traces(runnable, self._compile, dynamic_dims, rules, plain)
-            self._call = self._traces.__call__  # a method costs less to call than an object
+            self._call = self._traces.__call__  # calling a method is faster than an object
             backend.remember(self._traces)
             backend.anticipate(runnable)
         elif dynamic_dims or rules != Rules():
@@ -169,7 +159,7 @@ class CompiledModel(Transparent):
                 because="mode NONE and splitting='breakable' trace nothing",
                 instead="Leave them out, or use mode PIECEWISE with splitting='fx'.",
             )
-        self._given = (dict(dynamic_dims or {}), rules)
+        self._compile_arguments = (dict(dynamic_dims or {}), rules)
         if self.wrapper is not None:
             backend.adopt(self.wrapper)
 
@@ -184,12 +174,12 @@ class CompiledModel(Transparent):
             BaseException: what the model raises.
         """
         if is_dynamo_compiling():
-            return self.runnable(*args, **kwargs)  # part of what somebody else compiles
+            return self.runnable(*args, **kwargs)  # a part of another compiled model
         traces = self._traces
         if traces is not None:
-            way = traces.turn.short
-            if way is not None:
-                result = way(args, kwargs)
+            fast_path = traces.turn.short
+            if fast_path is not None:
+                result = fast_path(args, kwargs)
                 if result is not ANOTHER:
                     return result
         return self._call(*args, **kwargs)  # type: ignore[misc]
@@ -198,8 +188,8 @@ class CompiledModel(Transparent):
         return self if instance is None else types.MethodType(self, instance)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, in another process too, is compiled anew.
-        dims, rules = self._given
+        # A copy, also in another process, is compiled again.
+        dims, rules = self._compile_arguments
         return {"runnable": self.runnable, "settings": (self.backend.config, dims, rules)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,32 +200,32 @@ class CompiledModel(Transparent):
         return f"CompiledModel({self.runnable!r})"
 
     def unwrap(self) -> Any:
-        """The model as it was given."""
+        """Return the original model."""
         return self.runnable
 
     @property
     def asked(self) -> tuple[dict[str, Any], Rules]:
-        """The dynamic dimensions, and how calls are told apart, as :func:`compile` was told."""
-        return self._given
+        """The dynamic dimensions and the rules, as passed to :func:`compile`."""
+        return self._compile_arguments
 
     @property
     def wrapper(self) -> CUDAGraphWrapper | None:
-        """What captures where nothing is traced: mode NONE, or breakable; else None."""
+        """The wrapper that captures without a trace (mode NONE, or breakable); else None."""
         return self._call if isinstance(self._call, CUDAGraphWrapper) else None
 
     @property
     def traces(self) -> tuple[Variant, ...]:
-        """What was traced, the one used last first."""
+        """The traces, the most recently used one first."""
         return () if self._traces is None else self._traces.made
 
     def freeze(self) -> None:
-        """Trace nothing any more: a call that would be traced again is an error from now on."""
+        """Forbid traces: a call that no trace serves is an error from now on."""
         if self._traces is not None:
             self._traces.is_closed = True
 
     @checked
     def invalidate(self, reason: str) -> None:
-        """Something changed that is not looked at: forget all traces and graphs.
+        """Drop all traces and graphs: something that no guard checks has changed.
 
         Args:
             reason: what has changed; for the log.
@@ -249,12 +239,12 @@ class CompiledModel(Transparent):
 
 
 def _untraced(model: Any, config: CompilationConfig) -> Callable[..., Any] | None:
-    """What to call where nothing is traced; None where it is."""
+    """Return what to call in a mode without traces; None in other modes."""
     assert config.cudagraph_mode is not None
     if config.splitting == "breakable":
         return BreakableCUDAGraphWrapper(model, config)
     if config.mode is not CompilationMode.NONE:
         return None
     full = config.cudagraph_mode.has_mode(CUDAGraphMode.FULL)
-    # It breaks nowhere in FULL graphs; it refuses the splitting ops that must not be in one.
+    # In mode FULL it has no breaks; it raises for splitting ops that must not be in a graph.
     return BreakableCUDAGraphWrapper(model, config, CUDAGraphMode.FULL) if full else model

@@ -1,8 +1,8 @@
-"""What a user can set: the frozen ``CompilationConfig``. Its two modes are in ``modes.py``.
+"""The settings: the frozen ``CompilationConfig``. Its two modes are in ``modes.py``.
 
 Module-level imports are the standard library, ``errors``, ``modes`` and ``settings`` only, so that
-the table can be read (and tested) without torch. The rule: settings are values, fixed at
-construction; results of a compilation live in the objects that made them, never here.
+the table can be read without torch. The rule: settings are values, fixed at construction; results
+of a compilation are never stored here.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from cgcompile.settings import (
     sizes_meant,
 )
 
-_IGNORED = {  # why a setting would be, and what to do
+_IGNORED = {  # why a setting would have no effect, and what to do
     PIECES: ("only mode PIECEWISE splits the graph and compiles pieces", "use mode PIECEWISE"),
     GRAPHS: ("nothing is captured", "set cudagraph_mode, for example to FULL"),
 }
@@ -153,8 +153,8 @@ class CompilationConfig:
     compile_sizes: tuple[int | str, ...] | None = setting(
         None,
         optional(parse_compile_sizes),
-        "Sizes of the batch dimension for which each piece is compiled once more, for that size "
-        "alone; the text 'cudagraph_capture_sizes' stands for all of that setting.",
+        "Sizes of the batch dimension for which each piece is compiled separately, for that "
+        "size alone; the text 'cudagraph_capture_sizes' stands for all of that setting.",
         needs=PIECES,
     )
     compile_ranges_endpoints: tuple[int, ...] | None = setting(
@@ -167,7 +167,7 @@ class CompilationConfig:
     capture_dim: str | None = setting(
         None,
         optional(parse_text),
-        "Which input dimension the sizes speak of, such as 'x.size()[0]'; needed if several vary.",
+        "Which input dimension the sizes are of, such as 'x.size()[0]'; needed if several vary.",
         needs=PIECES,
     )
     dump_passes: str | None = setting(
@@ -199,10 +199,9 @@ class CompilationConfig:
     on_input_change: str = setting(
         "raise",
         one_of("raise", "copy", "recapture", "eager"),
-        "Under a forward context, where an input of a graph lies elsewhere, or a number in it is "
-        "another one, than at capture: 'raise', 'recapture' (bounded by max_captured_shapes) or "
-        "run 'eager'. 'copy': inputs that are only read may lie anywhere, they are copied; a "
-        "compiled model alone can do that.",
+        "Under a forward context, if the address of an input or a number differs from capture: "
+        "'raise', 'recapture' (bounded by max_captured_shapes) or run 'eager'. 'copy': inputs that "
+        "are only read are copied, from any address; compiled models only.",
         needs=GRAPHS,
     )
     poison: bool = setting(
@@ -226,18 +225,18 @@ class CompilationConfig:
     max_captured_shapes: int = setting(
         64,
         parse_count(0),
-        "How many shapes are captured without a forward context, per graph and set of weights.",
+        "How many shapes are captured without a forward context, per graph and weight set.",
         needs=GRAPHS,
     )
     max_bindings: int = setting(
         128,
         parse_count(1),
-        "For how many sets of weights and written inputs one compiled graph keeps CUDA graphs.",
+        "Maximum number of weight sets (and mutated inputs) for which one graph is captured.",
         needs=GRAPHS,
     )
 
-    # Origin and value by setting, which ``dataclasses.replace`` hands on. No field: where settings
-    # come from makes no two configurations different.
+    # Origin and value by setting, which ``dataclasses.replace`` passes on. Not a field: it has no
+    # part in equality and hashing.
     _origins: InitVar[_Origins | None] = None
 
     def __new__(cls, *args: Any, **settings: Any) -> "CompilationConfig":
@@ -283,15 +282,12 @@ class CompilationConfig:
         """Where each setting comes from.
 
         ``argument``, ``options`` or ``mode`` of ``torch.compile``, ``environment``, ``default``.
-        What ``dataclasses.replace`` does not change keeps its origin.
+        ``dataclasses.replace`` keeps the origin of unchanged settings.
         """
         return {name: origin for name, (origin, _) in self.__dict__["_origins"].items()}
 
     def _drop(self, name: str) -> bool:
-        """Set a setting from the environment to its default if this mode would ignore it.
-
-        A variable is set for all models of a process; an argument or an option is for one.
-        """
+        """Reset a setting of the environment, which is for all models, if this mode ignores it."""
         spec = next(spec for spec in dataclasses.fields(self) if spec.name == name)
         if name == "cudagraph_mode":
             ignored = self._needs_a_split(self.cudagraph_mode)
@@ -345,7 +341,7 @@ class CompilationConfig:
         return self.compiler == "inductor" and self.mode is not CompilationMode.NONE
 
     def _ignores(self, spec: dataclasses.Field[Any]) -> bool:
-        """Whether the mode has no use for a setting."""
+        """Return whether a setting has no effect in the mode."""
         if self.mode is CompilationMode.PIECEWISE:
             return False
         needs = spec.metadata["needs"]
@@ -353,13 +349,13 @@ class CompilationConfig:
         return needs == PIECES or (needs == GRAPHS and not captures)
 
     def _needs_a_split(self, mode: CUDAGraphMode | None) -> bool:
-        """Whether a CUDA graph mode is impossible because the graph is not split."""
+        """Return whether a CUDA graph mode is impossible because the graph is not split."""
         split = self.mode is CompilationMode.PIECEWISE
         return mode is not None and mode.requires_piecewise_compilation() and not split
 
     @property
     def sizes_to_compile(self) -> tuple[int, ...]:
-        """The sizes that ``compile_sizes`` stands for, in order, each once."""
+        """The sizes of ``compile_sizes``, in order, each once."""
         pads = self.cudagraph_mode is not CUDAGraphMode.NONE
         return sizes_meant(self.compile_sizes or (), self.cudagraph_capture_sizes, pads=pads)
 
@@ -378,7 +374,7 @@ class CompilationConfig:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The names of all settings, in order."""
+        """Return the names of all settings, in order."""
         return tuple(spec.name for spec in dataclasses.fields(cls))
 
     @classmethod
@@ -390,12 +386,12 @@ class CompilationConfig:
         torch_mode: str | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> "CompilationConfig":
-        """One configuration from what several places say; the later of the arguments here wins.
+        """Return one configuration from several sources; the later of the arguments here wins.
 
         Args:
-            config: where to start from; environment and defaults if left out.
-            torch_mode: what ``torch.compile(mode=...)`` was given, such as ``"reduce-overhead"``.
-            options: what ``torch.compile(options=...)`` was given.
+            config: the settings to start from; environment and defaults if left out.
+            torch_mode: ``mode`` of ``torch.compile``, such as ``"reduce-overhead"``.
+            options: ``options`` of ``torch.compile``.
             arguments: settings given as keyword arguments.
         """
         if config is not None and not isinstance(config, cls):
@@ -414,11 +410,11 @@ class CompilationConfig:
                 )
         if torch_mode is not None and torch_mode not in TORCH_MODES:
             raise ConfigError.unknown_torch_mode(mode=torch_mode, known=tuple(TORCH_MODES))
-        given: dict[str, Any] = dict(TORCH_MODES[torch_mode or "default"])
+        changes: dict[str, Any] = dict(TORCH_MODES[torch_mode or "default"])
         for where, settings in (("options", options or {}), ("arguments", arguments or {})):
             for name, value in settings.items():
-                given[name] = cls._parse_setting(name, where, value)
-        resolved = dataclasses.replace(config, **given) if config is not None else cls(**given)
+                changes[name] = cls._parse_setting(name, where, value)
+        resolved = dataclasses.replace(config, **changes) if config is not None else cls(**changes)
         origins = resolved.origins | dict.fromkeys(TORCH_MODES[torch_mode or "default"], "mode")
         origins |= dict.fromkeys(options or {}, "options")
         resolved._keep_origins(origins | dict.fromkeys(arguments or {}, "argument"))

@@ -1,14 +1,13 @@
-"""The forward context: what one step is, told from outside the model.
+"""The forward context: the metadata of one step, set from outside of the model.
 
-Opaque ops, graph wrappers and eager segments read the context of *this* step here; traced code must
-not, because its value would be frozen into the graph. Without it every attention op would need the
-step's metadata as arguments. The rule a caller keeps: set the context around the call of the
-model, in the same thread and asyncio task.
+Opaque ops, graph wrappers and eager segments read the context of the current step here; traced code
+must not, because its value would be baked into the graph. Without it every attention op would need
+the metadata as arguments. The rule: set the context around the call of the model, in the same
+thread and asyncio task.
 
-Whether code is traced is asked of Dynamo: ``torch.compiler.is_compiling()`` is one flag of the
-process, and true in every thread while another one compiles.
-
-The context variable below and the permission to capture are the only ambient state of cgcompile.
+Dynamo's own flag tells whether code is traced: ``torch.compiler.is_compiling()`` is true in all
+threads while one compiles. The context variable below and the permission to capture are the only
+ambient state of cgcompile.
 """
 
 import difflib
@@ -33,10 +32,10 @@ _RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FUL
 
 
 class ForwardContext:
-    """What opaque ops, wrappers and eager segments may know of the current step.
+    """The metadata of the current step, for opaque ops, wrappers and eager segments.
 
     Attributes are those of :class:`set_forward_context`; ``additional`` holds its extra keywords,
-    and ``ran_plain`` why what was called in it ran without a graph, the last time that it did.
+    and ``ran_plain`` is the last fallback of a call in it.
     """
 
     __slots__ = (
@@ -88,22 +87,19 @@ class ForwardContext:
 
     @classmethod
     def synthetic(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor | None) -> "ForwardContext":
-        """The context of a step for which the caller has set none.
-
-        Only cgcompile sees it: an op that asks for the caller's context gets none, as in eager.
-        """
+        """Return the context of a step without one of the caller's; user code never gets it."""
         context = cls(cudagraph_runtime_mode=mode, batch_descriptor=descriptor)
         context.is_synthetic = True
         return context
 
 
-def _runtime_mode(named: Any) -> CUDAGraphMode:
-    """Return a runtime mode by its name, as settings take it."""
-    text = named.upper() if isinstance(named, str) else ""
+def _runtime_mode(value: Any) -> CUDAGraphMode:
+    """Return a runtime mode by its name, as in settings."""
+    text = value.upper() if isinstance(value, str) else ""
     for mode in _RUNTIME_MODES:
         if mode.name == text:
             return mode
-    raise ForwardContextError.runtime_mode(found=named)
+    raise ForwardContextError.runtime_mode(found=value)
 
 
 _PARAMETERS = (
@@ -116,7 +112,7 @@ _PARAMETERS = (
     "slot_mapping",
     "inputs_ready",
 )
-# Keywords of other engines and of our own settings, with the parameter that is meant.
+# Keywords of other engines and of our settings, with the parameter that they stand for.
 _MEANT = {
     "cudagraph_mode": "cudagraph_runtime_mode",
     "runtime_mode": "cudagraph_runtime_mode",
@@ -129,11 +125,7 @@ _MEANT = {
 
 @lru_cache(maxsize=256)
 def _refuse_near_misses(*names: str) -> None:
-    """Refuse additional keywords that stand for a parameter: they would be ignored.
-
-    Raises:
-        ForwardContextError: names the parameter.
-    """
+    """Raise for additional keywords that stand for a parameter: they would be ignored."""
     for name in names:
         near = difflib.get_close_matches(name, _PARAMETERS, n=1, cutoff=0.85)
         meant = _MEANT.get(name, near[0] if near else None)
@@ -143,42 +135,37 @@ def _refuse_near_misses(*names: str) -> None:
             raise ForwardContextError.near_miss(name=name, meant=meant)
 
 
-def _real_rows(found: Any, descriptor: BatchDescriptor | None) -> int:
-    """How many rows of a batch are real, as a Python number."""
-    most = None if descriptor is None else descriptor.num_tokens
-    rows = whole(found)
-    if rows is not None and rows >= 0 and (most is None or rows <= most):
+def _real_rows(value: Any, descriptor: BatchDescriptor | None) -> int:
+    """Return the number of real rows of a batch as an int."""
+    limit = None if descriptor is None else descriptor.num_tokens
+    rows = whole(value)
+    if rows is not None and rows >= 0 and (limit is None or rows <= limit):
         return rows
-    raise ForwardContextError.unpadded(found=found, most=most)
+    raise ForwardContextError.unpadded(found=value, most=limit)
 
 
 # (context, the same if a caller has set it, the thread and the task that set it, whether it was set
-# in an eager region). Who did matters: a task or thread that copied this context on creation would
-# otherwise see the step of its parent, long after that step has ended. In an eager region there is
-# no caller's context, so that no remembered step is replayed; no step pays for that.
+# in an eager region). Thread and task matter: a task or thread that copied this variable when
+# it was created would otherwise read the step of its parent, after the end of that step. In an
+# eager region there is no caller's context, so that no fast path replays a step.
 _Entry = tuple[ForwardContext | None, ForwardContext | None, int, "Task[Any] | None", bool]
 _current: ContextVar[_Entry | None] = ContextVar("cgcompile_forward_context", default=None)
 
-# Of a context that was entered: (the last, those before). A list costs two calls more at each step.
+# Of a context that was entered: (the last, those before). A list costs two more calls at each step.
 _Tokens = tuple[Token[Any], Any] | None
 
 
 def entered() -> _Entry | None:
-    """What this thread or task has entered last, in one call, as every step asks for it.
-
-    Returns:
-        (its context, the same or None if it is one of our own, the id of this thread, this task,
-        whether an eager region is open); None outside of any context.
-    """
+    """Return the entry of the innermost context of this thread or task; None without one."""
     entry = _current.get()
     if entry is None or entry[2] != get_ident():
         return None
-    loop = _get_running_loop()  # asked first, it costs no exception in a plain thread
+    loop = _get_running_loop()  # read first: current_task() raises in a plain thread
     return entry if entry[3] is (None if loop is None else current_task(loop)) else None
 
 
-# :func:`entered` as lines of a generated function, which has no frame to spare: they leave
-# ``context``, that a caller has set, and ``thread``; or return ``another``.
+# :func:`entered` as lines of a generated function, without a call: they set ``context``, that of
+# the caller, and ``thread``; or return ``another``.
 ENTERED = """\
 entry = last_entered()
 if entry is None:
@@ -201,19 +188,19 @@ ENTERED_NAMES: Mapping[str, Any] = MappingProxyType(
 
 
 def current_forward_context() -> ForwardContext | None:
-    """The forward context of this thread or task, or None; not for traced code."""
+    """Return the forward context of this thread or task, or None; not for traced code."""
     entry = entered()
     return None if entry is None else entry[0]
 
 
 def in_full_mode() -> bool:
-    """Whether there is a forward context that asks for one graph without breaks."""
+    """Return whether the forward context is in mode FULL: one graph without breaks."""
     context = current_forward_context()
     return context is not None and context.cudagraph_runtime_mode is CUDAGraphMode.FULL
 
 
 def callers_context() -> ForwardContext | None:
-    """The forward context that a caller has set; None if there is none, or one of our own."""
+    """Return the forward context that a caller has set, or None."""
     entry = entered()
     return None if entry is None else entry[1]
 
@@ -225,9 +212,9 @@ def eager_region_is_open() -> bool:
 
 
 class EagerRegion:
-    """Context manager: run compiled graphs, wrappers and managers that are called inside eager.
+    """Context manager: run compiled graphs, wrappers and managers eager inside.
 
-    What opaque ops read, :func:`current_forward_context`, stays the same.
+    Opaque ops read the same :func:`current_forward_context` inside.
     """
 
     __slots__ = ("_tokens",)
@@ -292,8 +279,8 @@ class set_forward_context(override_forward_context):
     Nothing is copied and nothing synchronises; the context holds references until it is left.
 
     Args:
-        attn_metadata: whatever the attention ops of the engine need; opaque to cgcompile.
-        cudagraph_runtime_mode: NONE, PIECEWISE or FULL; text is taken, too.
+        attn_metadata: metadata for the attention ops of the engine; opaque to cgcompile.
+        cudagraph_runtime_mode: NONE, PIECEWISE or FULL; or its name.
         batch_descriptor: the key of the graphs to capture or replay.
         num_tokens: rows of the batch after padding.
         num_unpadded_tokens: rows that are real; not more than the descriptor has.
@@ -301,13 +288,13 @@ class set_forward_context(override_forward_context):
         slot_mapping: where new keys and values go; opaque to cgcompile.
         inputs_ready: a ``torch.cuda.Stream`` or ``torch.cuda.Event`` that the step waits for, on
             the device, before it reads its inputs; needed where another stream writes them.
-        **additional: anything else; found in ``ForwardContext.additional``. A name that is near to
-            one of the above, or that another engine has for it, is an error.
+        **additional: anything else, for ``ForwardContext.additional``. A name that is similar to
+            one of the above, or that another engine uses for it, is an error.
 
     Raises:
         ForwardContextError: a keyword is a near miss, the mode is not a runtime mode, the
-            descriptor none, the number of real rows not one of its rows, or the caller is being
-            traced.
+            descriptor is not a BatchDescriptor, the number of real rows is out of range, or the
+            caller is being traced.
     """
 
     __slots__ = ()
@@ -342,7 +329,7 @@ class set_forward_context(override_forward_context):
 
 
 def is_forward_context_available() -> bool:
-    """Whether a caller has set a forward context in this thread or task.
+    """Return whether a caller has set a forward context in this thread or task.
 
     Raises:
         ForwardContextError: called in code that torch.compile traces.
@@ -354,7 +341,7 @@ def is_forward_context_available() -> bool:
 
 
 def get_forward_context() -> ForwardContext:
-    """The forward context of this thread or task.
+    """Return the forward context of this thread or task.
 
     Raises:
         ForwardContextError: none is set, or the caller is being traced by torch.compile.

@@ -46,7 +46,7 @@ class BatchDescriptor(_Fields):
         extra: tuple[Any, ...] = (),
     ) -> "BatchDescriptor":
         counts = (num_tokens, num_reqs, num_active_loras, max_query_len)
-        if not _plainly_right(*counts):  # one is made at each step: the names are for errors alone
+        if not _plainly_right(*counts):  # a step creates one: names are for errors only
             num_tokens, num_reqs, num_active_loras, max_query_len = _checked_counts(*counts)
         if type(extra) is not tuple or extra:
             _check_extra(extra)
@@ -68,14 +68,14 @@ class BatchDescriptor(_Fields):
         return cls(*iterable)  # so that _replace() validates too
 
     def __str__(self) -> str:
-        """What is set, such as ``num_tokens=64, num_reqs=8``."""
-        defaults, named = self._field_defaults, zip(self._fields, self, strict=True)
-        said = [(k, v) for k, v in named if k not in defaults or v != defaults[k]]
-        return ", ".join([f"{name}={value!r}" for name, value in said])
+        """Return the fields that differ from defaults, such as ``num_tokens=64, num_reqs=8``."""
+        defaults, fields = self._field_defaults, zip(self._fields, self, strict=True)
+        rows = [(k, v) for k, v in fields if k not in defaults or v != defaults[k]]
+        return ", ".join([f"{name}={value!r}" for name, value in rows])
 
     @property
     def query_len(self) -> int | None:
-        """Tokens of each request of a uniform batch; None for any other batch."""
+        """The number of tokens of each request of a uniform batch; None for any other batch."""
         return self.num_tokens // self.num_reqs if self.uniform and self.num_reqs else None
 
 
@@ -98,7 +98,7 @@ def _plainly_right(
 def _checked_counts(
     num_tokens: Any, num_reqs: Any, num_active_loras: Any, max_query_len: Any
 ) -> tuple[Any, ...]:
-    """The counts as ints, whichever type of whole number they have."""
+    """Return the counts as ints; they may be of other types of whole numbers."""
     counts = (
         ("num_tokens", num_tokens, 0),
         ("num_reqs", num_reqs, 1),
@@ -136,7 +136,7 @@ def _check_extra(extra: Any) -> None:
 
 
 def allows_full(support: AttentionCGSupport, descriptor: BatchDescriptor | None) -> bool:
-    """Whether ops of this support may be in the FULL graph of a batch; None means any batch."""
+    """Return whether ops of this support may be in the FULL graph of a batch; None: any batch."""
     if support is AttentionCGSupport.ALWAYS:
         return True
     if descriptor is None or not descriptor.uniform:
@@ -148,7 +148,7 @@ def allows_full(support: AttentionCGSupport, descriptor: BatchDescriptor | None)
 
 
 def _kinds(extra: Any) -> Any:
-    """Return what a message shows of unhashable values: their types, never what they hold."""
+    """Return the types of unhashable values, for a message."""
     if isinstance(extra, tuple):
         return tuple(map(_kinds, extra))
     return extra if isinstance(extra, (int, float, str, type(None))) else type(extra)

@@ -1,4 +1,4 @@
-"""Locks that a fork does not leave locked: :func:`new_lock`."""
+"""Locks that are free in a forked child, whichever thread held them: :func:`new_lock`."""
 
 import os
 import threading
@@ -6,14 +6,13 @@ import weakref
 from typing import Any
 
 _locks: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_watched: list[bool] = []  # whether a fork calls _unlock
+_watched: list[bool] = []  # not empty once the fork hook is registered
 
 
 def new_lock(watch: bool = True) -> Any:
-    """Return a new ``threading.RLock``; in a forked child no thread that is gone holds it.
+    """Return a new ``threading.RLock`` that is free in a forked child.
 
-    Args:
-        watch: register what a fork calls, once a process; False where a module is imported.
+    ``watch`` registers the fork hook, once per process; False for locks created at import.
     """
     lock = threading.RLock()
     if watch and not _watched:
@@ -25,12 +24,12 @@ def new_lock(watch: bool = True) -> Any:
 
 
 def owns_lock(lock: Any) -> bool:
-    """Whether this thread holds a lock of :func:`new_lock`."""
+    """Return whether this thread holds a lock of :func:`new_lock`."""
     return bool(lock._is_owned())
 
 
 def _unlock() -> None:
-    """In the child of a fork: only the thread that forked goes on."""
+    """Free all locks but those of the forking thread, the only one that a child has."""
     for lock in list(_locks):
         if not lock._is_owned():
             lock._at_fork_reinit()

@@ -1,4 +1,4 @@
-"""How much is compiled, which CUDA graphs serve a step, and how far attention may go into one."""
+"""The modes: what is compiled, which CUDA graphs serve a step, what attention supports in one."""
 
 import enum
 from collections.abc import Mapping
@@ -8,10 +8,17 @@ from typing import Any
 class CompilationMode(enum.Enum):
     """How much of the model is compiled, and in how many parts."""
 
-    NONE = 0  # never compile: the traced graph is returned as it is
-    STOCK_TORCH_COMPILE = 1  # the whole graph by Inductor, Dynamo's guards kept
-    DYNAMO_TRACE_ONCE = 2  # the whole graph, traced once, guards dropped
-    PIECEWISE = 3  # split at the boundaries, compiled piece by piece
+    NONE = 0
+    """Compile nothing: the traced graph is returned as it is."""
+
+    STOCK_TORCH_COMPILE = 1
+    """Compile the whole graph with Inductor and keep Dynamo's guards."""
+
+    DYNAMO_TRACE_ONCE = 2
+    """Compile the whole graph, traced once; Dynamo's guards are dropped."""
+
+    PIECEWISE = 3
+    """Split the graph at its boundaries and compile each piece."""
 
 
 class CUDAGraphMode(enum.Enum):
@@ -22,51 +29,67 @@ class CUDAGraphMode(enum.Enum):
     """
 
     NONE = 0
+    """No CUDA graphs."""
+
     PIECEWISE = 1
+    """One CUDA graph for each captured piece; ops at boundaries run eagerly between them."""
+
     FULL = 2
+    """One CUDA graph for the whole step, its attention ops included."""
+
     FULL_DECODE_ONLY = (FULL, NONE)
+    """FULL for uniform decode batches, no CUDA graphs for all others."""
+
     FULL_AND_PIECEWISE = (FULL, PIECEWISE)
+    """FULL for uniform decode batches, PIECEWISE for all others."""
 
     def separate_routine(self) -> bool:
-        """Whether uniform decode batches take another mode than the rest."""
+        """Return whether uniform decode batches have a mode of their own."""
         return isinstance(self.value, tuple)
 
     def decode_mode(self) -> "CUDAGraphMode":
-        """The runtime mode of uniform decode batches."""
+        """Return the runtime mode of uniform decode batches."""
         return CUDAGraphMode(self.value[0]) if self.separate_routine() else self
 
     def mixed_mode(self) -> "CUDAGraphMode":
-        """The runtime mode of all other batches."""
+        """Return the runtime mode of all other batches."""
         return CUDAGraphMode(self.value[1]) if self.separate_routine() else self
 
     def has_mode(self, mode: "CUDAGraphMode") -> bool:
-        """Whether a step can run in the runtime mode ``mode``."""
+        """Return whether a step can run in the runtime mode ``mode``."""
         return mode in (self.decode_mode(), self.mixed_mode())
 
     def max_cudagraph_mode(self) -> "CUDAGraphMode":
-        """The more demanding of the two runtime modes (NONE < PIECEWISE < FULL)."""
+        """Return the more demanding of the two runtime modes (NONE < PIECEWISE < FULL)."""
         return max(self.decode_mode(), self.mixed_mode(), key=lambda mode: int(mode.value))
 
     def requires_piecewise_compilation(self) -> bool:
-        """Whether a step may run piece by piece, so that the graph must be split."""
+        """Return whether a step may run piece by piece, so that the graph must be split."""
         return self.has_mode(CUDAGraphMode.PIECEWISE)
 
     @classmethod
     def valid_runtime_modes(cls) -> frozenset["CUDAGraphMode"]:
-        """The modes in which one step can run."""
+        """Return the modes in which one step can run."""
         return frozenset({cls.NONE, cls.PIECEWISE, cls.FULL})
 
 
 class AttentionCGSupport(enum.IntEnum):
-    """How far an attention op can go into a FULL graph. More is better; undeclared is NEVER."""
+    """Which batches an attention op supports inside of a FULL graph. Undeclared is NEVER."""
 
-    NEVER = 0  # must run outside of graphs
-    UNIFORM_SINGLE_TOKEN_DECODE = 1  # batches in which each request has one token
-    UNIFORM_BATCH = 2  # batches in which all requests have the same number of tokens
-    ALWAYS = 3  # any batch
+    NEVER = 0
+    """No batch: the op must run outside of CUDA graphs."""
+
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    """Batches in which each request has one token."""
+
+    UNIFORM_BATCH = 2
+    """Batches in which all requests have the same number of tokens."""
+
+    ALWAYS = 3
+    """All batches."""
 
 
-# What torch.compile(mode=...) means here. Inductor's own part of a mode is looked up in torch.
+# The settings for each torch.compile(mode=...). Inductor's own part of a mode is read from torch.
 TORCH_MODES: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "reduce-overhead": {},  # CUDA graphs are the default here

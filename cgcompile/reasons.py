@@ -1,8 +1,8 @@
-"""Every way in which a step, or a part of one, may run without a CUDA graph, as named values.
+"""The reasons for which a step, or a piece of one, runs without a CUDA graph, and their counters.
 
-Without this file a fallback is silent. The rule: code that leaves a graph says why with a
-:class:`Reason`; nothing runs eager "just because". ``SplitGraph.text()`` prints the reasons of the
-pieces, ``CompiledGraph.counters`` counts those of whole steps.
+Without this file a fallback is silent. The rule: each fallback has a :class:`Reason`.
+``SplitGraph.text()`` prints the reasons of pieces; ``CompiledGraph.counters`` counts those of
+steps.
 """
 
 import enum
@@ -36,27 +36,31 @@ class Reason(enum.Enum):
     GRADIENTS = "gradients"  # an input requires grad in grad mode, or has a forward gradient
     WARMING = "warming"  # the first calls of a shape run plain, so that no kernel compiles later
     NO_CONTEXT = "no_forward_context"  # a wrapper was called without a forward context
-    MODE_NONE = "mode_none"  # the forward context, or the settings, ask for no graph
-    OTHER_MODE = "other_mode"  # the context asks for a mode that this wrapper or graph has not
-    INSIDE_CAPTURE = "inside_capture"  # someone else is capturing what this call does
+    MODE_NONE = "mode_none"  # the forward context, or the settings, request no graph
+    OTHER_MODE = "other_mode"  # the context requests a mode that this wrapper or graph lacks
+    INSIDE_CAPTURE = "inside_capture"  # the call is part of another capture
     CAPTURE_BUSY = "capture_busy"  # another thread is capturing
     CAPTURE_FORBIDDEN = "capture_forbidden"  # an unknown shape while no capture is allowed
     CAPTURE_FAILED = "capture_failed"  # the device refused to capture an op of this shape
     NO_DEVICE = "no_capture_device"  # tensors on a device without graphs
-    ATTENTION_SUPPORT = "attention_support"  # FULL was asked for; an op in it does not allow it
+    ATTENTION_SUPPORT = (
+        "attention_support"  # FULL was requested; an op in the graph does not support it
+    )
     UNSUPPORTED_INPUT = "unsupported_input"  # a tensor subclass or a sparse tensor
     UNLISTED_SIZE = "unlisted_size"  # not one of cudagraph_capture_sizes
     TOO_MANY_SHAPES = "too_many_shapes"  # max_captured_shapes are captured already
-    TOO_MANY_BINDINGS = "too_many_bindings"  # over max_bindings sets of weights, or none stays
+    TOO_MANY_BINDINGS = "too_many_bindings"  # more than max_bindings weight sets, or none lasts
     INPUT_CHANGED = "input_changed"  # a guard refused a replay, and on_input_change is "eager"
-    RECOMPILE_LIMIT = "recompile_limit"  # Dynamo compiles a function no more; calls do not reach us
-    VARYING_NUMBER = "varying_number"  # a number that graphs hold is another one at each call
+    RECOMPILE_LIMIT = "recompile_limit"  # Dynamo stopped compiling a function; its calls bypass us
+    VARYING_NUMBER = "varying_number"  # a number that is baked into graphs differs at each call
     GROWING_STATE = "growing_state"  # a result comes back as an input, larger: a new shape a step
 
     # Of a batch: decided by the dispatcher, before the step runs.
     EMPTY_BATCH = "empty_batch"  # no tokens: there is nothing to run
     OVERSIZE = "oversize"  # more tokens or requests than any graph of the kind takes
-    MIXED_BATCH = "mixed_batch"  # only uniform decode has graphs, and this batch is none
+    MIXED_BATCH = (
+        "mixed_batch"  # only uniform decode has graphs, and this batch is not uniform decode
+    )
     QUERY_LENGTH = "query_length"  # uniform decode of a length that has no graphs
     UNLISTED_VARIANT = "unlisted_variant"  # a LoRA count or a value of an axis without graphs
     MODE_EXCLUDED = "mode_excluded"  # the caller forbids the mode for this batch
@@ -68,7 +72,7 @@ class Reason(enum.Enum):
 
 
 class Why(NamedTuple):
-    """A reason and what it was about, in words that a user can act on."""
+    """A fallback: a reason, and a detail that a user can act on."""
 
     reason: Reason
     detail: str
@@ -77,27 +81,23 @@ class Why(NamedTuple):
         return f"{self.reason.value}: {self.detail}"
 
 
-VARYING = 8  # calls with a new number each, before that is called a reason
+VARYING = 8  # calls with a new number each, before calls with new numbers are a fallback
 
 
 def varying_number(name: str, values: Sequence[Any], needs: str, advice: str = "") -> Why:
-    """Return the reason of a call with a number that differs at each call.
+    """Return the fallback of a call with a number that differs at each call.
 
-    Args:
-        name: of the number.
-        values: of the last calls.
-        needs: what each value would need of its own.
-        advice: what helps, but for a tensor.
+    ``values`` are those of the last calls, ``needs`` is what each would need of its own.
     """
     last = ", ".join(map(str, values[-3:]))
     detail = (
-        f"the number {name!r} is another one at each call (now {last}), and each would need "
+        f"the number {name!r} differs at each call (now {last}), and each value would need "
         f"{needs} of its own. Pass it as a tensor{advice}"
     )
     return Why(Reason.VARYING_NUMBER, detail)
 
 
-# Reasons that are no loss of speed that could be avoided: asked for, on the way, or nothing to win.
+# Reasons without an avoidable loss of speed: requested, temporary, or without a gain.
 EXPECTED = frozenset(
     {
         Reason.WARMING,
@@ -127,9 +127,9 @@ class Counters:
         replays: calls that replayed graphs.
         failures: calls that raised.
         plain: calls that ran without graphs, by the reason they had.
-        degraded: how often a lesser mode was taken than was asked for: at each call of a batch that
+        degraded: how often a lesser mode was taken than requested: at each call of a batch that
             a FULL graph may not serve, and once where the capture of a FULL graph was refused.
-        details: the last thing known about each reason, in words.
+        details: the last detail of each reason.
     """
 
     calls: int = 0
@@ -152,7 +152,7 @@ class Counters:
         )
 
     def why_plain(self, before: "Counters") -> list[str]:
-        """Each reason, in words, for which calls ran without graphs since ``before``."""
+        """Return each reason, with its detail, of calls without graphs since ``before``."""
         return [f"{r.value}: {self.details.get(r, '-')}" for r in self.plain - before.plain]
 
     def __str__(self) -> str:
@@ -160,65 +160,58 @@ class Counters:
             f"calls {self.calls}: captures {self.captures}, replays {self.replays}, "
             f"plain {sum(self.plain.values())}, failures {self.failures}"
         ]
-        for title, found in (("plain", self.plain), ("degraded", self.degraded)):
-            for reason, number in sorted(found.items(), key=lambda item: item[0].value):
+        for title, counts in (("plain", self.plain), ("degraded", self.degraded)):
+            for reason, number in sorted(counts.items(), key=lambda item: item[0].value):
                 rows.append(f"  {title} {number} {reason.value}: {self.details.get(reason, '-')}")
         return "\n".join(rows)
 
 
 class Ledger:
-    """Counters that several threads write; nothing is called while its lock is held.
+    """Counters that several threads write; callbacks run without its lock."""
 
-    Args:
-        told_plain: learns why a call ran without graphs.
-        told_degraded: learns why one takes a lesser mode.
-    """
-
-    def __init__(
-        self, told_plain: Callable[[Why], None], told_degraded: Callable[[Why], None]
-    ) -> None:
-        self._told_plain, self._told_degraded = told_plain, told_degraded
+    def __init__(self, on_plain: Callable[[Why], None], on_degraded: Callable[[Why], None]) -> None:
+        self._on_plain, self._on_degraded = on_plain, on_degraded
         self._lock = new_lock()
         self._counters = Counters()
 
     @property
     def counters(self) -> Counters:
-        """A copy of what was counted so far."""
+        """A copy of the counters."""
         with self._lock:
             return self._counters + Counters()
 
     def captured(self) -> None:
-        """A call captured."""
+        """Count a call that captured."""
         with self._lock:
             self._counters.calls += 1
             self._counters.captures += 1
 
     def replayed(self) -> None:
-        """A call replayed."""
+        """Count a call that replayed."""
         with self._lock:
             self._counters.calls += 1
             self._counters.replays += 1
 
     def failed(self) -> None:
-        """A call raised."""
+        """Count a call that raised."""
         with self._lock:
             self._counters.calls += 1
             self._counters.failures += 1
 
-    def plain(self, why: Why) -> None:
-        """A call ran without graphs. Logged where the detail is new."""
+    def plain(self, fallback: Why) -> None:
+        """Count a call that ran without graphs, and log it if the detail is new."""
         with self._lock:
             self._counters.calls += 1
-            self._counters.plain[why.reason] += 1
-            new = self._counters.details.get(why.reason) != why.detail
-            self._counters.details[why.reason] = why.detail
+            self._counters.plain[fallback.reason] += 1
+            new = self._counters.details.get(fallback.reason) != fallback.detail
+            self._counters.details[fallback.reason] = fallback.detail
         if new:
-            log.info("a step runs without graphs: %s", why)
-        self._told_plain(why)
+            log.info("a step runs without graphs: %s", fallback)
+        self._on_plain(fallback)
 
-    def degraded(self, why: Why) -> None:
-        """A call takes a lesser mode than was asked for."""
+    def degraded(self, fallback: Why) -> None:
+        """Count a call that takes a lesser mode than was requested."""
         with self._lock:
-            self._counters.degraded[why.reason] += 1
-            self._counters.details[why.reason] = why.detail
-        self._told_degraded(why)
+            self._counters.degraded[fallback.reason] += 1
+            self._counters.details[fallback.reason] = fallback.detail
+        self._on_degraded(fallback)

@@ -1,8 +1,8 @@
-"""How one setting is declared, read from text and checked; ``config.py`` has the settings.
+"""Checks of arguments, and the declaration and parsers of settings; the private half of ``config``.
 
-A setting is a dataclass field whose metadata hold its parser and its documentation. A parser takes
-whatever the user wrote, text included, and returns the value or raises ``ValueError`` with what was
-expected.
+A setting is a dataclass field whose metadata hold its parser and its documentation. The rule: a
+parser takes any value of a user, text included, and returns the setting or raises ``ValueError``
+with the text of what is expected.
 """
 
 import enum
@@ -42,31 +42,24 @@ def enum_parser(kind: type[E_]) -> Parser:
 
 
 def require(holds: bool, name: str, where: str, value: object, expected: str) -> None:
-    """Refuse an argument of a constructor that does not hold what is asked of it.
-
-    Raises:
-        ConfigError: says what is expected.
-    """
+    """Raise ConfigError with what is expected of an argument, unless ``holds``."""
     if not holds:
         raise ConfigError.bad_value(name=name, where=where, value=value, expected=expected)
 
 
 def require_callable(name: str, where: str, value: object) -> None:
-    """As :func:`require`, of a function."""
+    """Like :func:`require`, for a callable."""
     require(callable(value), name, where, value, "something that can be called")
 
 
 def require_kind(name: str, where: str, value: object, kind: type, *, maybe: bool = False) -> None:
-    """As :func:`require`, of an object of a class; with ``maybe`` None will do."""
+    """Like :func:`require`, for an instance of a class; with ``maybe`` also None."""
     holds = isinstance(value, kind) or (maybe and value is None)
     require(holds, name, where, value, kind.__name__ + (" or None" if maybe else ""))
 
 
 def require_items(name: str, where: str, value: object, kind: type | None = None) -> None:
-    """As :func:`require`, of a sequence or another iterable that is no text.
-
-    ``kind``: of its items; it is gone through then.
-    """
+    """Like :func:`require`, for an iterable other than text, with items of ``kind`` if given."""
     what = "items" if kind is None else f"{kind.__name__} objects"
     several = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
     several = several and not hasattr(value, "data_ptr")  # a tensor is one item
@@ -86,7 +79,7 @@ LARGEST_ROWS = 2**40
 def whole(value: Any) -> int | None:
     """Return a whole number of any type (NumPy's too) as an int; None for anything else.
 
-    A bool is none, and neither is a tensor: reading it would wait for its device.
+    Also None for a bool, and for a tensor: reading it would wait for its device.
     """
     if type(value) is int:
         return value
@@ -99,39 +92,35 @@ def whole(value: Any) -> int | None:
 
 
 def is_whole(value: object, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
-    """Whether a value is a whole number in a range, see :func:`whole`."""
+    """Return whether a value is a whole number in a range, see :func:`whole`."""
     number = value if type(value) is int else whole(value)
     return number is not None and least <= number <= most
 
 
 def require_whole(name: str, where: str, value: object, least: int, most: int) -> None:
-    """As :func:`require`, of an integer in a range that the caller documents."""
-    holds = is_whole(value, least, most)
-    require(holds, name, where, value, f"a whole number from {least} to {most}")
+    """Like :func:`require`, for a whole number in a range."""
+    expected = f"a whole number from {least} to {most}"
+    require(is_whole(value, least, most), name, where, value, expected)
 
 
 def is_finite(value: object) -> bool:
-    """Whether a value is a number other than NaN and the infinities; a bool is none."""
+    """Return whether a value is a finite number; a bool is not a number."""
     if isinstance(value, float):
         return math.isfinite(value)
     return is_whole(value) or (isinstance(value, Real) and math.isfinite(value))
 
 
 def is_flag(value: object) -> bool:
-    """Whether a value is a bool, of Python or of NumPy."""
+    """Return whether a value is a bool of Python or NumPy."""
     kind = type(value)
     return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 
 
 def require_arguments(where: str, values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Refuse arguments that do not match the annotations of their parameters.
+    """Raise ConfigError for the first argument that does not match the annotation of its parameter.
 
-    The one mechanism for constructors and functions outside of the steps: a flag must be a bool,
-    an ``int`` one of 64 bits, a ``float`` finite, items and entries of what they are annotated as.
-    Annotations that are text or a type variable match everything.
-
-    Raises:
-        ConfigError: names the first argument that does not match, and its annotation.
+    A flag must be a bool, an ``int`` must have 64 bits, a ``float`` must be finite, and items must
+    match. Annotations that are text or a type variable match everything.
     """
     for name, value in values.items():
         hint = hints.get(name, Any)
@@ -143,20 +132,20 @@ def require_arguments(where: str, values: Mapping[str, Any], hints: Mapping[str,
 
 
 def checked(function: F_) -> F_:
-    """Make a function or method check its arguments, see :func:`require_arguments`.
+    """Decorate a function to check its arguments, see :func:`require_arguments`.
 
-    Not for what a step calls: it costs some microseconds.
+    It costs some microseconds: not for functions that a step calls.
     """
     return _checking(function, frozenset(), False)
 
 
 def checked_but(*names: str) -> Callable[[F_], F_]:
-    """As :func:`checked`, but for parameters that the function checks in its own words."""
+    """Like :func:`checked`, without parameters that the function checks itself."""
     return lambda function: _checking(function, frozenset(names), False)
 
 
 def checked_last(function: F_) -> F_:
-    """As :func:`checked`, for a function without effects whose own errors come first."""
+    """Like :func:`checked`, for a function without effects whose own errors come first."""
     return _checking(function, frozenset(), True)
 
 
@@ -167,9 +156,10 @@ def _checking(function: F_, but: frozenset[str], last: bool) -> F_:
         name: parameter.annotation
         for name, parameter in signature.parameters.items()
         if parameter.kind not in several and parameter.annotation is not parameter.empty
+        if name not in but
     }
-    hints = {name: hint for name, hint in hints.items() if name not in but}
-    where = function.__qualname__.removesuffix(".__init__")
+    method = function.__name__ if "self" in signature.parameters else "__init__"
+    qualname = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -177,6 +167,8 @@ def _checking(function: F_, but: frozenset[str], last: bool) -> F_:
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return function(*args, **kwargs)  # Python's own error names the argument
+        # A method is named after the class of the object, which may inherit it.
+        where = qualname if method == "__init__" else f"{type(args[0]).__name__}.{method}"
         values = {name: bound[name] for name in bound if name in hints}
         if not last:
             require_arguments(where, values, hints)
@@ -195,13 +187,8 @@ def _checking(function: F_, but: frozenset[str], last: bool) -> F_:
 
 
 def require_fields(record: Any, *, but: Iterable[str] = ()) -> None:
-    """Check the fields of a dataclass, see :func:`require_arguments`; for its ``__post_init__``.
-
-    Args:
-        record: the dataclass.
-        but: fields that it checks in its own words.
-    """
-    hints = {each.name: each.type for each in fields(record) if each.name not in but}
+    """Check the fields of a dataclass as :func:`checked` does, without those in ``but``."""
+    hints = {spec.name: spec.type for spec in fields(record) if spec.name not in but}
     values = {name: getattr(record, name) for name in hints}
     require_arguments(type(record).__name__, values, hints)
 
@@ -228,12 +215,12 @@ def _matches(value: Any, hint: Any) -> bool:
         return callable(value)
     try:
         return isinstance(value, hint) and _fields_match(value, hint)
-    except TypeError:  # a protocol that cannot be looked for
+    except TypeError:  # a protocol without isinstance
         return True
 
 
 def _fields_match(value: Any, hint: Any) -> bool:
-    """Whether the fields of a named tuple match; anything else checks itself when it is made."""
+    """Return whether the fields of a named tuple match; other classes check their own."""
     if not (isinstance(value, tuple) and hasattr(hint, "_fields")):
         return True
     hints = getattr(hint, "__annotations__", {})
@@ -246,8 +233,8 @@ def _matches_container(value: Any, origin: Any, parts: tuple[Any, ...]) -> bool:
     if origin is type:
         return isinstance(value, type)
     if isinstance(value, (str, bytes)) or hasattr(value, "data_ptr"):
-        return False  # a text or a tensor is no list of items
-    if origin in (tuple, list):  # either will do
+        return False  # not a list of items
+    if origin in (tuple, list):  # any sequence
         if not isinstance(value, Sequence):
             return False
         if origin is tuple and parts[-1:] != (Ellipsis,):
@@ -258,7 +245,7 @@ def _matches_container(value: Any, origin: Any, parts: tuple[Any, ...]) -> bool:
         rows = value.items()
         return all(_matches(key, parts[0]) and _matches(item, parts[1]) for key, item in rows)
     if not isinstance(value, Collection) or parts[:1] in ((), (Any,)):
-        return True  # an iterator would be used up
+        return True  # iterating would exhaust an iterator
     return all(_matches(item, parts[0]) for item in value)
 
 
@@ -320,7 +307,7 @@ def parse_text(value: Any) -> str:
 
 
 def items_of(value: Any) -> tuple[Any, ...]:
-    """torch.compile types option values as scalars, so a list may come as text: '1,2,4'."""
+    """Return items; torch.compile options are scalars, so a list may be text such as '1,2,4'."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if isinstance(value, Sequence):
@@ -341,23 +328,19 @@ def parse_sizes(value: Any) -> tuple[int, ...]:
 
 
 def sizes_given(name: str, where: str, value: Any) -> tuple[int, ...]:
-    """Sizes that a user gave to a function, each once and in their order; may be none.
-
-    Raises:
-        ConfigError: something that ``parse_sizes`` does not take.
-    """
+    """Return the sizes in an argument, each once and in their order; raises ConfigError."""
     items = items_of(value)
     known = parsed(name, where, value, parse_sizes) if items else ()
     if known:
         require_whole(name, where, max(known), 1, LARGEST_TABLE)
-    return tuple(sorted(known, key=[int(each) for each in items].index))
+    return tuple(sorted(known, key=[int(item) for item in items].index))
 
 
 ALL_CAPTURE_SIZES = "cudagraph_capture_sizes"
 
 
 def parse_compile_sizes(value: Any) -> tuple[int | str, ...]:
-    """As ``parse_sizes``; one of the items may name the setting whose sizes are meant as well."""
+    """Like ``parse_sizes``; an item may be the name of the setting with all capture sizes."""
     items = items_of(value)
     if ALL_CAPTURE_SIZES not in items:
         return parse_sizes(items)
@@ -368,15 +351,9 @@ def parse_compile_sizes(value: Any) -> tuple[int | str, ...]:
 def sizes_meant(
     listed: Sequence[int | str], captured: Sequence[int] | None, *, pads: bool
 ) -> tuple[int, ...]:
-    """The sizes that ``compile_sizes`` stands for, in order, each once.
+    """Return the sizes of ``compile_sizes``, where steps are padded to ``captured`` if ``pads``.
 
-    Args:
-        listed: that setting.
-        captured: ``cudagraph_capture_sizes``, in order; None if there are none.
-        pads: steps are padded to these.
-
-    Raises:
-        ConfigError: padding would change one of them, or it names sizes that are not given.
+    Raises ConfigError if padding would change one of them, or if it names missing capture sizes.
     """
     if captured is None and ALL_CAPTURE_SIZES in listed:
         raise ConfigError.impossible(
@@ -384,10 +361,10 @@ def sizes_meant(
             because="the text stands for the sizes of that setting",
             instead="Give cudagraph_capture_sizes, or list the sizes.",
         )
-    numbers = [each for each in listed if isinstance(each, int)]
+    numbers = [size for size in listed if isinstance(size, int)]
     for size in numbers:
         sizes = captured if pads and captured is not None else ()
-        padded = next((each for each in sizes if each >= size), size)
+        padded = next((larger for larger in sizes if larger >= size), size)
         if padded != size:
             raise ConfigError.padded_away(size=size, padded=padded)
     alias = captured if captured is not None and ALL_CAPTURE_SIZES in listed else ()
@@ -403,20 +380,20 @@ def parse_endpoints(value: Any) -> tuple[int, ...]:
 
 
 def parse_ops(value: Any) -> tuple[Any, ...]:
-    """Whether a name is that of an op is asked later: what registers it may not be imported yet."""
-    for each in items_of(value):
-        entry = hasattr(each, "target") and hasattr(each, "predicate")
-        if not (isinstance(each, str) or callable(each) or entry):
-            raise ValueError(f"names, ops, functions or SplittingOp objects, not {each!r}")
+    """Check types only: the module that registers a named op may not be imported yet."""
+    for op in items_of(value):
+        entry = hasattr(op, "target") and hasattr(op, "predicate")
+        if not (isinstance(op, str) or callable(op) or entry):
+            raise ValueError(f"names, ops, functions or SplittingOp objects, not {op!r}")
     return items_of(value)
 
 
 def parse_passes(value: Any) -> tuple[Any, ...]:
-    for each in items_of(value):
-        named = isinstance(getattr(each, "name", None), str)
-        if not (callable(each) and named and callable(getattr(each, "uuid", None))):
+    for item in items_of(value):
+        named = isinstance(getattr(item, "name", None), str)
+        if not (callable(item) and named and callable(getattr(item, "uuid", None))):
             raise ValueError(
-                f"objects with a name, uuid() and __call__(gm) -> gm, not {each!r}; wrap a plain "
+                f"objects with a name, uuid() and __call__(gm) -> gm, not {item!r}; wrap a plain "
                 "function: cgcompile.passes.FunctionPass(name, function)"
             )
     return items_of(value)
@@ -450,25 +427,18 @@ def parse_mapping(value: Any) -> tuple[tuple[str, Any], ...]:
 
 COMPILERS = ("inductor", "aot", "eager")
 
-
-PIECES, GRAPHS = "pieces", "graphs"  # what a setting may need, or would be ignored
-
-
-UNSET: Any = object()  # a setting that no argument gives
+PIECES, GRAPHS = "pieces", "graphs"  # what a setting may need: without it, it has no effect
+UNSET: Any = object()  # a setting without an argument
 
 
 def setting(default: Any, parse: Parser, doc: str, needs: str | None = None) -> Any:
-    """Return a field that starts as ``UNSET``: an argument, the environment or the default."""
+    """Declare a setting: its value is an argument, else the environment, else the default."""
     metadata = {"parse": parse, "doc": doc, "default": default, "needs": needs}
     return field(default_factory=lambda: UNSET, metadata=metadata)
 
 
 def parsed(name: str, where: str, value: Any, parse: Parser) -> Any:
-    """What a parser makes of a value.
-
-    Raises:
-        ConfigError: it refuses it.
-    """
+    """Parse a value; raises ConfigError where the parser rejects it."""
     try:
         return parse(value)
     except (TypeError, ValueError) as error:

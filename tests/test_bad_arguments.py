@@ -322,3 +322,8 @@ def test_flags_are_booleans() -> None:
     ):
         with pytest.raises(CGCompileError, match="expected"):
             call()
+
+
+def test_errors_of_inherited_methods_name_the_class_of_the_object() -> None:
+    with pytest.raises(ConfigError, match=r"Backend\.invalidate"):
+        cgcompile.Backend().invalidate(3)  # type: ignore[arg-type]

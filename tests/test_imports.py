@@ -26,7 +26,7 @@ FLOORS = (
     ("passes", "graphs"),
     ("pieces",),
     ("runtime", "tracing"),
-    ("compile", "backend"),
+    ("compile", "backend", "registry"),
     ("serving", "encoder"),
     ("debug", "cli", "__main__"),
 )

@@ -1,8 +1,8 @@
 """The only place that asks which torch this is, and the only one that touches private torch names.
 
-Each wrapper says on which versions it was tried: 2.11, 2.13 and 2.15 unless it says otherwise. The
+``presence.py`` lists the private names, with the versions of torch on which each was tried. The
 rule: no other part of cgcompile imports a name of torch that starts with an underscore, or a module
-that torch does not document. Callers write ``compat.name``, whatever file here has it.
+that torch does not document. Callers write ``compat.name``, whichever file here defines it.
 """
 
 from cgcompile.torch_compat.artifacts import (
@@ -128,19 +128,17 @@ from cgcompile.torch_compat.ops import (
     written_arguments,
     written_tensors,
 )
-from cgcompile.torch_compat.presence import private_names
+from cgcompile.torch_compat.presence import private_names, warn_of_untested_torch
 from cgcompile.torch_compat.shapes import OwnShapes, Span, python_predicate, why_not_copied
 from cgcompile.torch_compat.structured_trace import (
     PROFILING,
     current_compile_id,
     is_profiling,
-    is_tracing,
     reserved_bytes,
     trace_artifact,
 )
 from cgcompile.torch_compat.tracing import (
     CannotTrace,
-    Guards,
     Trace,
     alike,
     current_shape_env,
@@ -152,7 +150,6 @@ from cgcompile.torch_compat.tracing import (
     new_sources,
     size_oblivious,
     spoken_function,
-    trace_caches_dropped,
     trace_call,
     traced_function,
     without_memory,

@@ -1,4 +1,4 @@
-"""Compiled pieces as bytes, and what they depend on. See ``cgcompile/compat/__init__.py``."""
+"""Compiled pieces as bytes, and what they depend on: guards, versions, settings, hardware."""
 
 import enum
 import errno
@@ -30,33 +30,29 @@ log = logging.getLogger(__name__)
 def compile_saveable(
     gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], bytes | None, str]:
-    """Compile one piece with Inductor, and the result as bytes.
-
-    Returns:
-        The callable; its bytes, or None if torch cannot save it; then why not.
-    """
+    """Compile one piece with Inductor; return it, its bytes or None, and why there are no bytes."""
     try:
-        made = compile_standalone(gm, fake_inputs, patches, aot=True)
+        artifact = compile_standalone(gm, fake_inputs, patches, aot=True)
     except RuntimeError as error:
-        # torch gave up saving it, after compiling it; its own caches shorten the second time.
+        # torch cannot save it, but has compiled it: its caches shorten the second compilation.
         if "serialize" not in str(error):
             raise
         return compile_standalone(gm, fake_inputs, patches), None, str(error)
     try:
-        return made, made.serialize(), ""
-    except Exception as error:  # whatever pickle says of what the graph holds
-        return made, None, f"torch cannot save it ({type(error).__name__}: {error})"
+        return artifact, artifact.serialize(), ""
+    except Exception as error:  # any error of pickle
+        return artifact, None, f"torch cannot save it ({type(error).__name__}: {error})"
 
 
 def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]:
-    """What :func:`compile_saveable` made bytes of; raises whatever torch raises."""
+    """Load the bytes of :func:`compile_saveable`; raises what torch raises."""
     import torch._inductor.config as config
     from torch._functorch import config as functorch_config
     from torch._inductor.standalone_compile import AOTCompiledArtifact
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    # Of its own, so that nothing of the graph that Dynamo is compiling is changed or read.
+    # A context of its own: the graph that Dynamo is compiling must not be changed or read.
     context = torch._guards.TracingContext(FakeTensorMode(shape_env=ShapeEnv()))
     with (
         torch._guards.tracing(context),
@@ -71,10 +67,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Whether an error of a compiler is that of a disk that cannot be written.
-
-    Compilers are programs and processes of their own, so the text of the error counts as well.
-    """
+    """Return whether an error of a compiler (or its process) is that of a full or broken disk."""
     texts = [os.strerror(number) for number in _DISK_ERRORS]
     cause: BaseException | None = error
     while cause is not None:
@@ -90,11 +83,11 @@ _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 @contextmanager
 def inductor_files_in(folder: Path) -> Iterator[None]:
-    """Let Inductor keep its files (C++ libraries above all) in a folder, for this block.
+    """Within it, Inductor writes its files (C++ libraries above all) to a folder.
 
-    torch reads the folder from the environment, which belongs to the process: what another thread
-    compiles meanwhile lands there too, and is right there as well. Tables in memory that hold paths
-    are emptied at both ends. A folder that cannot be made is not used; its parents are not made.
+    torch reads the folder from the environment of the process: files that another thread compiles
+    meanwhile are written there too, which is harmless. Tables in memory that hold paths are cleared
+    at both ends. A folder that cannot be created is not used; its parents are not created.
     """
     from torch._inductor.utils import clear_caches
 
@@ -124,11 +117,7 @@ def inductor_files_in(folder: Path) -> Iterator[None]:
 
 
 class SizeGuards:
-    """The guards on the sizes of one piece, as text that another process can evaluate.
-
-    Args:
-        fake_inputs: the inputs of the piece.
-    """
+    """The guards on the sizes of one piece, as text that another process can evaluate."""
 
     def __init__(self, fake_inputs: Sequence[Any]) -> None:
         sizes = [each for each in fake_inputs if isinstance(each, torch.SymInt)]
@@ -138,16 +127,12 @@ class SizeGuards:
         self._before = 0 if self._env is None else len(self._env.guards)
 
     def known(self) -> list[Any]:
-        """The guards that mention these sizes, as expressions."""
-        found = () if self._env is None else self._env.guards
-        return [each.expr for each in found if each.expr.free_symbols & self._symbols]
+        """Return the guards that mention these sizes, as expressions."""
+        guards = () if self._env is None else self._env.guards
+        return [guard.expr for guard in guards if guard.expr.free_symbols & self._symbols]
 
     def added(self) -> str | None:
-        """The guards since this object was made; None if they cannot be told elsewhere.
-
-        Raises:
-            ValueError: torch has written what another process would not evaluate.
-        """
+        """Return the guards since this object was created; None if another process lacks a size."""
         if self._env is None:
             return ""
         new = self._env.guards[self._before :]
@@ -162,13 +147,13 @@ class SizeGuards:
         return text
 
     def hold(self, text: str) -> bool:
-        """Whether such guards hold for the present sizes; if so, they are guards from now on."""
+        """Return whether guards hold for the present sizes; if so, they are added to the graph."""
         if not text or self._env is None:
             return not text
         hints = [each.node.hint for each in self._sizes]
         if None in hints or not guards_hold(text, hints):
             return False
-        # With symbols, the same question becomes a guard of the graph that Dynamo is compiling.
+        # With symbols, the evaluation adds them to the graph that Dynamo is compiling.
         return guards_hold(text, self._sizes)
 
 
@@ -176,30 +161,29 @@ class SizeGuards:
 
 
 def versions() -> dict[str, str]:
-    """The programs that compile."""
-    found = "none"
+    """Return the versions of the programs that compile."""
+    triton = "none"
     if importlib.util.find_spec("triton") is not None:
-        found = str(getattr(importlib.import_module("triton"), "__version__", "unknown"))
+        triton = str(getattr(importlib.import_module("triton"), "__version__", "unknown"))
     cuda = f"cuda {torch.version.cuda}" if torch.version.cuda else "no cuda"
     return {
         "torch": f"{torch.__version__} {torch.version.git_version}",
-        "triton": found,
+        "triton": triton,
         "runtime": f"hip {torch.version.hip}" if torch.version.hip else cuda,
         "python": ".".join(platform.python_version_tuple()[:2]),
     }
 
 
 def machine(devices: Sequence[torch.device]) -> str:
-    """The hardware that code for these devices is made for.
-
-    The processor and its threads matter only where something runs on it.
-    """
+    """Return the hardware that code for these devices depends on: processors only where used."""
     rows = []
     for device in sorted(set(devices), key=str):
         if device.type == "cuda":
-            found = torch.cuda.get_device_properties(device)
-            rows.append(f"{device}: {found.name}, {found.major}.{found.minor}, ")
-            rows[-1] += f"{found.multi_processor_count} processors"
+            gpu = torch.cuda.get_device_properties(device)
+            rows.append(
+                f"{device}: {gpu.name}, {gpu.major}.{gpu.minor}, "
+                f"{gpu.multi_processor_count} processors"
+            )
         elif device.type != "cpu":
             rows.append(str(device))
     if rows and all(device.type != "cpu" for device in devices):
@@ -211,7 +195,7 @@ def machine(devices: Sequence[torch.device]) -> str:
 
 @functools.cache
 def _cpu() -> str:
-    """The instructions of the processor: C++ is compiled for exactly these."""
+    """Return a hash of the processor's instruction set, for which C++ is compiled."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         text = next(line for line in lines if line.startswith(("flags", "Features")))
@@ -221,12 +205,12 @@ def _cpu() -> str:
 
 
 def processor() -> str:
-    """The processor that C++ is compiled for."""
+    """Return the processor that C++ is compiled for."""
     return f"{torch.backends.cpu.get_cpu_capability()} {_cpu()}"
 
 
 def why_not_saved(patches: Mapping[str, Any]) -> str | None:
-    """Which of torch's own switches says that nothing shall be kept; None if all allow it."""
+    """Return which of torch's settings forbids caches; None if all allow them."""
     import torch._functorch.config as functorch_config
     import torch._inductor.config as config
 
@@ -239,63 +223,61 @@ def why_not_saved(patches: Mapping[str, Any]) -> str | None:
 
 
 def compiler_settings(patches: Mapping[str, Any]) -> dict[str, str]:
-    """Every setting of torch that may change what is compiled.
+    """Return all settings of torch that may change what is compiled.
 
-    Raises:
-        ValueError: one of them cannot be told from others by its text; says which.
+    Raises ValueError for a setting whose text does not identify its value.
     """
     import torch._functorch.config as functorch_config
     import torch._inductor.config as config
     import torch.fx.experimental._config as shape_config
 
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     with config.patch(known_patches(patches)):
         if getattr(config, "freezing", False):
             raise ValueError("the Inductor setting freezing bakes weights in")
         modules = {"inductor": config, "functorch": functorch_config, "shapes": shape_config}
         for name, module in modules.items():
             values = module.save_config_portable(ignore_private_configs=False)
-            values |= {each: getattr(module, each) for each in _passes_among(module)}
-            rows = (f"{each} = {_setting_text(each, values[each])}" for each in sorted(values))
-            found[name] = "\n".join(rows)
-    found["state"] = "\n".join(f"{each} = {value}" for each, value in _state().items())
-    return found
+            values |= {key: getattr(module, key) for key in _passes_among(module)}
+            rows = (f"{key} = {_setting_text(key, values[key])}" for key in sorted(values))
+            settings[name] = "\n".join(rows)
+    settings["state"] = "\n".join(f"{key} = {value}" for key, value in _state().items())
+    return settings
 
 
 def _passes_among(module: Any) -> list[str]:
-    """Settings that hold functions; torch leaves them out of its portable form."""
+    """Return the settings that hold functions: torch leaves them out of its portable form."""
     ends = ("custom_pass", "custom_pre_pass", "custom_post_pass", "_fuse_ddp_communication_passes")
     return [each for each in module._config if each.endswith(ends)]
 
 
-def _setting_text(name: str, found: Any) -> str:
-    if isinstance(found, (str, int, float, bool, type(None), torch.dtype, torch.device)):
-        return repr(found)
-    if isinstance(found, enum.Enum):
-        return str(found)
-    if isinstance(found, (list, tuple)):
-        return "[" + ", ".join(_setting_text(name, each) for each in found) + "]"
-    if isinstance(found, (set, frozenset)):
-        return "{" + ", ".join(sorted(_setting_text(name, each) for each in found)) + "}"
-    if isinstance(found, Mapping):
-        rows = (f"{key!r}: {_setting_text(name, value)}" for key, value in found.items())
+def _setting_text(name: str, value: Any) -> str:
+    if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.device)):
+        return repr(value)
+    if isinstance(value, enum.Enum):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_setting_text(name, item) for item in value) + "]"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(_setting_text(name, item) for item in value)) + "}"
+    if isinstance(value, Mapping):
+        rows = (f"{key!r}: {_setting_text(name, item)}" for key, item in value.items())
         return "{" + ", ".join(sorted(rows)) + "}"
-    if callable(getattr(found, "uuid", None)):
-        told = found.uuid()
-        if told is None:
-            whose = type(getattr(found, "then", found)).__name__  # the user's, behind one of ours
-            raise ValueError(f"the setting {name} holds a {whose} without uuid()")
-        return f"{type(found).__name__} {told!r}"
-    known = qualified_name(found)
-    if known is None:
-        raise ValueError(f"the setting {name} holds a {type(found).__name__} without uuid()")
-    return known
+    if callable(getattr(value, "uuid", None)):
+        uuid = value.uuid()
+        text = None if uuid is None else f"{type(value).__name__} {uuid!r}"
+        value = getattr(value, "then", value)  # the user's pass, behind one of ours
+    else:
+        text = qualified_name(value)
+    if text is None:
+        raise ValueError(f"the setting {name} holds a {type(value).__name__} without uuid()")
+    return text
 
 
 def _state() -> dict[str, Any]:
     cuda = torch.backends.cuda
     matmul = torch.backends.cuda.matmul
-    found: dict[str, Any] = {
+    return {
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
         "inference mode": torch.is_inference_mode_enabled(),
@@ -314,12 +296,12 @@ def _state() -> dict[str, Any]:
         "autocast cache": torch.is_autocast_cache_enabled(),
         "cudnn": torch.backends.cudnn.enabled,
         "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+        "autocast": autocast_state(),
     }
-    return {**found, "autocast": autocast_state()}
 
 
 def _float32_precision() -> str:
-    """In the names that torch has had since 2.9: asking for the older ones may raise."""
+    """Return the precisions by their names since torch 2.9: reading the older ones may raise."""
     backends = torch.backends
     owners = (backends, backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul)
     return " ".join(str(getattr(owner, "fp32_precision", None)) for owner in owners)
@@ -329,26 +311,26 @@ def _float32_precision() -> str:
 
 
 def qualified_name(target: Any) -> str | None:
-    """A name that means the same in another process; None for functions that are not torch's."""
+    """Return a name that is valid in other processes; None for functions that are not torch's."""
     if isinstance(target, torch._ops.HigherOrderOperator):
         is_torchs = type(target).__module__.partition(".")[0] == "torch"
         return f"higher_order.{target.name()}" if is_torchs else None
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        own = [each for each in op_overloads(target) if each.namespace not in _TORCHS_OPS]
+        own = [op for op in op_overloads(target) if op.namespace not in _TORCHS_OPS]
         # A user may give the same name to another op.
-        told = [f"{each._schema} {sorted(map(str, each.tags))}" for each in own]
-        return " ".join([f"op {target}", *told])
+        schemas = [f"{op._schema} {sorted(map(str, op.tags))}" for op in own]
+        return " ".join([f"op {target}", *schemas])
     module = getattr(target, "__module__", None) or ""
     name = getattr(target, "__qualname__", None) or ""
-    if "<" in name:  # a function made by another one, or without a name
+    if "<" in name:  # a local function, or a lambda
         return None
     if isinstance(target, type):
         return f"{module}.{name}" if module.partition(".")[0] in _LASTING else None
     try:
-        found = fx.node._get_qualified_name(target)
+        path = fx.node._get_qualified_name(target)
     except (AttributeError, RuntimeError):
         return None
-    return found if found.partition(".")[0] in _LASTING or "." not in found else None
+    return path if path.partition(".")[0] in _LASTING or "." not in path else None
 
 
 _LASTING = ("torch", "math", "operator", "_operator", "builtins")
@@ -357,18 +339,19 @@ _TORCHS_OPS |= {"c10d", "c10d_functional", "rngprims", "higher_order", "_quantiz
 
 
 def traced_through(op: Any) -> str | None:
-    """Why a compiler looks into an op that is not torch's own; None where it calls it as it is."""
+    """Return why a compiler traces through an op of a user; None where it calls the op."""
     # A user who registered something with Inductor has imported it.
     inductor = "torch._inductor"
     decompositions = getattr(sys.modules.get(f"{inductor}.decomposition"), "decompositions", {})
     lowerings = getattr(sys.modules.get(f"{inductor}.lowering"), "lowerings", {})
-    for each in op_overloads(op):
-        name = each.name()
-        if each.namespace in _TORCHS_OPS:
+    for overload in op_overloads(op):
+        name = overload.name()
+        if overload.namespace in _TORCHS_OPS:
             continue
-        if each._can_decompose():
+        if overload._can_decompose():
             return f"{name} is decomposed into other ops"
-        if each in decompositions or each in lowerings or each.overloadpacket in lowerings:
+        lowered = overload in lowerings or overload.overloadpacket in lowerings
+        if lowered or overload in decompositions:
             return f"{name} has a lowering of its own"
         if _has_dispatch_rule(name):
             return f"{name} is traced through"
@@ -376,7 +359,7 @@ def traced_through(op: Any) -> str | None:
 
 
 def _has_dispatch_rule(name: str) -> bool:
-    """Whether a user's op says how tracing goes through it, as ``torch.library.triton_op`` does."""
+    """Return whether a user's op has a rule for tracing, as ``torch.library.triton_op`` has."""
     from torch._library import simple_registry, triton
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 

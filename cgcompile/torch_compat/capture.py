@@ -1,4 +1,4 @@
-"""CUDA graphs, streams and raw memory. See ``cgcompile/compat/__init__.py``."""
+"""CUDA graphs, streams, the allocator and raw memory."""
 
 import ctypes
 import functools
@@ -13,70 +13,69 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory that does not keep it alive.
+    """Return a tensor over the same memory that does not keep it alive; about 3 us.
 
     Equal address, shape, strides, dtype, and conjugate and negative bits; never an inference
-    tensor, never requires grad. About 3 us, 4 in inference mode. Reading it after the memory is
-    gone is undefined.
+    tensor, never requires grad. Reading it after the memory was freed is undefined.
     """
     storage = tensor.untyped_storage()
     return laid_over(weak_storage(storage.data_ptr(), storage.nbytes(), tensor.device), tensor)
 
 
 def weak_storage(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """A storage of memory that it does not keep alive."""
+    """Return a storage of memory that it does not keep alive."""
     raw: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    found: torch.UntypedStorage = raw
-    return found
+    storage: torch.UntypedStorage = raw
+    return storage
 
 
 def memory_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Raw memory as a uint8 tensor that does not keep it alive."""
+    """Return memory as a uint8 tensor that does not keep it alive."""
     raw = weak_storage(address, nbytes, device)
     with outside_inference_mode():
         return torch.empty(0, dtype=torch.uint8, device=device).set_(raw, 0, (nbytes,), (1,))
 
 
 def can_expire_storages() -> bool:
-    """Whether this build of torch can make a storage raise; those without CUDA may not, to 2.13."""
+    """Return whether this build can make a storage raise; those without CUDA cannot up to 2.13."""
     return hasattr(torch._C, "_set_storage_data_ptr_access_error_msg")
 
 
 def expire_storage(storage: torch.UntypedStorage, text: str) -> None:
-    """Let go of the memory of a storage: from now on reading or writing it raises RuntimeError."""
+    """Make each later read or write of a storage raise RuntimeError."""
     torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, text)
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
-    """Equal for tensors of one storage object, not of one memory, while it lives."""
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    """Return a key of the storage object of a tensor, not of its memory, while it lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """As :func:`weak_tensor`, but keeping the memory alive."""
+    """Return a tensor as :func:`weak_tensor` does, but keep the memory alive."""
     return laid_over(tensor.untyped_storage(), tensor)
 
 
 def laid_over(storage: torch.UntypedStorage, layout: torch.Tensor) -> torch.Tensor:
-    """A tensor of the layout of another, outside of inference mode and of autograd."""
+    """Return a tensor over a storage with the layout of another; no inference tensor, no grad."""
     if torch.is_inference_mode_enabled():
         with torch._C._InferenceMode(False):
             return laid_over(storage, layout)
     conjugate, negative = layout.is_conj(), layout.is_neg()
     if type(layout) is not torch.Tensor or conjugate or negative:
-        # A subclass has its own idea of ``new_empty``, and bits would be resolved there.
-        found = torch.empty(0, dtype=layout.dtype, device=layout.device)
-        found.set_(storage, layout.storage_offset(), layout.size(), layout.stride())
-        return with_bits(found, conjugate, negative)
-    found = layout.new_empty(0)
-    return found.set_(storage, layout.storage_offset(), layout.size(), layout.stride())
+        # A subclass may override ``new_empty``, which also resolves the bits.
+        tensor = torch.empty(0, dtype=layout.dtype, device=layout.device)
+        tensor.set_(storage, layout.storage_offset(), layout.size(), layout.stride())
+        return with_bits(tensor, conjugate, negative)
+    tensor = layout.new_empty(0)
+    return tensor.set_(storage, layout.storage_offset(), layout.size(), layout.stride())
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
-    """A context in which new tensors are none of inference mode; a third of torch's own cost.
+    """Return a context without inference mode, at a third of the cost of torch's own.
 
-    Where it leaves inference mode, it turns grad mode on: for results that do not require grad.
+    Where it leaves inference mode, grad mode is on: use it for tensors that do not require grad.
     """
     if not torch.is_inference_mode_enabled():
         return nullcontext()
@@ -85,21 +84,21 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
 
 
 def physical(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers as they lie in memory: the tensor without its conjugate and negative bits."""
+    """Return a view without the conjugate and negative bits: the numbers in memory."""
     if tensor.is_conj():
         tensor = torch._conj(tensor)
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def with_bits(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
-    """A view of a physical tensor with these bits set."""
+    """Return a view of a physical tensor with these bits set."""
     if conjugate:
         tensor = torch._conj(tensor)
     return torch._neg_view(tensor) if negative else tensor
 
 
 class StorageLife:
-    """Tells whether the storage of a tensor is still alive, without keeping it so."""
+    """A weak reference to the storage of a tensor; ``ended`` is whether it was freed."""
 
     __slots__ = ("_weak",)
 
@@ -114,7 +113,7 @@ class StorageLife:
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a (fake) tensor is a dense tensor with one storage, and no subclass around others."""
+    """Return whether a (fake) tensor is dense, with one storage, and wraps no other tensors."""
     return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
@@ -123,53 +122,47 @@ _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
 class SameObjects:
-    """Tells whether some places of a tuple hold other objects than they held.
+    """Compare objects in ranges ``[first, last)`` of a tuple by identity, while they live.
 
-    Meaningful while those objects live. Long stretches are compared as memory, see
-    :func:`identities`.
-
-    Args:
-        objects: the tuple.
-        stretches: (first place, place after the last) of what is compared.
+    Long ranges are compared as memory, see :func:`identities`.
     """
 
     _SHORT = 4
 
-    def __init__(self, objects: tuple[Any, ...], stretches: list[tuple[int, int]]) -> None:
-        every = identities(objects)
+    def __init__(self, objects: tuple[Any, ...], ranges: list[tuple[int, int]]) -> None:
+        memory = identities(objects)
         self._single = [
-            (place, id(objects[place]))
-            for first, last in stretches
+            (index, id(objects[index]))
+            for first, last in ranges
             if last - first <= self._SHORT
-            for place in range(first, last)
+            for index in range(first, last)
         ]
         self._long = [
             (
                 _ITEMS_OF_TUPLE + first * _POINTER,
                 (ctypes.c_char * ((last - first) * _POINTER)).from_address,
-                every[first * _POINTER : last * _POINTER],
+                memory[first * _POINTER : last * _POINTER],
             )
-            for first, last in stretches
+            for first, last in ranges
             if last - first > self._SHORT
         ]
 
     def differ(self, objects: tuple[Any, ...]) -> bool:
-        """Whether a tuple of equal length holds another object in one of these places."""
-        for place, was in self._single:
-            if id(objects[place]) != was:
+        """Return whether a tuple of equal length has another object in one of the ranges."""
+        for index, known in self._single:
+            if id(objects[index]) != known:
                 return True
         items = id(objects)
-        for start, memory_at, known in self._long:  # noqa: SIM110  (a generator costs a call)
-            if memory_at(items + start).raw != known:
+        for start, memory_at, known_items in self._long:
+            if memory_at(items + start).raw != known_items:
                 return True
         return False
 
 
 def identities(objects: tuple[Any, ...]) -> bytes:
-    """The addresses of the objects in a tuple, as bytes: equal for the same objects in order.
+    """Return the addresses of the objects in a tuple as bytes, to compare while the objects live.
 
-    Meaningful while the objects live. Read from the tuple itself (CPython 3.10 to 3.14), which
-    takes 0.5 us for 300 objects; ``id`` of each would take 13.
+    Reads the memory of the tuple (CPython 3.10 to 3.14): 0.5 us for 300 objects; ``id`` takes 13.
     """
     return ctypes.string_at(id(objects) + _ITEMS_OF_TUPLE, len(objects) * _POINTER)
 
@@ -178,23 +171,18 @@ _equal_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None
 
 
 class Addresses:
-    """Tells whether the tensors in some places of a list are where they were.
-
-    CUDA builds have a helper in C++ for it (2.11 to 2.15); elsewhere each is asked in turn.
-
-    Args:
-        objects: what was given.
-        places: where tensors are, whose addresses matter.
-    """
+    """Compare the addresses of the tensors at some indices of a list; in C++ in CUDA builds."""
 
     def __init__(self, objects: Sequence[Any], places: Sequence[int]) -> None:
         self._places = list(places)
-        self._known: list[int | None] = [None] * len(objects)  # by place, as the helper wants them
+        self._known: list[int | None] = [None] * len(
+            objects
+        )  # by index, as the C++ helper requires
         for place in places:
             self._known[place] = objects[place].data_ptr()
 
     def hold(self, objects: Sequence[Any]) -> bool:
-        """Whether all are still there."""
+        """Return whether no tensor moved."""
         if not self._places:
             return True
         if _equal_addresses is not None:
@@ -209,9 +197,9 @@ class Addresses:
 
 
 def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
-    """What replays an instantiated graph: torch's C++ method, without the Python in front of it.
+    """Return torch's C++ method that replays a graph, without its Python wrapper.
 
-    torch 2.15 has bookkeeping there for hooks and retained streams that our graphs do not use.
+    In torch 2.15 the wrapper handles hooks and retained streams, which our graphs do not use.
     """
     method = torch._C._CUDAGraph.replay
     bound: Callable[[], None] = method.__get__(graph)
@@ -221,7 +209,7 @@ def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 def drop_blas_workspaces() -> None:
     """Free the workspaces that torch caches for cuBLAS, one per handle and stream.
 
-    Each is made again where it is needed next. 2.15 caches them only with
+    torch allocates them again when needed. 2.15 caches them only with
     ``TORCH_CUBLAS_WORKSPACE_CACHE=1``.
     """
     torch._C._cuda_clearCublasWorkspaces()
@@ -237,37 +225,34 @@ def empty_host_cache() -> None:
 
 
 def raw_stream_of(device_index: int) -> Callable[[], int]:
-    """What tells the handle of the current stream of a device; equal numbers, same stream."""
+    """Return a function that returns the handle of the current stream of a device."""
     return functools.partial(torch._C._cuda_getCurrentRawStream, device_index)
 
 
 class OnStream:
-    """Context manager: ``torch.cuda.stream``, at a tenth of its cost; for CUDA that is initialised.
+    """Context manager: ``torch.cuda.stream`` at a tenth of its cost; CUDA must be initialised.
 
-    Where another device than the stream's is current, it is torch's own context.
-
-    Args:
-        stream: to be current inside.
+    Where another device than the stream's is current, it uses torch's own context.
     """
 
-    __slots__ = ("_before", "_stream", "_torchs")
+    __slots__ = ("_before", "_full", "_stream")
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
-        self._torchs: AbstractContextManager[Any] | None = None
+        self._full: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         stream = self._stream
         if torch._C._cuda_getDevice() != stream.device_index:
-            self._torchs = torch.cuda.stream(stream)
-            self._torchs.__enter__()
+            self._full = torch.cuda.stream(stream)
+            self._full.__enter__()
             return
         self._before = torch._C._cuda_getCurrentStream(stream.device_index)
         _set_stream(stream.stream_id, stream.device_index, stream.device_type)
 
     def __exit__(self, *error: Any) -> None:
-        if self._torchs is not None:
-            self._torchs.__exit__(*error)
+        if self._full is not None:
+            self._full.__exit__(*error)
         else:
             _set_stream(*self._before)
 
@@ -279,56 +264,55 @@ def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
 
 
 def cuda_is_capturing() -> bool:
-    """Whether the current CUDA stream of this thread is being captured; builds without CUDA: no."""
+    """Return whether the current CUDA stream of this thread is being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-# Whether the current CUDA stream of this thread is being captured. For an initialised device only.
+# The same for an initialised device only, without the check of that.
 cuda_stream_is_capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
 
 
 def _segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
-    """What the allocator tells of the memory of a private pool.
+    """Return the allocator's record of each segment of a private pool.
 
-    Asks for all pools: in 2.11 ``torch.cuda.memory_snapshot(pool)`` gives up a reference to a tuple
-    that it does not own, which crashes the process later (2.15 has it mended).
+    Reads all pools: in 2.11 ``torch.cuda.memory_snapshot(pool)`` releases a reference that it does
+    not own, which crashes the process later (fixed in 2.15).
     """
-    found = torch._C._cuda_memorySnapshot(None)["segments"]
-    return [each for each in found if tuple(each["segment_pool_id"]) == tuple(pool)]
+    segments = torch._C._cuda_memorySnapshot(None)["segments"]
+    return [row for row in segments if tuple(row["segment_pool_id"]) == tuple(pool)]
 
 
 def pool_segments(pool: tuple[int, int]) -> list[tuple[int, int]]:
-    """(address, bytes) of the memory that a private pool holds."""
-    return [(each["address"], each["total_size"]) for each in _segments(pool)]
+    """Return (address, bytes) of the segments of a private pool."""
+    return [(segment["address"], segment["total_size"]) for segment in _segments(pool)]
 
 
 def free_blocks(pool: tuple[int, int]) -> list[tuple[int, int]]:
-    """(address, bytes) of the memory of a private pool that no tensor holds."""
-    found = []
+    """Return (address, bytes) of the free blocks of a private pool."""
+    blocks = []
     for segment in _segments(pool):
         start = segment["address"]
         for block in segment["blocks"]:
             if block["state"] == "inactive":
-                found.append((start, block["size"]))
+                blocks.append((start, block["size"]))
             start += block["size"]
-    return found
+    return blocks
 
 
 def pool_bytes(pool: tuple[int, int]) -> tuple[int, int, int]:
-    """Bytes that a private pool holds: all, those in use, and all in segments for small blocks."""
-    found = _segments(pool)
-    small = [each["total_size"] for each in found if each["segment_type"] == "small"]
-    used = sum(each["allocated_size"] for each in found)
-    return sum(each["total_size"] for each in found), used, sum(small)
+    """Return the bytes of a private pool: all, those in use, and those in small-block segments."""
+    rows = _segments(pool)
+    small = sum(row["total_size"] for row in rows if row["segment_type"] == "small")
+    used = sum(row["allocated_size"] for row in rows)
+    return sum(row["total_size"] for row in rows), used, small
 
 
 def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:
-    """Undo what a capture that broke left in the allocator.
+    """Undo what a failed capture left in the allocator: its route to the pool, and its use count.
 
-    It still routes to the pool, and counts the capture as a user of it; unless the capture has told
-    it itself, or never began. Tried on 2.11.
+    No effect where the capture ended that itself, or never began.
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     release = getattr(torch._C, "_cuda_releasePool", None)
@@ -337,6 +321,6 @@ def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:
     try:
         end(device_index, pool)
     except RuntimeError:
-        return  # nothing of this capture is routed, so nothing is counted
+        return  # no route, so no use count either
     with suppress(RuntimeError):
         release(device_index, pool)

@@ -1,22 +1,18 @@
-"""Additions to a matrix product, as Inductor must not fuse them: two passes over ATen graphs.
-
-See ``cgcompile/compat/__init__.py``.
+"""torch's own compilers, and two passes over ATen graphs that correct what Inductor fuses.
 
 Note [Scaled additions]
 Inductor's pattern for ``mm(a, b) + x`` matches ``torch.add(mm(a, b), x, alpha=2)`` as well and
-forgets the 2 (2.11 and 2.13, with ``torch.compile`` too; 2.15 is right). So before its patterns the
-factor becomes a product of its own (:func:`scaled_apart`), everywhere.
+drops the 2 (2.11 and 2.13, with ``torch.compile`` too; 2.15 is right). So before its patterns run,
+the factor becomes a product of its own (:func:`spell_out`), on all devices.
 
 Note [Residual additions]
-Inductor turns ``mm(a, b) + x`` into ``addmm(x, a, b)``, unless all uses of the sum are pointwise;
-to be a result is none such, and the residual stream of a model is a result of nearly every piece.
-cuBLAS adds in place, so ``addmm`` first copies ``x`` into its result: one kernel more, that reads
-and writes all of it. As an addition of its own it melts into the kernels that read the sum, as it
-does where a model is compiled whole; and it rounds where eager rounds. A bias, of one dimension,
-stays: that one is added by the product's own kernel. So does what the user wrote as ``addmm``.
-torch 2.15 asks itself what is added; there the pass finds nothing.
-
-torch's own compilers. See ``cgcompile/compat/__init__.py``.
+Inductor turns ``mm(a, b) + x`` into ``addmm(x, a, b)``, unless all uses of the sum are pointwise.
+A result of a piece is not a pointwise use, and the residual stream is a result of nearly every
+piece. cuBLAS adds in place, so ``addmm`` first copies ``x`` into its result: one more kernel that
+reads and writes all of it. A separate addition (:func:`take_apart`) is fused into the kernels that
+read the sum, as in a model that is compiled whole, and rounds as eager does. A bias, of one
+dimension, stays: the product's own kernel adds it; so does an ``addmm`` of the user. torch 2.15
+checks what is added; there the pass changes nothing.
 """
 
 import logging
@@ -27,6 +23,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+log = logging.getLogger(__name__)
 
 Pass = Callable[[fx.Graph], None]
 
@@ -43,14 +41,14 @@ def take_apart(graph: fx.Graph) -> None:
             total = graph.call_function(aten.add.Tensor, (product, added))
         product.meta.update(node.meta)
         total.meta.update(node.meta)
-        # A value of its own: Inductor tells by their memory which values are views of others.
+        # A new value: Inductor recognises views by shared memory.
         product.meta["val"] = torch.empty_like(node.meta["val"])
         node.replace_all_uses_with(total)
         graph.erase_node(node)
 
 
 def _from_the_trace(node: fx.Node) -> bool:
-    """Whether the user wrote it: what a pattern of Inductor's made has no number."""
+    """Return whether the user wrote a node: those of Inductor's patterns have no number."""
     return "seq_nr" in node.meta
 
 
@@ -100,53 +98,33 @@ def _pass_type() -> type:
                 self.then(graph)
 
         def uuid(self) -> Any:
-            # None says: keep nothing. Of a mere function nobody can tell whether it is the same.
-            tell = getattr(self.then, "uuid", lambda: None)
-            inner = "" if self.then is None else tell()
+            # None disables caches: a plain function has no identity that lasts.
+            inner = "" if self.then is None else getattr(self.then, "uuid", lambda: None)()
             return None if inner is None else f"cgcompile {self._run.__name__} 1, {inner!r}"
 
     return Own
 
 
 def unfused_residuals(then: Pass | None) -> Any:
-    """A pass for Inductor's ``post_grad_custom_post_pass``. See Note [Residual additions].
+    """Return Inductor's ``post_grad_custom_post_pass``, see Note [Residual additions].
 
-    Args:
-        then: the user's own pass, to be run after it.
-
-    Returns:
-        The pass; the user's own if that is a mere function, of which nobody can tell whether it is
-        still the same.
+    That is the user's own pass alone if it has no ``uuid``, so that caches stay on.
     """
     if then is not None and not hasattr(then, "uuid"):
         return then
     return _pass_type()(take_apart, then)
 
 
-def scaled_apart(then: Pass | None) -> Any:
-    """A pass for Inductor's ``post_grad_custom_pre_pass``. See Note [Scaled additions].
-
-    Args:
-        then: the user's own pass, to be run after it.
-
-    Returns:
-        The pass. Results depend on it, so it runs before a mere function too.
-    """
-    return _pass_type()(spell_out, then)
-
-
-log = logging.getLogger(__name__)
-
-
 @cache
 def inductor_option_names() -> frozenset[str]:
+    """Return the names of Inductor's settings."""
     import torch._inductor.config as config
 
     return frozenset(config._config)
 
 
 def inductor_mode_options(torch_mode: str) -> dict[str, Any]:
-    """Inductor's settings for a ``torch.compile`` mode, without its own CUDA graphs."""
+    """Return Inductor's settings for a ``torch.compile`` mode, without its own CUDA graphs."""
     from torch._inductor import list_mode_options
 
     options = dict(list_mode_options(torch_mode))
@@ -197,9 +175,8 @@ def compile_standalone(
 def start_compile_workers() -> None:
     """Start the processes in which Inductor compiles Triton kernels; does not wait for them.
 
-    They import torch for seconds. Until they answer, Inductor compiles one kernel after the other
-    in this process, so the sooner the better. Where they run already, where there is no Triton, or
-    where torch's ``TORCH_WARM_POOL`` says so, nothing is started.
+    They import torch for seconds; until then Inductor compiles kernel by kernel in this process. No
+    effect if they run, without Triton, or if ``TORCH_WARM_POOL`` disables them.
     """
     from torch._inductor.async_compile import maybe_warm_pool
 
@@ -207,11 +184,12 @@ def start_compile_workers() -> None:
 
 
 def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's settings for a piece; the user's were checked, ours may be unknown to a torch."""
+    """Return Inductor's settings for a piece, without those that this version of torch lacks."""
     import torch._inductor.config as config
 
     wanted = {**_PIECE_PATCHES, **patches}
-    wanted[_FIRST_PASS] = scaled_apart(wanted.get(_FIRST_PASS, getattr(config, _FIRST_PASS)))
+    own = wanted.get(_FIRST_PASS, getattr(config, _FIRST_PASS))
+    wanted[_FIRST_PASS] = _pass_type()(spell_out, own)  # results depend on it
     if torch.cuda.is_available():
         own = wanted.get(_LAST_PASS, getattr(config, _LAST_PASS))
         wanted[_LAST_PASS] = unfused_residuals(own)
@@ -221,9 +199,9 @@ def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_a_tensor_output(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm``, or a copy of one without outputs that returns an input: callers drop it.
+    """Return ``gm``, or where it has no outputs a copy that returns an input, which callers drop.
 
-    ``standalone_compile`` looks for the fake mode, and with it the sizes, in the outputs.
+    ``standalone_compile`` reads the fake mode, and with it the sizes, from the outputs.
     """
     tensor_input = next(
         (
@@ -250,8 +228,8 @@ _PIECE_PATCHES: Mapping[str, Any] = {
     "wrap_inductor_compiled_regions": True,
 }
 
-# Kernels that do not depend on each other become one, as the rotations of queries and of keys.
-# Only pointwise ones: of reductions, those over a dynamic dimension do not compile (2.11, 2.13).
+# Combine independent kernels, such as the rotations of queries and keys. Only pointwise ones:
+# reductions over a dynamic dimension do not compile (2.11, 2.13).
 _COMBINED_KERNELS: Mapping[str, Any] = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
 _FIRST_PASS, _LAST_PASS = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
 
@@ -261,7 +239,7 @@ def compile_aten(
     fake_inputs: Sequence[Any],
     compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Lower a piece to its functional ATen graph and give that to ``compiler`` (functorch)."""
+    """Lower a piece to its functional ATen graph (functorch) and compile that with ``compiler``."""
     from functorch.compile import aot_module_simplified, make_boxed_func
 
     def boxed(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

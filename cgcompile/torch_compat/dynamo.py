@@ -1,4 +1,4 @@
-"""Dynamo's graphs and their symbols. See ``cgcompile/compat/__init__.py``."""
+"""Dynamo's graphs and their symbols."""
 
 import os
 import sys
@@ -21,23 +21,20 @@ SET_GRAD_ENABLED = torch._C._set_grad_enabled
 
 
 def annotate(mark: dict[str, Any]) -> AbstractContextManager[Any]:
-    """A context in which every traced node gets ``node.meta["custom"]`` updated with ``mark``."""
+    """Return a context that updates ``node.meta["custom"]`` of each traced node with ``mark``."""
     import torch.fx.traceback
 
     return torch.fx.traceback.annotate(mark)
 
 
 def source_name(placeholder: fx.Node) -> str | None:
-    """Where Dynamo took an input from, such as ``L['x']``; None for graphs of other origin."""
+    """Return Dynamo's path of an input, such as ``L['x']``; None for graphs of other origin."""
     source = getattr(placeholder, "_dynamo_source", None)
-    if source is None:
-        return None
-    name = source.name  # a method once, a property since 2.9
-    return str(name() if callable(name) else name)
+    return None if source is None else str(source.name)
 
 
 def graph_break(gm: fx.GraphModule) -> str | None:
-    """Why Dynamo ended this graph early, with the user's line; None if it did not."""
+    """Return why Dynamo ended this graph early, with the user's line; None if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return None
@@ -47,13 +44,13 @@ def graph_break(gm: fx.GraphModule) -> str | None:
 
 
 def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:
-    """The fake mode that some of these values belong to, as a context; nothing if none does."""
+    """Return the fake mode of the first value that has one, as a context; else a null context."""
     modes = (getattr(value, "fake_mode", None) for value in values)
     return next((mode for mode in modes if mode is not None), nullcontext())
 
 
 def present_size(value: Any) -> Any:
-    """A symbolic size that stands for what its symbol was found to equal; others as they are."""
+    """Return a symbolic size with the replacement of its symbol; other values as they are."""
     node: Any = value.node if isinstance(value, torch.SymInt) else None
     if node is None or node._expr == node.expr:
         return value
@@ -61,8 +58,8 @@ def present_size(value: Any) -> Any:
 
 
 def known_size(size: Any) -> int | str:
-    """A size as a number, or as an expression of symbols; equal sizes have equal texts."""
-    expression = size if type(size) is int else size.node.expr  # what it stands for now
+    """Return a size as a number, or as an expression of symbols; equal sizes have equal texts."""
+    expression = size if type(size) is int else size.node.expr  # after replacements
     from torch.utils._sympy.printers import PythonPrinter
 
     if getattr(expression, "free_symbols", None):
@@ -71,46 +68,42 @@ def known_size(size: Any) -> int | str:
 
 
 def size_conditions(shape_env: Any, sizes: Set[Any]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return what a trace assumed of sizes: (condition in Python, its symbols), for each.
+    """Return what a trace assumed of ``sizes``: (condition in Python, its symbols) of each.
 
-    Note [Sizes of a symbol]. The symbol of a backed size is positive for sympy whatever its range
-    says, so ``s > 0`` is True without a guard: such a trace serves no size of 0.
-
-    Args:
-        shape_env: of the trace.
-        sizes: texts of the sizes of its arguments, as of :func:`known_size`.
+    Note [Sizes of a symbol]. The symbol of a backed size is positive for sympy, whatever its
+    range, so ``s > 0`` is True without a guard: such a trace serves no size of 0.
     """
     from torch.utils._sympy.printers import PythonPrinter
 
-    found = []
+    conditions = []
     shapes = Shapes(shape_env)
     for guard, _ in shapes.guards():
         # Sizes that are equal have one name by now, and are compared as such.
         guard = guard.xreplace({each: shapes.replacement(each) for each in guard.free_symbols})
         symbols = tuple(sorted(map(str, guard.free_symbols)))
         if symbols:
-            found.append((PythonPrinter().doprint(guard), symbols))
+            conditions.append((PythonPrinter().doprint(guard), symbols))
     for symbol, bounds in shape_env.var_to_range.items():  # torch drops guards that these imply
         if is_unbacked(symbol) or shapes.replacement(symbol) != symbol:
             continue
         lower = 1 if str(symbol) in sizes and symbol.is_positive else 0
         lower = max(lower, int(bounds.lower)) if bounds.lower.is_Integer else lower
         if lower > (0 if str(symbol) in sizes else 2):
-            found.append((f"{symbol} >= {lower}", (str(symbol),)))
+            conditions.append((f"{symbol} >= {lower}", (str(symbol),)))
         if bounds.upper.is_Integer:
-            found.append((f"{symbol} <= {bounds.upper}", (str(symbol),)))
-    return found
+            conditions.append((f"{symbol} <= {bounds.upper}", (str(symbol),)))
+    return conditions
 
 
 _SQUEEZES = frozenset({"squeeze", "squeeze_", torch.squeeze, torch.Tensor.squeeze})
 
 
 def squeeze_conditions(graph: fx.Graph) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the sizes that ``squeeze`` ops took for others than 1, as :func:`size_conditions`.
+    """Return the sizes that ``squeeze`` ops assumed not to be 1, as :func:`size_conditions`.
 
     Size-oblivious tracing keeps such a dimension and leaves no guard.
     """
-    found = {}
+    conditions = {}
     for node in graph.nodes:
         name = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
         if node.target not in _SQUEEZES and not name.startswith(
@@ -126,21 +119,18 @@ def squeeze_conditions(graph: fx.Graph) -> list[tuple[str, tuple[str, ...]]]:
             text = known_size(fake.shape[dim])
             if isinstance(text, str):
                 symbols = tuple(sorted(map(str, fake.shape[dim].node.expr.free_symbols)))
-                found[f"{text} != 1"] = symbols
-    return list(found.items())
+                conditions[f"{text} != 1"] = symbols
+    return list(conditions.items())
 
 
 def is_static_input(placeholder: fx.Node) -> bool:
-    """Whether Dynamo says that this input keeps its address: a parameter, buffer or attribute."""
+    """Return whether Dynamo marked an input as static: a parameter, buffer or attribute."""
     marks = placeholder.meta.get("tensor_dict") or {}
     return marks.get("_dynamo_static_input_type") is not None
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Equal for tensors that share a storage; None where there is no storage to ask for.
-
-    Valid while both tensors live.
-    """
+    """Return a key that is equal for tensors of one storage, while it lives; None without one."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -148,7 +138,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of Dynamo's graph with all that this file reads of it; values are shared."""
+    """Return a copy of Dynamo's graph with all that this package reads of it; values are shared."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(gm.graph, copies)
@@ -165,8 +155,8 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 def watch_recompile_limit() -> None:
     """Have Dynamo call ``recompile_limit_reached(text, mode, options)`` of a backend.
 
-    That is where a call is about to run eager, because its function was compiled as often as torch
-    allows. What the method raises, the call raises. Not where torch raises itself, with
+    Called before a call runs eager because its function reached the recompile limit; the call
+    raises what the method raises. Not called where torch raises an error itself, with
     ``fullgraph=True`` or ``fail_on_recompile_limit_hit``.
     """
     from torch._dynamo import utils
@@ -176,16 +166,13 @@ def watch_recompile_limit() -> None:
 
 
 def _look_at_limit() -> str:
-    """Compare with the limits; Dynamo calls this before each compilation, and then does so itself.
-
-    What the frame of ``_compile`` holds has the same names on 2.11, 2.13 and 2.15.
-    """
+    """Compare with the limits before each compilation, from the locals of Dynamo's ``_compile``."""
     from torch._dynamo import config, convert_frame
     from torch._dynamo.cache_size import exceeds_recompile_limit
     from torch._dynamo.eval_frame import innermost_backend
     from torch._dynamo.utils import get_metrics_context
 
-    # A compilation inside of another one sets this metric again, which torch refuses.
+    # A nested compilation sets this metric a second time, which torch refuses.
     get_metrics_context()._metrics.pop("recompile_user_contexts", None)
     frame: Any = sys._getframe()
     while frame.f_code.co_name != "_compile" or frame.f_globals is not vars(convert_frame):
@@ -200,23 +187,22 @@ def _look_at_limit() -> str:
     reached = getattr(backend, "recompile_limit_reached", None)
     if reached is not None:
         code = local["code"]
-        why = str(local.get("recompile_reason") or "").strip().splitlines()
+        reasons = str(local.get("recompile_reason") or "").strip().splitlines()
         file = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
         text = f"{code.co_name} ({file}) is compiled no more, and other calls run eager, "
         text += f"uncounted: torch._dynamo.config.{limit} is {getattr(config, limit)}"
-        reached(f"{text}; the last reason: {why[0]}" if why else text, mode, options)
+        reached(f"{text}; the last reason: {reasons[0]}" if reasons else text, mode, options)
     return ""
 
 
 def _of_torch_compile(wrapper: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
-    """(backend, mode, options) of what ``torch.compile`` gives to Dynamo as the backend."""
+    """Return (backend, mode, options) of what ``torch.compile`` passes to Dynamo as the backend."""
     settings = getattr(wrapper, "kwargs", {})
-    found = getattr(wrapper, "compiler_fn", wrapper)
-    return found, settings.get("mode"), settings.get("options")
+    return getattr(wrapper, "compiler_fn", wrapper), settings.get("mode"), settings.get("options")
 
 
 def backend_of(compiled: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
-    """(backend, mode, options) with which ``torch.compile`` made a module; Nones if it did not."""
+    """Return (backend, mode, options) of a module of ``torch.compile``; Nones for others."""
     from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 
     if not isinstance(compiled, OptimizedModule):
@@ -225,27 +211,24 @@ def backend_of(compiled: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
 
 
 def original_of(compiled: Any) -> Any:
-    """The module behind one that ``torch.compile`` made; None of anything else."""
+    """Return the module that ``torch.compile`` wrapped; None for anything else."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     return compiled._orig_mod if isinstance(compiled, OptimizedModule) else None
 
 
 def restarts() -> tuple[type[BaseException], ...]:
-    """What torch raises to make Dynamo trace again: control flow that nobody may wrap."""
+    """Return the exceptions with which torch restarts a trace; they must not be wrapped."""
     from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
     return (RestartAnalysis, SkipFrame)
 
 
 def make_floats_constant(gm: fx.GraphModule) -> None:
-    """Make Dynamo trace again with its symbolic Python floats as guarded constants.
+    """Restart the trace if the graph has symbolic Python floats, with them as guarded constants.
 
-    With ``dynamic=True`` Dynamo passes a Python float as a CPU tensor and reads it with ``item``.
-    Inside a piece that is a host read, and a captured kernel would keep the first value.
-
-    Raises:
-        TensorifyScalarRestartAnalysis: there were such floats; Dynamo handles it.
+    With ``dynamic=True`` Dynamo passes a Python float as a CPU tensor and reads it with ``item``: a
+    host read inside of a piece, and a captured kernel would keep the first value.
     """
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState
@@ -269,7 +252,7 @@ def make_floats_constant(gm: fx.GraphModule) -> None:
 
 
 def is_unbacked(symbol: sympy.Symbol) -> bool:
-    """Whether the symbol stands for a number that only the data tells."""
+    """Return whether a symbol is a number that depends on data."""
     from torch.utils._sympy.symbol import SymT, symbol_is_type
 
     return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
@@ -300,24 +283,24 @@ class Shapes:
         return None
 
     def replacement(self, symbol: sympy.Symbol) -> sympy.Expr:
-        """What the symbol stands for now: itself, another symbol, or a number if specialised."""
+        """Return the replacement of a symbol: itself, another one, or a number if specialised."""
         return self._env.replacements.get(symbol, symbol)
 
     def bounds(self, symbol: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr]:
-        found = self._env.var_to_range.get(symbol)
-        if found is None:
+        bounds = self._env.var_to_range.get(symbol)
+        if bounds is None:
             return sympy.Integer(0), sympy.oo
         # See Note [Sizes of a symbol].
-        lower = max(found.lower, sympy.Integer(1)) if symbol.is_positive else found.lower
-        return lower, found.upper
+        lower = max(bounds.lower, sympy.Integer(1)) if symbol.is_positive else bounds.lower
+        return lower, bounds.upper
 
     def hint(self, symbol: sympy.Symbol) -> int | None:
-        """The number that it was traced with; None of an unbacked symbol."""
-        found = self._env.backed_var_to_val.get(symbol)
-        return None if found is None else int(found)
+        """Return the number that a symbol was traced with; None for an unbacked symbol."""
+        hint = self._env.backed_var_to_val.get(symbol)
+        return None if hint is None else int(hint)
 
     def guards(self) -> list[tuple[sympy.Expr, str]]:
-        """Each guard on sizes so far, with the user's line where torch knows it."""
+        """Return each guard on sizes so far, with the user's line where torch has it."""
         return [(guard.expr, _guard_line(guard)) for guard in self._env.guards]
 
 

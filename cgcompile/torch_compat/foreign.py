@@ -1,4 +1,4 @@
-"""Other packages that capture piece by piece. See ``cgcompile/compat/__init__.py``."""
+"""Other packages that capture piece by piece."""
 
 import sys
 from collections.abc import Iterator
@@ -11,12 +11,10 @@ _PACKAGE, _VARIABLE = "piecewise_cuda_graphs", "_current_piecewise_graph_ctx"
 
 @contextmanager
 def listen_to_no_graph(listener: Any) -> Iterator[None]:
-    """Within it, ``no_graph`` of Meta's ``piecewise-cuda-graphs`` tells ``listener`` of its breaks.
+    """Within it, ``no_graph`` of Meta's ``piecewise-cuda-graphs`` calls ``listener`` at its breaks.
 
-    Nothing happens where that package was not imported by someone. Tried on its version 0.1.0.
-
-    Args:
-        listener: has ``_end_segment()``, ``_insert_eager(fn, args, kwargs)``, ``_begin_segment()``.
+    The listener has ``_end_segment()``, ``_insert_eager(fn, args, kwargs)`` and
+    ``_begin_segment()``. No effect if that package is not imported. Tried on its version 0.1.0.
     """
     variable = getattr(sys.modules.get(_PACKAGE), _VARIABLE, None)
     if not isinstance(variable, ContextVar):

@@ -18,7 +18,7 @@ _DEEPEST = 64
 
 
 class NotAGuard(ValueError):
-    """A text that is no guard on sizes."""
+    """A text that is not a guard on sizes."""
 
 
 _OPERATORS: Mapping[type, Callable[..., Any]] = {
@@ -45,7 +45,7 @@ _OPERATORS: Mapping[type, Callable[..., Any]] = {
 
 @cache
 def _functions() -> Mapping[str, Callable[..., Any]]:
-    """The functions that torch's printers of guards write, in any supported version."""
+    """Return the functions that torch's printers of guards write, in any supported version."""
     known: dict[str, Callable[..., Any]] = {"abs": abs, "max": max, "min": min, "round": round}
     known |= {f"math.{name}": getattr(math, name) for name in ("floor", "ceil", "trunc")}
     names = ("sym_float", "sym_int", "sym_max", "sym_min", "sym_not", "_sym_sqrt")
@@ -54,20 +54,12 @@ def _functions() -> Mapping[str, Callable[..., Any]]:
 
 
 def require_guards(text: str) -> None:
-    """Refuse a text that :func:`guards_hold` cannot evaluate.
-
-    Raises:
-        NotAGuard: names the part that is no comparison or arithmetic of sizes.
-    """
+    """Raise NotAGuard for a text that :func:`guards_hold` cannot evaluate."""
     _parsed(text)
 
 
 def guards_hold(text: str, sizes: Sequence[Any]) -> bool:
-    """Return whether guards hold for sizes, integers or symbolic ones.
-
-    Raises:
-        NotAGuard: the text has other parts, or more sizes.
-    """
+    """Return whether guards hold for integer or symbolic sizes; raises as above."""
     return bool(_evaluated(_parsed(text), sizes))
 
 
@@ -98,7 +90,7 @@ def _check(node: ast.expr, depth: int) -> None:
 
 
 def _parts(node: ast.expr) -> list[ast.expr] | None:
-    """The operands of a node of the grammar; None of any other."""
+    """Return the operands of a node of the grammar; None for any other node."""
     if isinstance(node, ast.BoolOp):
         return node.values
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
@@ -117,7 +109,7 @@ def _parts(node: ast.expr) -> list[ast.expr] | None:
 
 
 def _evaluated(node: Any, sizes: Sequence[Any]) -> Any:
-    """The value of a checked node."""
+    """Return the value of a checked node."""
     number = _size_number(node)
     if number is not None:
         if number >= len(sizes):
@@ -141,7 +133,7 @@ def _evaluated(node: Any, sizes: Sequence[Any]) -> Any:
 
 
 def _size_number(node: ast.expr) -> int | None:
-    """N of ``L['tN']``; None of anything else."""
+    """Return N of ``L['tN']``; None for anything else."""
     if not (isinstance(node, ast.Subscript) and _name(node.value) == "L"):
         return None
     name = node.slice.value if isinstance(node.slice, ast.Constant) else None
@@ -150,7 +142,7 @@ def _size_number(node: ast.expr) -> int | None:
 
 
 def _name(node: ast.expr) -> str:
-    """A name, or a name with one attribute; empty of anything else."""
+    """Return a name, or a name with one attribute; empty for anything else."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return f"{node.value.id}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""

@@ -1,16 +1,12 @@
-"""Nested values: lists, tuples, dicts and what programs registered. See ``compat/__init__.py``.
+"""Nested values, operators (names, overloads, schemas, kernels), dispatch modes and autocast.
 
-The structure is what torch's ``_pytree`` takes it for. What most steps pass, plain containers of
-tensors and numbers, is walked here: it costs a tenth.
-
-Operators: their names, overloads and schemas. See ``cgcompile/compat/__init__.py``.
-
-Dispatch modes, and what they ask of the ops they see. See ``cgcompile/compat/__init__.py``.
+The structure of nested values is that of torch's ``_pytree``. Plain containers of tensors and
+numbers, which most steps pass, are walked here, at a tenth of the cost.
 """
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import CodeType, FunctionType
@@ -23,45 +19,46 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgcompile.locks import new_lock
 
-# Types, exactly, that nobody opens; anything else is for torch to say.
+# Exact types that are leaves; torch decides for all others.
 _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 
 
 def tree_leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
-    _gather(value, found)
-    return found
+    """Return the leaves of a tree, in order."""
+    leaves: list[Any] = []
+    _gather(value, leaves)
+    return leaves
 
 
-def _gather(value: Any, found: list[Any]) -> None:
+def _gather(value: Any, leaves: list[Any]) -> None:
     kind = type(value)
     if kind in _LEAVES:
-        found.append(value)
+        leaves.append(value)
     elif kind is tuple or kind is list or kind is dict:
-        for each in value.values() if kind is dict else value:
-            if type(each) in _LEAVES:
-                found.append(each)
+        for item in value.values() if kind is dict else value:
+            if type(item) in _LEAVES:
+                leaves.append(item)
             else:
-                _gather(each, found)
+                _gather(item, leaves)
     else:
-        found += _pytree.tree_leaves(value)
+        leaves += _pytree.tree_leaves(value)
 
 
 def tree_tensors(value: Any) -> list[Any]:
-    """The tensors among the leaves of a tree."""
+    """Return the tensors among the leaves of a tree."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def tree_paths(tree: Any) -> list[tuple[str, Any]]:
-    """(path such as ``[0]['k']``, leaf) of each leaf, in the order of ``tree_leaves``."""
+    """Return (path such as ``[0]['k']``, leaf) of each leaf, in the order of ``tree_leaves``."""
     if type(tree) in _LEAVES:
         return [("", tree)]
-    found, _ = _pytree.tree_flatten_with_path(tree)
-    return [(_pytree.keystr(path), leaf) for path, leaf in found]
+    rows, _ = _pytree.tree_flatten_with_path(tree)
+    return [(_pytree.keystr(path), leaf) for path, leaf in rows]
 
 
 def tree_spec(tree: Any) -> Any:
-    """The structure of a tree; equal for trees of equal structure."""
+    """Return the structure of a tree; equal for trees of equal structure."""
     return _pytree.tree_structure(tree)
 
 
@@ -70,43 +67,39 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
 
 
 def is_container(value: Any) -> bool:
-    """Whether the leaves of a value are inside of it: list, tuple, dict or a registered type."""
+    """Return whether a value is a list, tuple, dict or another container known to torch."""
     return type(value) not in _LEAVES and not _pytree.tree_is_leaf(value)
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` with ``function`` applied to each leaf, in the order of ``tree_leaves``."""
+    """Return ``tree`` with ``function`` applied to each leaf, in the order of ``tree_leaves``."""
     kind = type(tree)
     if kind in _LEAVES:
         return function(tree)
     if kind is tuple or kind is list:
-        made = [function(x) if type(x) in _LEAVES else tree_map(function, x) for x in tree]
-        return tuple(made) if kind is tuple else made
+        items = [function(x) if type(x) in _LEAVES else tree_map(function, x) for x in tree]
+        return tuple(items) if kind is tuple else items
     if kind is dict:
-        return {key: tree_map(function, each) for key, each in tree.items()}
+        return {key: tree_map(function, item) for key, item in tree.items()}
     return _pytree.tree_map(function, tree)
 
 
 def all_op_names() -> list[str]:
-    """Every registered operator, as ``ns::op`` or ``ns::op.overload``."""
+    """Return all registered operators, as ``ns::op`` or ``ns::op.overload``."""
     return list(torch._C._dispatch_get_all_op_names())
 
 
 def custom_op_overload(obj: Any) -> torch._ops.OpOverload | None:
-    """The operator behind a function that ``torch.library.custom_op`` decorated, else None."""
+    """Return the operator of a function of ``torch.library.custom_op``; None of any other."""
     from torch._library.custom_ops import CustomOpDef
 
     return obj._opoverload if isinstance(obj, CustomOpDef) else None
 
 
 def is_op(obj: Any) -> bool:
-    """Whether ``obj`` is an op of ``torch.ops``: overload, packet or higher-order op."""
-    kinds = (
-        torch._ops.OpOverload,
-        torch._ops.OpOverloadPacket,
-        torch._ops.HigherOrderOperator,
-    )
-    return isinstance(obj, kinds)
+    """Return whether ``obj`` is an op of ``torch.ops``: overload, packet or higher-order op."""
+    ops = torch._ops
+    return isinstance(obj, (ops.OpOverload, ops.OpOverloadPacket, ops.HigherOrderOperator))
 
 
 def is_higher_order_op(obj: Any) -> bool:
@@ -114,12 +107,12 @@ def is_higher_order_op(obj: Any) -> bool:
 
 
 def higher_order_ops() -> list[str]:
-    """The names of the higher-order ops that exist, without the namespace."""
+    """Return the names of the higher-order ops that exist, without the namespace."""
     return sorted(torch._ops._higher_order_ops)
 
 
 def op_names(op: Any) -> tuple[str, ...]:
-    """The registry names under which ``op`` is known, the most specific first."""
+    """Return the registry names of ``op``, the most specific first."""
     if isinstance(op, torch._ops.OpOverload):
         packet = op.overloadpacket._qualified_op_name
         return (f"{packet}.{op._overloadname}", packet)
@@ -152,7 +145,7 @@ def aten_name(target: Any) -> str | None:
     """Return the ``aten::op`` that a function or method of torch calls; None of any other.
 
     ``torch.sigmoid``, ``torch.Tensor.sigmoid``, ``torch.nn.functional.sigmoid``, the name of the
-    method and the op are one; ``sigmoid_`` is another.
+    method and the op have one name; ``sigmoid_`` has another.
     """
     if isinstance(target, str):
         name = target
@@ -184,18 +177,18 @@ def parameter_names(function: Any) -> tuple[str, ...] | None:
 
 
 def is_arithmetic(target: Any) -> bool:
-    """Whether a function of a graph computes a number from numbers and does nothing else."""
+    """Return whether a function of a graph only computes a number from numbers."""
     name = getattr(target, "__name__", "")
     return is_python_operator(target) or (name.startswith("sym_") and hasattr(torch, name))
 
 
 def is_python_operator(target: Any) -> bool:
-    """Whether a function is one such as ``operator.add``, which also works on plain numbers."""
+    """Return whether a function is one such as ``operator.add``."""
     return getattr(target, "__module__", None) == "_operator"
 
 
 def op_overloads(op: Any) -> tuple[torch._ops.OpOverload, ...]:
-    """The overloads that a call of ``op`` may reach."""
+    """Return the overloads that a call of ``op`` may reach."""
     if isinstance(op, torch._ops.OpOverload):
         return (op,)
     if isinstance(op, torch._ops.OpOverloadPacket):
@@ -204,43 +197,36 @@ def op_overloads(op: Any) -> tuple[torch._ops.OpOverload, ...]:
 
 
 def returns_nothing(op: Any) -> bool:
-    """Whether the schema of ``op`` says so."""
+    """Return whether the schema of ``op`` has no results."""
     return isinstance(op, torch._ops.OpOverload) and not op._schema.returns
 
 
 def written_arguments(op: torch._ops.OpOverload) -> Iterator[tuple[int, str]]:
-    """Position and name of each argument that the schema of ``op`` says it writes."""
+    """Yield the position and name of each argument that ``op`` mutates by its schema."""
     for position, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield position, argument.name
 
 
 def written_tensors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call writes, as far as the schema of ``op`` says."""
-    found: list[torch.Tensor] = []
+    """Return the tensors that a call mutates by the schema of ``op``."""
+    tensors: list[torch.Tensor] = []
     for overload in op_overloads(op):
-        if overload.namespace == "c10d":  # whose schemas do not say
+        if overload.namespace == "c10d":  # its schemas lack the mutations
             return tree_tensors((args, kwargs))
         for position, name in written_arguments(overload):
-            given = args[position] if position < len(args) else kwargs.get(name)
-            several = given if isinstance(given, (list, tuple)) else [given]
-            found += [each for each in several if isinstance(each, torch.Tensor)]
-    return found
+            tensors += tree_tensors(args[position] if position < len(args) else kwargs.get(name))
+    return tensors
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """A line below the traceback; Python 3.10 has no notes and shows nothing."""
+    """Add a line below the traceback; Python 3.10 shows none."""
     if hasattr(error, "add_note"):
         error.add_note(text)
 
 
 def process_group_backend(group: Any, device_type: str | None = None) -> str | None:
-    """The backend of a process group given by object or registered name; None if unknown.
-
-    Args:
-        group: the group.
-        device_type: for tensors of this device; left out: of the group as a whole.
-    """
+    """Return the backend of a process group (or name) for a type of device; None if unknown."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -262,7 +248,7 @@ def process_group_backend(group: Any, device_type: str | None = None) -> str | N
 
 
 def waited_collective(op: Any) -> Callable[..., Any] | None:
-    """For an op of torch.distributed, what calls it and waits until it is done; else None."""
+    """Return a function that calls an op of torch.distributed and waits for it; else None."""
     namespace = getattr(op, "namespace", None)
     if namespace == "c10d":
         return lambda *args, **kwargs: _done(op(*args, **kwargs))
@@ -273,49 +259,49 @@ def waited_collective(op: Any) -> Callable[..., Any] | None:
         return None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        made = op(*args, **kwargs)
-        return tree_map(lambda leaf: wait(leaf) if isinstance(leaf, torch.Tensor) else leaf, made)
+        result = op(*args, **kwargs)
+        return tree_map(lambda x: wait(x) if isinstance(x, torch.Tensor) else x, result)
 
     return call
 
 
-def _done(made: Any) -> Any:
-    """What a ``c10d`` op returned, once its work is done."""
+def _done(result: Any) -> Any:
+    """Wait for the work of a ``c10d`` op, and return its result."""
     from torch.distributed import Work
 
-    for leaf in made if isinstance(made, tuple) else (made,):
+    for leaf in result if isinstance(result, tuple) else (result,):
         if isinstance(leaf, torch.ScriptObject):
             Work.unbox(leaf).wait()
-    return made
+    return result
 
 
 def process_group_store(group: Any) -> Any:
-    """The key-value store that the ranks of a group share; None if it has none."""
+    """Return the key-value store of the ranks of a group; None without one."""
     import torch.distributed as dist
 
-    known = dist.distributed_c10d._world.pg_map.get(group)
-    return None if known is None else known[1]
+    entry = dist.distributed_c10d._world.pg_map.get(group)
+    return None if entry is None else entry[1]
 
 
-# Whether some thread is inside of ``torch.autograd.forward_ad.dual_level()``, for generated code:
+# Whether any thread is inside of ``torch.autograd.forward_ad.dual_level()``, for generated code:
 # the expression, and the module that it names. Reading it costs 0.04 us.
 FORWARD_GRADIENTS = ("forward_ad._current_level >= 0", forward_ad)
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of functorch's wrappers, which live inside ``vmap`` and ``grad``."""
+    """Return whether a tensor is a wrapper of functorch's ``vmap`` or ``grad``."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def has_tangent(values: Any) -> bool:
-    """Whether a tensor in a nest of containers carries a forward gradient, in whatever mode."""
+    """Return whether a tensor in nested values has a forward gradient."""
     if forward_ad._current_level < 0:
         return False
-    return any(forward_ad.unpack_dual(each).tangent is not None for each in tree_tensors(values))
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tree_tensors(values))
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that sees every call below autograd in this thread, between two switches."""
+    """A dispatch mode for all calls below autograd in this thread, between two switches."""
 
     supports_higher_order_operators = True
 
@@ -329,7 +315,7 @@ class DispatchMode(TorchDispatchMode):
         return self.on_call(func, args, kwargs or {})
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call does; the mode is off inside."""
+        """Run a call; the mode is off inside."""
         raise NotImplementedError
 
     def switch_on(self) -> None:
@@ -340,14 +326,14 @@ class DispatchMode(TorchDispatchMode):
 
 
 def top_mode() -> Any:
-    """The dispatch mode that sees the next call, or None."""
+    """Return the innermost dispatch mode, or None."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     return _get_current_dispatch_mode()
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """A context in which no dispatch mode sees the calls."""
+    """Return a context without dispatch modes."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
@@ -356,10 +342,10 @@ def without_modes() -> AbstractContextManager[Any]:
 def compiled_region(
     op: Any, args: tuple[Any, ...]
 ) -> tuple[Callable[[list[Any]], Any], Any] | None:
-    """(callable, its inputs) if ``op`` is the call of an Inductor-compiled region; else None.
+    """Return (callable, inputs) of a call of an Inductor-compiled region; None of any other call.
 
-    Pieces are compiled with ``wrap_inductor_compiled_regions``: a dispatch mode sees their call as
-    one higher-order op.
+    Pieces are compiled with ``wrap_inductor_compiled_regions``, so that a dispatch mode gets their
+    call as one higher-order op.
     """
     if not is_named(op, "inductor_compiled_code"):
         return None
@@ -367,27 +353,24 @@ def compiled_region(
 
 
 def is_named(op: Any, name: str) -> bool:
-    """Whether ``op`` is the higher-order op of this name."""
+    """Return whether ``op`` is the higher-order op of this name."""
     return isinstance(op, torch._ops.HigherOrderOperator) and op.name() == name
 
 
 def python_kernel(op: Any, device_type: str = "cpu") -> Callable[..., Any] | None:
-    """What runs on a device for an op whose kernel there is written in Python, else None.
-
-    Calling it does not go through the dispatcher for ``op`` itself; the ops in its body do.
-    """
+    """Return the Python kernel of an op on a device, which skips the dispatcher; else None."""
     if isinstance(op, torch._ops.OpOverload):
         return _library_kernel(op, device_type.upper())
     if not isinstance(op, torch._ops.HigherOrderOperator):
         return None
     key = torch._C.DispatchKey
     own = getattr(key, device_type.upper())
-    found = op.py_kernels.get(key.CompositeExplicitAutograd) or op.py_kernels.get(own)
-    return found
+    kernels: Mapping[Any, Callable[..., Any]] = op.py_kernels
+    return kernels.get(key.CompositeExplicitAutograd) or kernels.get(own)
 
 
 def _library_kernel(op: torch._ops.OpOverload, own: str) -> Callable[..., Any] | None:
-    """Of an op that ``torch.library`` knows. Asked at every op, so without a look at the keys."""
+    """Return the kernel that ``torch.library`` registered; called at each op, so reads no keys."""
     start = f"{op.namespace}/{op.name().rpartition('::')[2]}/"
     for backend in (own, _EXPLICIT):
         if start + backend in torch.library._impls:
@@ -400,7 +383,7 @@ _EXPLICIT = "CompositeExplicitAutograd"
 
 
 def functionalized_op(op: Any, args: tuple[Any, ...]) -> Any:
-    """The op that a call of ``auto_functionalized`` is made for; None for any other call."""
+    """Return the op inside of a call of ``auto_functionalized``; None for any other call."""
     if isinstance(op, torch._ops.OpOverload):
         return None
     if is_named(op, "auto_functionalized") or is_named(op, "auto_functionalized_v2"):
@@ -409,26 +392,22 @@ def functionalized_op(op: Any, args: tuple[Any, ...]) -> Any:
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """A context in which ops skip autograd, as in inference mode.
+    """Return a context in which ops skip autograd: a dispatch mode gets composite ops whole.
 
-    A dispatch mode then sees composite ops whole. Code that Dynamo compiled outside of it compiles
-    again inside.
+    Code that Dynamo compiled outside of it is compiled a second time inside.
     """
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """A context in which what ``torch.compile`` made runs uncompiled; none where that is running.
-
-    Setting it there is an error of Dynamo's.
-    """
+    """Return a context in which ``torch.compile`` has no effect; no context in compiled code."""
     return _UNCOMPILED
 
 
 class _Uncompiled:
-    """torch's switch is one for all threads: the first to enter sets it, the last puts it back.
+    """Share torch's process-wide stance: the first thread to enter sets it, the last restores it.
 
-    Each for itself, two that overlap would leave the process uncompiled for good.
+    Without a count, two overlapping threads would leave the process uncompiled.
     """
 
     def __init__(self) -> None:
@@ -456,53 +435,53 @@ _UNCOMPILED = _Uncompiled()
 
 
 def compiled_from(function: Any) -> Any:
-    """What ``torch.compile`` made a function of; None of anything else, modules included."""
+    """Return the function that ``torch.compile`` wrapped; None of anything else, and of modules."""
     if not isinstance(function, FunctionType):
         return None
     return getattr(function, "_torchdynamo_orig_callable", None)
 
 
 def code_of_compiled_functions() -> CodeType:
-    """The code of whatever ``torch.compile`` makes of functions: it is one, for all of them."""
-    made: Any = torch.compile(operator.neg, backend="eager")
-    found: CodeType = made.__code__
-    return found
+    """Return the code object that all functions of ``torch.compile`` share."""
+    function: Any = torch.compile(operator.neg, backend="eager")
+    code: CodeType = function.__code__
+    return code
 
 
 def holds_compiled_code(function: Any) -> bool:
-    """Whether ``torch.compile`` made a function, or a module or one of the modules in it."""
+    """Return whether a function, a module or one of its submodules is one of ``torch.compile``."""
     owner = getattr(function, "__self__", function)
     if compiled_from(function) is not None:
         return True
     if not isinstance(owner, torch.nn.Module):
         return False
     return any(
-        isinstance(each, torch._dynamo.OptimizedModule)
-        or getattr(each, "_compiled_call_impl", None) is not None
-        or compiled_from(each.__dict__.get("forward")) is not None
-        for each in owner.modules()
+        isinstance(module, torch._dynamo.OptimizedModule)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or compiled_from(module.__dict__.get("forward")) is not None
+        for module in owner.modules()
     )
 
 
 def functorch_transform() -> str | None:
-    """The innermost transform of ``torch.func`` that runs here, such as ``Vmap``; None if none."""
-    found = torch._C._functorch.peek_interpreter_stack()
-    return None if found is None else str(found.key()).rpartition(".")[2]
+    """Return the innermost running transform of ``torch.func``, such as ``Vmap``, or None."""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    return None if transform is None else str(transform.key()).rpartition(".")[2]
 
 
 def draws_random(op: Any) -> bool:
-    """Whether torch says of an op that it draws from a random generator."""
+    """Return whether an op has the tag of ops that draw random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
 def reads_on_host(op: Any) -> bool:
-    """Whether torch says of an op that its result, or the size of it, depends on data."""
+    """Return whether an op has a tag of ops whose result, or its size, depends on data."""
     tags = getattr(op, "tags", ())
     return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
 
 
 def inside_backward() -> bool:
-    """Whether this thread runs a backward pass of autograd now."""
+    """Return whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -511,10 +490,7 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def autocast_state() -> dict[str, torch.dtype]:
-    """The type that autocast computes in, by the kind of device that it is on for.
-
-    Kinds of devices that torch does not know by these names are not told apart.
-    """
+    """Return the type that autocast computes in, by the type of each device where it is on."""
     kinds = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
     return {
         kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
@@ -522,14 +498,12 @@ def autocast_state() -> dict[str, torch.dtype]:
 
 
 class own_cached_casts:
-    """Context manager: weights that autocast casts outside are not read inside, nor vice versa.
+    """Context manager: autocast's cache of casts is not shared between inside and outside.
 
     Autocast caches casts of parameters until its outermost context ends: a graph that reads such a
     cast would read freed memory at its replays, and code after a capture would read a cast that the
-    graph has not computed yet. The cache is one for all threads, so it is off inside too.
-
-    Args:
-        compiled: leave it on, since Dynamo's guards compare it: code would compile again inside.
+    graph has not computed yet. The cache is shared by all threads, so it is off inside, unless code
+    inside is ``compiled``: Dynamo's guards compare the setting, and would compile it again.
     """
 
     __slots__ = ("_compiled", "_was_on")

@@ -1,14 +1,14 @@
-"""Sizes of one artifact, apart from Dynamo's. See ``cgcompile/compat/__init__.py``.
+"""Symbolic sizes of one artifact, separate from Dynamo's.
 
 Note [Sizes of its own]. What a compiler assumes about a symbol of Dynamo's becomes one of Dynamo's
-guards, for all sizes. An artifact for a few sizes only must not do that, so it is compiled from
-fake values that live in a ``ShapeEnv`` made for it alone. Nobody evaluates the guards of such an
-environment: whoever runs the artifact must (:meth:`OwnShapes.guards`, :func:`python_predicate`).
+guards, for all sizes. An artifact for a few sizes must not add such guards, so it is compiled from
+fake values of a ``ShapeEnv`` of its own. The rule: the caller of the artifact evaluates the guards
+of that environment (:meth:`OwnShapes.guards`, :func:`python_predicate`).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import sympy
@@ -28,7 +28,7 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Span(NamedTuple):
-    """The numbers that a symbol may stand for, and the one to compile with where one is needed."""
+    """The range of a symbol, and the number to compile with where one is needed."""
 
     hint: int
     least: Any
@@ -36,17 +36,11 @@ class Span(NamedTuple):
 
 
 class OwnShapes:
-    """Sizes in an environment of their own: each symbol a number, or bounded.
+    """An environment of its own in which each symbol of Dynamo's is a number, or bounded.
 
-    On torch 2.11, 2.13 and 2.15 alike the bounds hold for whatever asks the environment: they
-    decide comparisons without a guard, and Inductor reads them. They are no promise that a compiler
-    makes use of them.
-
-    Args:
-        sizes: what the symbols of Dynamo's become, numbers or bounded symbols.
-        label: tells environments apart. Symbols get names by it, so that torch's own caches look
-            for an artifact of the same bounds; names are few, and where two are the same, the
-            bounds of the artifact that was found come back as :meth:`guards`.
+    The bounds decide comparisons without a guard, and Inductor reads them. ``label`` becomes part
+    of the names of symbols, so that torch's caches find an artifact of the same bounds. Where two
+    labels are equal, the bounds of the artifact that was found are returned by :meth:`guards`.
     """
 
     def __init__(self, sizes: Mapping[sympy.Symbol, int | Span], label: str) -> None:
@@ -71,19 +65,17 @@ class OwnShapes:
         bounds = StrictMinMaxConstraint(vr=ValueRanges(span.least, span.most), warn_only=True)
         source = ConstantSource(name)
         positive = True if span.least > 0 else None  # see Note [Sizes of a symbol]
-        made = self._env.create_symbol(span.hint, source, DimDynamic.DYNAMIC, bounds, positive)
-        return self._env.create_symintnode(made, hint=span.hint, source=source)
+        own = self._env.create_symbol(span.hint, source, DimDynamic.DYNAMIC, bounds, positive)
+        return self._env.create_symintnode(own, hint=span.hint, source=source)
 
-    # -------------------------------------------------------------- values
-
-    def number(self, found: Any) -> Any:
-        """A plain or symbolic number of Dynamo's, in this environment."""
+    def number(self, value: Any) -> Any:
+        """Return a plain or symbolic number of Dynamo's in this environment."""
         from torch.utils._sympy.interp import sympy_interp
         from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-        if not isinstance(found, torch.SymInt):
-            return found
-        expression = found.node.expr
+        if not isinstance(value, torch.SymInt):
+            return value
+        expression = value.node.expr
         if expression.is_number:
             return int(expression)
         values = {symbol: self._values[symbol] for symbol in expression.free_symbols}
@@ -92,9 +84,7 @@ class OwnShapes:
     def copied(self, gm: fx.GraphModule, copy: fx.GraphModule) -> fx.GraphModule:
         """Give ``copy``, a copy of a piece, values of this environment; sizes become constants.
 
-        Args:
-            gm: the piece; ``why_not_copied`` has nothing against its inputs.
-            copy: the same graph, which may be changed.
+        :func:`why_not_copied` must be None for the piece.
         """
         from torch._dispatch.python import enable_python_dispatcher
 
@@ -104,46 +94,42 @@ class OwnShapes:
         # torch 2.11 takes symbolic sizes in composite ops only with the Python dispatcher.
         with torch.no_grad(), self.context(), self._mode, enable_python_dispatcher():
             for node in copy.graph.find_nodes(op="placeholder"):
-                before = node.meta.get("example_value")
-                made = self._fake(before, shared, bases)
-                node.meta["example_value"] = made
-                inputs.append(made)
-                if isinstance(before, torch.SymInt) and isinstance(made, int):
-                    _replace(node, made)
+                original = node.meta.get("example_value")
+                value = self._fake(original, shared, bases)
+                node.meta["example_value"] = value
+                inputs.append(value)
+                if isinstance(original, torch.SymInt) and isinstance(value, int):
+                    _replace(node, value)
             copy.recompile()
             _Values(copy).run(*inputs)
         return copy
 
-    def _fake(self, found: Any, shared: set[int], bases: dict[int, torch.Tensor]) -> Any:
-        if not isinstance(found, torch.Tensor):
-            return self.number(found)
-        sizes = [self.number(size) for size in found.shape]
-        strides = [self.number(stride) for stride in found.stride()]
-        offset = self.number(found.storage_offset())
-        key = storage_key(found)
-        if not _needs_a_base(found, shared):
-            return torch.empty_strided(sizes, strides, dtype=found.dtype, device=found.device)
-        if key is None or key not in bases:
-            count = self.number(found.untyped_storage().nbytes()) // found.element_size()
-            base = torch.empty([count], dtype=found.dtype, device=found.device)
+    def _fake(self, value: Any, shared: set[int], bases: dict[int, torch.Tensor]) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return self.number(value)
+        sizes = [self.number(size) for size in value.shape]
+        strides = [self.number(stride) for stride in value.stride()]
+        if not _needs_a_base(value, shared):
+            return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+        key = storage_key(value)
+        base = None if key is None else bases.get(key)
+        if base is None:
+            count = self.number(value.untyped_storage().nbytes()) // value.element_size()
+            base = torch.empty([count], dtype=value.dtype, device=value.device)
             if key is not None:
                 bases[key] = base
-        else:
-            base = bases[key]
-        return base.view(found.dtype).as_strided(sizes, strides, offset)
+        offset = self.number(value.storage_offset())
+        return base.view(value.dtype).as_strided(sizes, strides, offset)
 
-    @contextmanager
-    def context(self) -> Iterator[None]:
-        """What compilers find as torch's tracing context: this environment, not Dynamo's."""
+    def context(self) -> AbstractContextManager[Any]:
+        """Return the tracing context of this environment, for compilers, in place of Dynamo's."""
         from torch._guards import TracingContext, tracing
 
-        with tracing(TracingContext(self._mode)):
-            yield
-
-    # -------------------------------------------------------------- what was assumed
+        context: AbstractContextManager[Any] = tracing(TracingContext(self._mode))
+        return context
 
     def guards(self) -> list[sympy.Expr]:
-        """What has been assumed beyond the bounds, in Dynamo's symbols."""
+        """Return what was assumed beyond the bounds, in Dynamo's symbols."""
         return [self._in_originals(guard.expr) for guard in self._env.guards]
 
     def _in_originals(self, expression: sympy.Expr) -> sympy.Expr:
@@ -152,73 +138,69 @@ class OwnShapes:
         return expression.xreplace(names)
 
     def specialised(self) -> dict[sympy.Symbol, int]:
-        """Dynamo's symbols that a compiler fixed to one number here."""
-        found = {own: self._env.replacements.get(own, own) for own in self._original}
-        return {self._original[own]: int(now) for own, now in found.items() if now.is_number}
+        """Return Dynamo's symbols that a compiler specialised here, with their numbers."""
+        values = {own: self._env.replacements.get(own, own) for own in self._original}
+        return {self._original[own]: int(value) for own, value in values.items() if value.is_number}
 
 
 class _Values(fx.Interpreter):
-    """Leaves the value of each node with it; grad mode stays what it is."""
+    """Store the value of each node; grad mode does not change."""
 
     def run_node(self, n: fx.Node) -> Any:
         if n.target in _NO_EFFECT_ON_SIZES:
             return None
-        made = super().run_node(n)
+        value = super().run_node(n)
         if n.op not in ("placeholder", "get_attr", "output"):
-            n.meta["example_value"] = made
-        return made
+            n.meta["example_value"] = value
+        return value
 
 
 def _replace(node: fx.Node, number: int) -> None:
     for user in list(node.users):
-        user.args = fx.map_arg(user.args, lambda each: number if each is node else each)
-        user.kwargs = fx.map_arg(user.kwargs, lambda each: number if each is node else each)
+        user.args = fx.map_arg(user.args, lambda arg: number if arg is node else arg)
+        user.kwargs = fx.map_arg(user.kwargs, lambda arg: number if arg is node else arg)
 
 
 def _shared_storages(gm: fx.GraphModule) -> set[int]:
-    """Keys of the storages that several inputs have."""
+    """Return the keys of storages that several inputs share."""
     values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-    keys = [storage_key(each) for each in values if isinstance(each, torch.Tensor)]
+    keys = [storage_key(value) for value in values if isinstance(value, torch.Tensor)]
     return {key for key in keys if key is not None and keys.count(key) > 1}
 
 
 def _needs_a_base(tensor: torch.Tensor, shared: set[int]) -> bool:
-    """Whether a tensor is not all there is of its memory, so that it must be made as a view."""
+    """Return whether a tensor must be created as a view, because it is a part of its memory."""
     offset = tensor.storage_offset()
     return storage_key(tensor) in shared or not isinstance(offset, int) or offset != 0
 
 
 def why_not_copied(gm: fx.GraphModule, symbols: Set[sympy.Symbol]) -> str | None:
-    """Why :meth:`OwnShapes.copied` cannot make the inputs of a piece again; None if it can.
-
-    Args:
-        gm: the piece.
-        symbols: those that have a number in the environment.
-    """
+    """Return why :meth:`OwnShapes.copied` cannot create the inputs of a piece; None if it can."""
     shared = _shared_storages(gm)
     for node in gm.graph.find_nodes(op="placeholder"):
-        found = node.meta.get("example_value")
-        if isinstance(found, torch.Tensor):
-            flags = found.is_conj() or found.is_neg() or found.is_quantized
-            if not is_plain_tensor(found) or flags:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            flags = value.is_conj() or value.is_neg() or value.is_quantized
+            if not is_plain_tensor(value) or flags:
                 return f"input {node.name!r} is no plain dense tensor"
-            size: Any = found.untyped_storage().nbytes()
+            size: Any = value.untyped_storage().nbytes()
             free: Set[Any] = size.node.expr.free_symbols if hasattr(size, "node") else set()
-            if _needs_a_base(found, shared) and not free <= symbols:
+            if _needs_a_base(value, shared) and not free <= symbols:
                 return f"input {node.name!r} is a view of memory whose size no input tells"
-        elif not isinstance(found, (torch.SymInt, *_CONSTANTS)):
-            return f"input {node.name!r} is a {type(found).__name__}"
+        elif not isinstance(value, (torch.SymInt, *_CONSTANTS)):
+            return f"input {node.name!r} is a {type(value).__name__}"
     return None
 
 
 def python_predicate(
     conditions: Sequence[sympy.Expr], symbols: Sequence[sympy.Symbol]
 ) -> Callable[..., bool]:
-    """A Python function of the values of ``symbols``: whether all conditions hold."""
+    """Return a Python function of the values of ``symbols``: whether all conditions hold."""
     from torch.utils._sympy.printers import PythonPrinter
 
     printer = PythonPrinter()
     text = " and ".join(f"({printer.doprint(condition)})" for condition in conditions) or "True"
     arguments = ", ".join(map(str, symbols))
-    made: Callable[..., bool] = eval(f"lambda {arguments}: {text}", {"math": math, "torch": torch})
-    return made
+    scope = {"math": math, "torch": torch}
+    predicate: Callable[..., bool] = eval(f"lambda {arguments}: {text}", scope)
+    return predicate

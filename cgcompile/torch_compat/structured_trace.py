@@ -1,7 +1,6 @@
-"""What torch writes into its structured trace (``TORCH_TRACE``), and whether it profiles."""
+"""torch's structured trace (``TORCH_TRACE``), its profiler, and statistics of its allocator."""
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,49 +10,41 @@ from torch.autograd import profiler
 
 
 def is_tracing() -> bool:
-    """Whether torch writes a structured trace, which ``TORCH_TRACE=folder`` asks for.
+    """Return whether torch writes a structured trace (``TORCH_TRACE=folder``).
 
-    torch's handler is there in any case until something is written; without a folder it goes then.
+    Without a folder torch's handler exists as well, until the first write.
     """
-    return any(map(_writes, _internal.trace_log.handlers))
-
-
-def _writes(handler: logging.Handler) -> bool:
-    return getattr(handler, "root_dir", "") is not None or handler.stream is not None
+    return any(
+        getattr(handler, "root_dir", "") is not None or handler.stream is not None
+        for handler in _internal.trace_log.handlers
+    )
 
 
 def trace_artifact(name: str, payload: Callable[[], Any], compile_id: Any = None) -> None:
-    """Write an artifact that tlparse shows; nothing is computed where no trace is written.
+    """Write an artifact for tlparse: text as it is, other data as JSON; no effect without a trace.
 
-    Args:
-        name: of the artifact.
-        payload: makes text, which is shown as it is, or plain data, which is shown as JSON.
-        compile_id: the compilation it belongs to, as of :func:`current_compile_id`; where one
-            runs, that is taken.
+    ``compile_id`` is used where no compilation runs, see :func:`current_compile_id`.
     """
     if not is_tracing():
         return
-    found = payload()
-    encoding = "string" if isinstance(found, str) else "json"
+    data = payload()
+    encoding = "string" if isinstance(data, str) else "json"
     _internal.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": encoding},
-        payload_fn=lambda: found,
+        payload_fn=lambda: data,
         expect_trace_id=False,
         compile_id=compile_id,
     )
 
 
 def current_compile_id() -> Any:
-    """The compilation of Dynamo that runs in this thread, or None."""
+    """Return the id of Dynamo's compilation that runs in this thread, or None."""
     return CompileContext.current_compile_id()
 
 
 def is_profiling() -> bool:
-    """Whether a profiler of torch runs, ``torch.autograd.profiler.emit_nvtx`` among them.
-
-    In whatever thread: a flag of the process, which costs less to read than that of a thread.
-    """
+    """Return whether a profiler of torch, or ``emit_nvtx``, runs in any thread of the process."""
     return profiler._is_profiler_enabled
 
 
@@ -62,13 +53,7 @@ PROFILING = ("profiler._is_profiler_enabled", profiler)
 
 
 def reserved_bytes(device: torch.device, ever: bool = False) -> int:
-    """What torch's allocator holds of a CUDA device, all pools together; microseconds.
-
-    Args:
-        device: the device.
-        ever: what it has taken in all instead, given back since or not; 0 if it does not tell.
-    """
+    """Return the bytes that torch's allocator holds, or with ``ever`` has ever reserved."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
-    what = "allocated" if ever else "current"
-    found: int = stats.get("reserved_bytes", {}).get("all", {}).get(what, 0)
-    return found
+    reserved: Mapping[str, int] = stats.get("reserved_bytes", {}).get("all", {})
+    return reserved.get("allocated" if ever else "current", 0)

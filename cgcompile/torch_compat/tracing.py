@@ -1,17 +1,8 @@
-"""The Python source that FX keeps of each graph module. See ``cgcompile/compat/__init__.py``.
+"""Dynamo as a function: trace a call without running it, see :func:`trace_call`.
 
-The Python that Dynamo puts around a graph. See ``cgcompile/compat/__init__.py``.
-
-Tried on torch 2.11, 2.13 and 2.15.
-
-Dynamo as a function: trace a call without running it. See ``cgcompile/compat/__init__.py``.
-
-What is used of ``torch._dynamo.convert_frame`` is what torch's own ahead-of-time front ends use;
-the names are the same in 2.11, 2.13 and 2.15.
-
-What is set around a trace, and put back after it. See ``cgcompile/compat/__init__.py``.
-
-Tried on torch 2.11, 2.13 and 2.15.
+It uses the parts of ``torch._dynamo.convert_frame`` that torch's ahead-of-time front ends use. A
+:class:`Trace` has the graph, the Python around it (:class:`TracedPython`) and its :class:`Guards`.
+The rule: what a trace sets or leaves in torch, in functions and in tensors is restored after it.
 """
 
 import builtins
@@ -36,14 +27,13 @@ from torch.fx.graph_module import _loader
 from cgcompile.torch_compat.dynamo import (
     known_size,
     size_conditions,
-    source_name,
     squeeze_conditions,
 )
 
 
 @contextmanager
 def new_sources() -> Iterator[set[str]]:
-    """Collect the names of sources that FX generates meanwhile; complete at the end."""
+    """Collect the names of sources that FX generates within it; complete at the end."""
     new: set[str] = set()
     before = set(_loader.eval_cache)
     yield new
@@ -51,7 +41,7 @@ def new_sources() -> Iterator[set[str]]:
 
 
 def drop_sources_with(owner: Any, names: Iterable[str]) -> None:
-    """Drop sources when ``owner`` is freed. FX and ``linecache`` keep them for ever."""
+    """Drop sources when ``owner`` is freed: FX and ``linecache`` never do."""
     weakref.finalize(owner, _drop, tuple(names)).atexit = False
 
 
@@ -64,8 +54,8 @@ def _drop(names: tuple[str, ...]) -> None:
 _INSTALLED = re.compile(r"__builtins__$|__(compiled_fn|import|builtins_dict)_|___|\w*_\d+_c\d+$")
 _OF_ONE_TRACE = re.compile(r"__\w+_\d+$|__compiled_fn_|\w*_\d+_c\d+$")
 
-# Instructions that change nothing but local variables and what has just been made, by name; those
-# that name something; and what plain code names. Python 3.11 to 3.13.
+# Instructions that change only local variables and new objects; those with a name; and the names
+# that plain code reads. Python 3.11 to 3.13.
 _NAMED = frozenset(("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"))
 _STEPS = (
     "RESUME NOP PRECALL CALL PUSH_NULL COPY SWAP POP_TOP LOAD_CONST LOAD_FAST LOAD_FAST_CHECK "
@@ -88,12 +78,12 @@ _PLAIN_NAMES = frozenset(
 
 
 def is_of_one_trace(name: str) -> bool:
-    """Whether Dynamo has made up the name of a global for one trace alone."""
+    """Return whether Dynamo generated the name of a global for one trace."""
     return bool(_OF_ONE_TRACE.match(name)) and not name.startswith("__import_")
 
 
 class _Globals(dict[str, Any]):
-    """The globals of a function as they are at each look, beside names of our own."""
+    """The live globals of a function, and names of our own before them."""
 
     def __init__(self, live: Mapping[str, Any]) -> None:
         super().__init__()
@@ -106,24 +96,24 @@ class _Globals(dict[str, Any]):
 
 
 def _helpers(name: str) -> types.ModuleType:
-    """What Dynamo's code calls of ``torch._dynamo.utils``, in a module of its own.
+    """Return a module with cheap versions of ``torch._dynamo.utils`` that Dynamo's code calls.
 
-    There most of them turn Dynamo off around themselves, which costs more than all else in a call.
-    The tensors are plain ones: a subclass has its own trace and no such helpers of its own.
+    torch's versions disable Dynamo around themselves, which costs more than the rest of a call.
+    Ours suffice for plain tensors; a subclass has a trace of its own.
     """
-    found = types.ModuleType(name)  # no subclass: Python finds what is in a plain one at once
+    module = types.ModuleType(name)  # not a subclass: attributes of a plain module are faster
     own = {
         "call_size": torch.Tensor.size,
         "call_stride": torch.Tensor.stride,
         "call_storage_offset": torch.Tensor.storage_offset,
-        # A range of the profiler around a few instructions is left out: ``bool`` takes what these
-        # take, does nothing, and costs half of a function that does nothing.
+        # No profiler range around a few instructions: ``bool`` accepts the same arguments, has no
+        # effect, and costs half of an empty function.
         "record_pregraph_bytecode_enter": bool,
         "record_pregraph_bytecode_exit": bool,
         "__getattr__": lambda other: getattr(importlib.import_module(name), other),
     }
-    vars(found).update(own)
-    return found
+    vars(module).update(own)
+    return module
 
 
 def _module(name: str) -> types.ModuleType:
@@ -132,105 +122,79 @@ def _module(name: str) -> types.ModuleType:
 
 @dataclass(frozen=True)
 class TracedPython:
-    """What Dynamo made of the Python around a graph.
+    """The Python that Dynamo generated around a graph."""
 
-    Attributes:
-        code: it has the arguments of the function, and calls the graph by a global name.
-        modules: the names of modules, by the global names that stand for them.
-        graph: the global name that the code calls; None if there is no graph.
-    """
-
-    code: types.CodeType
-    modules: Mapping[str, str]
-    graph: str | None
+    code: types.CodeType  # takes the arguments of the function, and calls the graph
+    modules: Mapping[str, str]  # names of modules, by the globals that refer to them
+    graph: str | None  # the global name of the graph; None without a graph
 
     def function(
         self, original: types.FunctionType, compiled: Callable[..., Any] | None
     ) -> Callable[..., Any]:
-        """The traced call as a function of the same signature, without any guard.
+        """Return the traced call as a function of the same signature, without guards.
 
-        Args:
-            original: the function that was traced: its globals, closure and defaults are used.
-            compiled: takes the inputs of the graph that are not frozen; returns its outputs.
+        ``compiled`` takes the inputs of the graph that are not frozen.
         """
         names = self.names(original)
         if self.graph is not None:
             names[self.graph] = compiled
         if _globals_read(self.code) <= names.keys():
-            names = dict(names)  # nothing of the user's: Python remembers where it found a name
+            names = dict(names)  # no globals of the user: Python caches lookups in a plain dict
         closure = original.__closure__ if self.code.co_freevars else None
-        made = types.FunctionType(
+        function = types.FunctionType(
             self.code, names, original.__name__, original.__defaults__, closure
         )
-        made.__kwdefaults__ = original.__kwdefaults__
-        return made
+        function.__kwdefaults__ = original.__kwdefaults__
+        return function
 
     @property
     def is_plain(self) -> bool:
-        """Whether it reads sizes of its arguments, calls the graph, and does nothing else.
-
-        It changes nothing then, and takes nothing from anywhere but its arguments and the graph.
-        """
+        """Whether it only reads its arguments, their sizes and the graph, and has no effects."""
         known = {name for name, module in self.modules.items() if module in _PLAIN_MODULES}
-        for each in dis.get_instructions(self.code):
-            name = each.argval if each.opname in _NAMED else None
+        for step in dis.get_instructions(self.code):
+            name = step.argval if step.opname in _NAMED else None
             plain = name in known or name in _PLAIN_NAMES or name in (None, self.graph)
-            if each.opname not in _PLAIN_STEPS or not plain:
+            if step.opname not in _PLAIN_STEPS or not plain:
                 return False
         return self.graph is not None
 
     def names(self, original: types.FunctionType) -> dict[str, Any]:
-        """The globals of the code, but for the graph: the user's as they are at each look."""
-        found = _Globals(original.__globals__)
-        found.update((n, v) for n, v in original.__globals__.items() if _INSTALLED.match(n))
-        found.update((alias, _module(n)) for alias, n in self.modules.items())
-        return found
+        """Return the globals of the code without the graph; those of the user stay live."""
+        names = _Globals(original.__globals__)
+        names.update((n, v) for n, v in original.__globals__.items() if _INSTALLED.match(n))
+        names.update((alias, _module(n)) for alias, n in self.modules.items())
+        return names
 
 
 def _globals_read(code: types.CodeType) -> set[str]:
     loads = ("LOAD_GLOBAL", "LOAD_NAME")
-    found = {each.argval for each in dis.get_instructions(code) if each.opname in loads}
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in loads}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _globals_read(constant)
-    return found
+            names |= _globals_read(constant)
+    return names
 
 
 def alike(
     tensors: Sequence[torch.Tensor], layouts: Sequence[tuple[list[int | None], list[int]]]
 ) -> Callable[..., bool]:
-    """What tells whether other tensors are like these, in one call: 0.15 us for two of them.
+    """Return a function that compares other tensors with these; 0.15 us for two of them.
 
-    Yes means: equal in type, dtype, device, whether they require grad, rank, strides, and in sizes.
-    No may also mean another dispatch key, as of a tensor that was made in inference mode.
-
-    Args:
-        tensors: what is compared with; not kept.
-        layouts: (sizes, strides) of each; None for a size that may be any.
+    True: equal types, dtypes, devices, ``requires_grad``, ranks, strides, and those sizes that are
+    not None in ``layouts``. False may also mean another dispatch key, as of an inference tensor.
     """
     sizes: list[Any] = [sizes for sizes, _ in layouts]
     strides: list[Any] = [strides for _, strides in layouts]
     guards = torch._C._dynamo.guards.TensorGuards(
         *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     )
-    found: Callable[..., bool] = guards.check
-    return found
-
-
-@contextmanager
-def compiling(fake_mode: Any, contexts: Any) -> Iterator[None]:
-    """The context in which a backend compiles a graph whose values belong to ``fake_mode``."""
-    from torch._guards import TracingContext, tracing
-
-    context = TracingContext(fake_mode)
-    context.tensor_to_context = contexts
-    with measured(), tracing(context):
-        yield
+    check: Callable[..., bool] = guards.check
+    return check
 
 
 @contextmanager
 def measured() -> Iterator[None]:
-    """torch counts its own seconds, and insists on an outermost span."""
+    """Open the outermost span of torch's timings, which torch requires."""
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
     with get_metrics_context(), dynamo_timed("cgcompile"):
@@ -239,10 +203,7 @@ def measured() -> Iterator[None]:
 
 @contextmanager
 def patched(config: Any, changes: Mapping[str, Any]) -> Iterator[None]:
-    """Change settings of torch and put them back.
-
-    ``config.patch`` makes a context variable at each call, which the context of the thread keeps.
-    """
+    """Change settings of torch and restore them; ``config.patch`` leaks context variables."""
     before = {name: getattr(config, name) for name in changes}
     try:
         for name, value in changes.items():
@@ -254,98 +215,74 @@ def patched(config: Any, changes: Mapping[str, Any]) -> Iterator[None]:
 
 
 class CannotTrace(Exception):
-    """Dynamo cannot make one graph of a call; the text says why.
+    """Dynamo cannot make one graph of a call; the text is the reason."""
 
-    Attributes:
-        model_raises: whether the reason is that the Python code of the model raises.
-        what: the reason in one line.
-        hints: what torch says to it, a line each.
-        line: the user's line, as ("model.py:41 in forward", "y = ..."); None if torch has none.
-    """
-
-    model_raises = False
-    what = ""
-    hints: tuple[str, ...] = ()
-    line: tuple[str, str] | None = None
+    model_raises = False  # whether the reason is that the Python code of the model raises
+    what = ""  # the reason in one line
+    hints: tuple[str, ...] = ()  # torch's hints, a line each
+    line: tuple[str, str] | None = None  # of the user: ("model.py:41 in forward", "y = ...")
 
 
 @dataclass(frozen=True)
 class FrozenTensor:
-    """A tensor that a trace found outside of the arguments.
+    """A tensor that a trace reads from outside of the arguments."""
 
-    Attributes:
-        input: which input of the graph it has become.
-        where: the Python expression over ``L`` (locals) and ``G`` (globals) that finds it.
-        tensor: the tensor.
-    """
-
-    input: int
-    where: str
+    input: int  # the index among the inputs of the graph
+    where: str  # its path, a Python expression over ``L`` (locals) and ``G`` (globals)
     tensor: torch.Tensor
 
 
 class Trace:
-    """One call of a function as a graph, with the Python around it.
+    """One call of a function as a pre-grad graph, or None without tensor ops, and its Python.
 
-    Args:
-        function: the function that was traced; a bound object is its first argument.
-        output: what Dynamo returned.
-
-    Attributes:
-        graph: the pre-grad graph; None if the call computes nothing with tensors.
-        inputs: what the graph was traced with: numbers and tensors, frozen ones last.
-        original: the function.
-        frozen: the tensors that were not taken from the call, in the order of ``inputs``.
+    ``inputs`` are what the graph was traced with, the ``frozen`` tensors last.
     """
 
     def __init__(self, function: types.FunctionType, output: Any) -> None:
-        self.original = function
-        self._output = output
-        found = output.backend_input
-        self.graph: fx.GraphModule | None = None if found is None else found.graph_module
-        self.inputs: list[Any] = [] if found is None else list(found.example_inputs)
-        self.frozen: tuple[FrozenTensor, ...] = ()
+        self.original = function  # a bound object is its first argument
+        self._output = output  # of Dynamo
+        traced = output.backend_input
+        self.graph: fx.GraphModule | None = None if traced is None else traced.graph_module
+        self.inputs: list[Any] = [] if traced is None else list(traced.example_inputs)
+        self.frozen: tuple[FrozenTensor, ...] = ()  # tensors that are not arguments
         self._squeezes: list[tuple[str, tuple[str, ...]]] = []
         if self.graph is not None:
             self._squeezes = squeeze_conditions(self.graph.graph)
             self.frozen = _lift(self.graph, len(self.inputs))
-            self.inputs += [each.tensor for each in self.frozen]
+            self.inputs += [frozen.tensor for frozen in self.frozen]
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """What a backend expects around it: Dynamo's context of this trace."""
-        found = self._output.backend_input
-        assert found is not None
-        with compiling(found.fake_mode, found.tensor_to_context):
+        """Enter Dynamo's context of this trace, in which a backend compiles the graph."""
+        from torch._guards import TracingContext, tracing
+
+        traced = self._output.backend_input
+        context = TracingContext(traced.fake_mode)
+        context.tensor_to_context = traced.tensor_to_context
+        with measured(), tracing(context):
             yield
 
     def close(self) -> None:
-        """Let what the trace made be freed: nothing is read from it any more.
+        """Let the objects of the trace be freed; it must not be read later.
 
         Dynamo leaves the graph in the globals of the function. The fake tensors, their sizes and
-        the ``ShapeEnv`` refer to each other through C++, where the garbage collector does not look.
+        the ``ShapeEnv`` form a cycle through C++, which the garbage collector does not follow.
         """
         if self._shape_env is not None:
             drop_fakes(self._shape_env)
         if self.python.graph is not None:
             drop_globals(self.original.__globals__, {self.python.graph})
 
-    def function(self, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
-        """See :meth:`TracedPython.function`."""
-        return self.python.function(self.original, compiled)
-
     @property
     def python(self) -> TracedPython:
         """The Python around the graph."""
-        capture = self._output.graph_capture_output
-        found = self._output.backend_input
-        return TracedPython(
-            capture.bytecode, dict(capture.import_sources), getattr(found, "backend_id", None)
-        )
+        capture, traced = self._output.graph_capture_output, self._output.backend_input
+        graph = getattr(traced, "backend_id", None)
+        return TracedPython(capture.bytecode, dict(capture.import_sources), graph)
 
     @property
     def sizes(self) -> dict[str, tuple[int | str, ...]]:
-        """The sizes of all tensors that were looked at, by path; those that vary as Python text."""
+        """The sizes of all tensors that the trace read, by path; dynamic ones as Python text."""
         return {path: tuple(map(known_size, fake.shape)) for path, fake in self._fakes()}
 
     @property
@@ -360,7 +297,7 @@ class Trace:
     def _fakes(self) -> Iterator[tuple[str, torch.Tensor]]:
         for each in self._shape_env.tracked_fakes or ():
             if isinstance(each.fake, torch.Tensor):
-                yield _name(each.source), each.fake
+                yield str(each.source.name), each.fake
 
     def size_conditions(self) -> list[tuple[str, tuple[str, ...]]]:
         """Return what was assumed of sizes so far: (condition in Python, its symbols), for each."""
@@ -369,23 +306,23 @@ class Trace:
 
     @property
     def aliases(self) -> list[tuple[str, str]]:
-        """(path, path) of tensors that are the same object, found in two ways."""
-        found = []
+        """(path, path) of each tensor that the trace read by two paths."""
+        pairs = []
         for guard in self._output.graph_capture_output.output_graph.guards:
             other = getattr(guard.create_fn, "keywords", {}).get("source_b")
             if other is not None:
-                found.append((_name(guard), _name(other)))
-        return found
+                pairs.append((str(guard.name), str(other.name)))
+        return pairs
 
     @property
     def global_tensors(self) -> list[torch.Tensor]:
-        """The tensors that were found in globals."""
-        found = []
+        """The tensors that the trace read from globals."""
+        values = []
         for guard in self._output.graph_capture_output.output_graph.guards:
-            if _name(guard).startswith("G["):
+            if str(guard.name).startswith("G["):
                 with suppress(AttributeError, LookupError, TypeError):
-                    found.append(eval(_name(guard), {"G": self.original.__globals__}))
-        return [each for each in found if isinstance(each, torch.Tensor)]
+                    values.append(eval(str(guard.name), {"G": self.original.__globals__}))
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     @property
     def _shape_env(self) -> Any:
@@ -393,22 +330,13 @@ class Trace:
 
     @property
     def written_globals(self) -> tuple[str, ...]:
-        """Global names that the call assigns to."""
+        """The global names that the call assigns to."""
         code = self._output.graph_capture_output.bytecode
         stores = ("STORE_GLOBAL", "DELETE_GLOBAL")
-        found = {each.argval for each in dis.get_instructions(code) if each.opname in stores}
-        return tuple(sorted(found))
+        return tuple(sorted({s.argval for s in dis.get_instructions(code) if s.opname in stores}))
 
     def guards(self, *, sizes_only: bool) -> "Guards":
-        """What Dynamo assumed of the call.
-
-        Args:
-            sizes_only: leave out all but what is assumed of sizes, and of tensors that are looked
-                up outside of the arguments.
-
-        Raises:
-            CannotTrace: a dynamic dimension was fixed.
-        """
+        """Return Dynamo's guards; ``sizes_only``: those on sizes, and on tensors read elsewhere."""
         from torch._dynamo import config
 
         chosen = _sizes_only if sizes_only else None
@@ -425,7 +353,7 @@ def current_shape_env() -> Any:
 
 
 def drop_fakes(shape_env: Any) -> None:
-    """Let the fake tensors of a trace that has ended be freed; see :meth:`Trace.close`."""
+    """Let the fake tensors of an ended trace be freed, see :meth:`Trace.close`."""
     shape_env.tracked_fakes = None
 
 
@@ -442,20 +370,6 @@ def drop_trace_caches() -> None:
         clear = getattr(cached, "cache_clear", None)
         if clear is not None:
             clear()
-
-
-@contextmanager
-def trace_caches_dropped() -> Iterator[None]:
-    """Call :func:`drop_trace_caches` at the end."""
-    try:
-        yield
-    finally:
-        drop_trace_caches()
-
-
-def _name(sourced: Any) -> str:
-    """The path of a guard or a source: a method once, a property since 2.9."""
-    return str(sourced.name() if callable(sourced.name) else sourced.name)
 
 
 @cache
@@ -490,17 +404,12 @@ def _weak_guards() -> Any:
 
 
 class Guards:
-    """What must hold of the locals of a call, so that a trace serves it.
+    """The guards on the locals of a call; never true after an object they compare is freed."""
 
-    Attributes:
-        hold: whether they hold; never again after an object that is compared by identity was freed.
-        is_alive: whether none of those objects was freed.
-    """
-
-    def __init__(self, made: Any) -> None:
-        self._made = made  # it keeps what the guards look at
-        self.hold: Callable[[dict[str, Any]], bool] = made.guard_manager.check
-        self.is_alive = True
+    def __init__(self, checks: Any) -> None:
+        self._checks = checks  # keeps the objects that the guards read
+        self.hold: Callable[[dict[str, Any]], bool] = checks.guard_manager.check
+        self.is_alive = True  # whether all objects that are compared by identity are
         this = weakref.ref(self)
 
         def expire(_: Any) -> None:
@@ -508,45 +417,43 @@ class Guards:
             if guards is not None:
                 guards.hold, guards.is_alive = lambda names: False, False
 
-        objects = [reference() for reference in vars(made).get("identities", {}).values()]
-        self._identities = [weakref.ref(each, expire) for each in objects if each is not None]
+        objects = [reference() for reference in vars(checks).get("identities", {}).values()]
+        self._identities = [weakref.ref(obj, expire) for obj in objects if obj is not None]
 
     def first_that_fails(self, names: dict[str, Any]) -> str:
-        """The first condition that does not hold, as Python, with the user's line."""
+        """Return the first guard that does not hold, as Python, with the user's line."""
         if not self.is_alive:
             return "an object that was compared by identity was freed"
-        found = self._made.guard_manager.check_verbose(names)
-        parts = [str(part).strip() for part in found.verbose_code_parts]
-        return " ".join(parts[0].split()) if parts else str(found)
+        result = self._checks.guard_manager.check_verbose(names)
+        parts = [str(part).strip() for part in result.verbose_code_parts]
+        return " ".join(parts[0].split()) if parts else str(result)
 
 
 def _sizes_only(entries: Any) -> list[bool]:
     return [
         entry.guard_type == "SHAPE_ENV"
-        or (entry.guard_type == "TENSOR_MATCH" and _name(entry.orig_guard).startswith(_OUTSIDE))
+        or (entry.guard_type == "TENSOR_MATCH" and str(entry.orig_guard.name).startswith(_OUTSIDE))
         for entry in entries
     ]
 
 
-_OUTSIDE = ("L['self'].", "G[")  # where tensors of modules and globals are found
+_OUTSIDE = ("L['self'].", "G[")  # begins the paths of tensors of modules and globals
 
 
 def traced_function(called: Any) -> tuple[types.FunctionType, Any]:
-    """(function, bound object or None) that Dynamo traces for a module, method or function."""
+    """Return (function, bound object or None) that Dynamo traces for a callable."""
     from torch._dynamo.convert_frame import get_traced_fn
 
     return get_traced_fn(called)
 
 
 def spoken_function(called: Any) -> Any:
-    """The function whose parameters a caller knows: of a module with hooks its ``forward``."""
-    if isinstance(called, torch.nn.Module):
-        return traced_function(called.forward)[0]
-    return traced_function(called)[0]
+    """Return the function with the user's parameters: of a module with hooks its ``forward``."""
+    return traced_function(called.forward if isinstance(called, torch.nn.Module) else called)[0]
 
 
 def hooks_of(called: Any) -> tuple[Any, ...]:
-    """What holds the hooks of a module; it changes as they are added and removed."""
+    """Return the live dictionaries of the hooks of a module; of other callables none."""
     if not isinstance(called, torch.nn.Module):
         return ()
     return (called._forward_pre_hooks, called._forward_hooks)
@@ -559,17 +466,10 @@ def trace_call(
     *,
     freeze: bool,
 ) -> Trace:
-    """Trace a call; nothing is run.
+    """Trace a call without running it; raises CannotTrace if it does not become one graph.
 
-    Args:
-        called: module, bound method or function.
-        args: of the call.
-        kwargs: of the call.
-        freeze: take tensors of modules, globals and closures as they are now, instead of looking
-            them up at each call.
-
-    Raises:
-        CannotTrace: the call does not become one graph.
+    ``freeze``: bind the current tensors of modules, globals and closures, instead of looking them
+    up at each call.
     """
     from torch._dynamo import config, convert_frame
     from torch._dynamo.eval_frame import set_enable_dynamic
@@ -599,10 +499,10 @@ def trace_call(
 
 
 def drop_globals(names: dict[str, Any], dropped: Iterable[str]) -> None:
-    """Remove globals that Dynamo has installed for one trace."""
+    """Remove globals that Dynamo installed for one trace."""
     from torch._dynamo.utils import CleanupHook
 
-    disown = getattr(CleanupHook, "disown", None)  # 2.15 keeps who has installed a name
+    disown = getattr(CleanupHook, "disown", None)  # 2.15 records who installed a name
     for name in dropped:
         names.pop(name, None)
         if disown is not None:
@@ -614,7 +514,7 @@ def _as_cannot_trace() -> Iterator[None]:
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import (
         ConstraintViolationError,
-        GuardOnDataDependentSymNode,  # not wrapped where a fake of the op itself asks
+        GuardOnDataDependentSymNode,  # not wrapped where the fake of an op raises it
     )
 
     try:
@@ -628,30 +528,30 @@ def _as_cannot_trace() -> Iterator[None]:
 
 
 def _in_short(error: BaseException) -> CannotTrace:
-    """The beginning of torch's explanation, and the user's line."""
+    """Return the beginning of torch's explanation, and the user's line."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     hints = [line for line in lines if line.startswith(("Explanation:", "Hint:"))][:2]
     frames = [line for line in lines if line.startswith('File "')]
     text = "\n  ".join([*lines[:1], *hints, *frames[-1:]]) or type(error).__name__
-    found = CannotTrace(text)
-    found.model_raises = str(error).lstrip().startswith("Observed exception")
-    found.what, found.hints = text.splitlines()[0], tuple(hints)
+    short = CannotTrace(text)
+    short.model_raises = str(error).lstrip().startswith("Observed exception")
+    short.what, short.hints = text.splitlines()[0], tuple(hints)
     stack = [frame for frame in getattr(error, "real_stack", None) or () if frame.filename]
     if stack:
         last = stack[-1]
         where = f"{os.path.basename(last.filename)}:{last.lineno} in {last.name}"
-        found.line = where, (last.line or "").strip()
-    return found
+        short.line = where, (last.line or "").strip()
+    return short
 
 
 def _lift(graph: fx.GraphModule, inputs: int) -> tuple[FrozenTensor, ...]:
-    """Make placeholders of the tensors that Dynamo has put into a graph, behind all others.
+    """Replace the tensors that Dynamo put into a graph by placeholders, after all others.
 
     Pieces take weights as inputs, so that equal layers are equal pieces.
     """
     sources = getattr(graph, "_param_name_to_source", None) or {}
     last = graph.graph.find_nodes(op="placeholder")
-    found: list[FrozenTensor] = []
+    frozen: list[FrozenTensor] = []
     lifted: dict[str, fx.Node] = {}
     for node in graph.graph.find_nodes(op="get_attr"):
         tensor = getattr(graph, str(node.target), None)
@@ -661,22 +561,22 @@ def _lift(graph: fx.GraphModule, inputs: int) -> tuple[FrozenTensor, ...]:
             source = sources[node.target]
             where = last[-1] if last else graph.graph._root
             with graph.graph.inserting_after(where):
-                made = graph.graph.placeholder(str(node.target))
-            made.meta = dict(node.meta)
-            made._dynamo_source = source
-            last = [made]
-            lifted[str(node.target)] = made
-            found.append(FrozenTensor(inputs + len(found), source_name(made) or "", tensor))
+                placeholder = graph.graph.placeholder(str(node.target))
+            placeholder.meta = dict(node.meta)
+            placeholder._dynamo_source = source
+            last = [placeholder]
+            lifted[str(node.target)] = placeholder
+            frozen.append(FrozenTensor(inputs + len(frozen), str(source.name), tensor))
         node.replace_all_uses_with(lifted[str(node.target)])
         graph.graph.erase_node(node)
     for name in lifted:
         delattr(graph, name)
     graph.recompile()
-    return tuple(found)
+    return tuple(frozen)
 
 
 def size_oblivious(on: bool) -> Any:
-    """A context in which sizes 0 and 1 of dynamic dimensions are not told from others."""
+    """Return a context in which a trace treats sizes 0 and 1 of dynamic dimensions like others."""
     from torch.fx.experimental import _config
 
     return patched(_config, {"backed_size_oblivious": on})
@@ -687,11 +587,9 @@ _MARKS = ("_dynamo_", "_has_dynamo", "_specialize_on")
 
 @contextmanager
 def marked(dims: list[tuple[torch.Tensor, int, str | None]], unbacked: bool) -> Iterator[None]:
-    """Mark dimensions of tensors as dynamic for a trace; the tensors are as before after it.
+    """Mark (tensor, dimension, name) as dynamic for a trace, and remove the marks after it.
 
-    Args:
-        dims: (tensor, dimension, name); equal names are equal sizes.
-        unbacked: nothing may be assumed of a size.
+    ``unbacked``: the trace may assume nothing of the sizes; equal names are equal sizes.
     """
     from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 
@@ -715,15 +613,7 @@ def marked(dims: list[tuple[torch.Tensor, int, str | None]], unbacked: bool) -> 
 
 @contextmanager
 def without_traces_left(called: Any, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A context in which calls are traced for a look: what Dynamo has changed is put back.
-
-    Dynamo puts names into the globals of the function, marks tensors that it finds in modules, and
-    counts what it does.
-
-    Args:
-        called: module, bound method or function.
-        tensors: those that it may mark.
-    """
+    """Restore what traces change: globals of the function, marks of tensors, Dynamo's counters."""
     from torch._dynamo import convert_frame
     from torch._dynamo.utils import counters
 
@@ -743,19 +633,19 @@ def without_traces_left(called: Any, tensors: Iterable[torch.Tensor]) -> Iterato
                     tensor.__dict__.clear()
                     tensor.__dict__.update(attributes)
             for kind in [*counters]:
-                counters[kind].clear()  # whoever holds it, holds this one
+                counters[kind].clear()  # the same object: others may refer to it
                 counters[kind].update(counted.get(kind, {}))
                 if kind not in counted:
                     del counters[kind]
 
 
 def without_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the same sizes, strides, type and marks on a device, with no memory behind it."""
+    """Return a tensor of the same sizes, strides, dtype and marks on a device, without memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with nullcontext() if device.type == "meta" else FakeTensorMode():
-        made = torch.empty_strided(
+        fake = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
         ).requires_grad_(tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
-    return made
+    fake.__dict__.update(tensor.__dict__)
+    return fake

@@ -1,5 +1,5 @@
-"""One trace of a function, and when it serves a call. ``cgcompile/compile.py`` is what users call.
+"""Traces of functions, and which one serves a call. ``cgcompile/compile.py`` is what users call.
 
-``dims`` says which sizes vary, ``arguments`` what of a call a trace depends on, ``variant`` is one
-trace, ``variants`` keeps those of a function and finds the one of a call.
+``dynamic_dims``: which sizes vary; ``argument_guards``: what of a call a trace depends on;
+``trace_cache``: the traces of one function; ``fast_path``: the shortest checked replay of a call.
 """

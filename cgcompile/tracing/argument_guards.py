@@ -1,9 +1,9 @@
-"""What of a call a trace depends on, as generated Python: :func:`fits_function`.
+"""Guards on the arguments of a call, as generated Python: :func:`fits_function`.
 
-Guards of Dynamo look at the whole model and cost tens of microseconds. Where they are dropped, the
+Dynamo's guards check the whole model and cost tens of microseconds. Where they are dropped, the
 arguments are still compared: their number and order, types, dtypes, devices, ranks, layouts,
 whether they require grad, the sizes that are not dynamic, which sizes are equal, plain values and
-containers of them; other objects by identity; and autocast. It reads like this::
+containers of them; other objects by identity; and autocast::
 
     def fits(args, kwargs):
         if len(args) != 2 or kwargs:
@@ -23,8 +23,8 @@ containers of them; other objects by identity; and autocast. It reads like this:
             return False
         return True
 
-``alike`` is one function of torch's for all tensors of usual layouts. It says no to some that fit,
-such as those of another inference mode, so that a no is only a reason to look more closely.
+``alike`` is one function of torch for all tensors of usual layouts. It rejects some that fit, such
+as those of another inference mode, so the rejected ones are compared in detail.
 """
 
 import math
@@ -50,71 +50,56 @@ Shapes = Mapping[str, tuple[int | str, ...]]
 
 
 class FitsText(NamedTuple):
-    """The lines of a ``fits`` function, for other functions to be made of; indented by 4.
+    """The lines of a ``fits`` function, indented by 4, from which a fast path is generated.
 
-    Without those for whoever compares whole layouts: about the types, devices, layouts and fixed
-    sizes of plain tensors of usual layouts, and about sizes that are not fixed.
-
-    Attributes:
-        variables: the names of the arguments, positional ones first.
-        keywords: what callers call the others, in this order; a call may give them in another.
-        leaves: the lines about each positional argument.
-        others: those about the others.
-        objects: those that tell tensors from each other, and from those of ``found``.
-        autocast: those about it.
-        names: what the lines refer to.
-        found: tensors that the trace found elsewhere, and that none of the arguments was; those
-            that still live.
+    They omit checks that a comparison of whole layouts implies: those of plain tensors of usual
+    layouts, and of sizes that are not fixed.
     """
 
-    variables: list[str]
-    keywords: list[str]
-    leaves: list[list[str]]
-    others: list[str]
-    objects: list[str]
-    autocast: list[str]
-    names: dict[str, Any]
-    found: "Living"
+    variables: list[str]  # the names of the arguments, positional ones first
+    keywords: list[str]  # the names of keyword arguments, in this order; a call may vary the order
+    leaves: list[list[str]]  # the lines about each positional argument
+    others: list[str]  # the lines about keyword arguments
+    objects: list[str]  # the lines that tell tensors from each other and from ``elsewhere``
+    autocast: list[str]  # the lines about autocast
+    names: dict[str, Any]  # what the lines refer to
+    elsewhere: "LiveTensors"  # tensors that the trace reads, and that no argument was
 
 
-class Living:
-    """Some tensors, as long as somebody else keeps them.
-
-    Attributes:
-        ids: of those that live.
-    """
+class LiveTensors:
+    """Tensors, held weakly; ``ids`` has the identities of those that are alive."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self.ids: set[int] = set()
-        self._references = [self._watched(each) for each in tensors]
+        self._references = [self._watched(tensor) for tensor in tensors]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (found for each in self._references if (found := each()) is not None)
+        return (tensor for ref in self._references if (tensor := ref()) is not None)
 
     def _watched(self, tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
-        ids, place = self.ids, id(tensor)
-        ids.add(place)
-        return weakref.ref(tensor, lambda _: ids.discard(place))
+        ids, identity = self.ids, id(tensor)
+        ids.add(identity)
+        return weakref.ref(tensor, lambda _: ids.discard(identity))
 
 
 class _Lines:
-    """Generated lines, and what they refer to."""
+    """The generated lines of a ``fits`` function, and what they refer to."""
 
     def __init__(self, shapes: Shapes, strides: Shapes, pinned: Collection[str]) -> None:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
         self.references: list[weakref.ref[Any]] = []
-        self.found = Living(())
+        self.elsewhere = LiveTensors(())
         self._shapes, self._strides = shapes, strides
         self._pinned = pinned
         self._count = 0
         self._sizes: dict[str, list[str]] = {}  # by the name of a size: where it can be read
         self._derived: list[tuple[str, tuple[str, ...]]] = []  # strides that follow from sizes
-        self._read: set[str] = set()  # of these, those that have a variable
-        self._tensors: dict[int, str] = {}  # by identity: the variable that is it
-        self._same: dict[int, str] = {}  # likewise, of those that must be what they were
+        self._read: set[str] = set()  # the sizes that have a variable
+        self._tensors: dict[int, str] = {}  # by identity: the variable that holds it
+        self._same: dict[int, str] = {}  # likewise, of pinned tensors
         self._usual: list[tuple[str, torch.Tensor, tuple[int | str, ...]]] = []
-        self._closer: list[str] = []  # lines for these, where they are not alike at first sight
+        self._detailed: list[str] = []  # lines for these, where ``alike`` rejects them
 
     def fresh(self, letter: str) -> str:
         self._count += 1
@@ -185,7 +170,7 @@ class _Lines:
         self._layout(name, shape, value, path)
         if _is_usual(value, sizes):
             self._usual.append((name, value, sizes))
-            self._closer += self.lines[start:]
+            self._detailed += self.lines[start:]
             del self.lines[start:]
             shape = f"{name}.shape"
         for dim, size in enumerate(sizes):
@@ -193,16 +178,16 @@ class _Lines:
                 self._sizes.setdefault(size, []).append(f"{shape}[{dim}]")
 
     def usual(self) -> None:
-        """All tensors of usual layouts at once; where torch says no, one after the other."""
+        """Compare all tensors of usual layouts at once, and in detail where torch rejects them."""
         if not self._usual:
             return
         names, tensors, sizes = zip(*self._usual, strict=True)
         alike = self.bound("w", compat.alike(tensors, [_with_strides(each) for each in sizes]))
         self.lines.append(f"    if not {alike}({', '.join(names)}):")
-        self.lines += [f"    {line}" for line in self._closer]
+        self.lines += [f"    {line}" for line in self._detailed]
 
     def _layout(self, name: str, shape: str, value: torch.Tensor, path: str) -> None:
-        """Compilers rely on the strides that they saw, and models ask for them."""
+        """Compare strides: compilers rely on them, and models read them."""
         sizes, strides = self._shapes.get(path, ()), self._strides.get(path, ())
         if value.layout is not torch.strided or value.dim() == 0:
             self.unless(f"{name}.layout is not {self.bound('l', value.layout)}")
@@ -221,17 +206,19 @@ class _Lines:
                 self._derived.append((fits, symbols))
 
     def _object(self, name: str, value: Any) -> None:
-        """Something that a trace may have looked into: it must be the same object."""
+        """Compare by identity: the trace may have read attributes of the object."""
         try:
             reference = weakref.ref(value)
         except TypeError:
             self.unless(f"{name} is not {self.bound('o', value)}")
             return
-        self.references.append(reference)  # of a dead object it tells None, which may be passed
+        self.references.append(
+            reference
+        )  # it returns None for a freed object; a call may pass None
         self.unless(f"{name} is None or {name} is not {self.bound('r', reference)}()")
 
     def conditions(self, conditions: Iterable[tuple[str, tuple[str, ...]]]) -> None:
-        """What was assumed of sizes, where all of them can be read off the arguments."""
+        """Check what was assumed of sizes, where the arguments have all of them."""
         for text, symbols in conditions:
             if all(symbol in self._sizes for symbol in symbols):
                 for symbol in sorted(set(symbols) - self._read):
@@ -240,7 +227,7 @@ class _Lines:
                 self.unless(f"not ({text})")
 
     def sizes(self, conditions: Iterable[tuple[str, tuple[str, ...]]]) -> None:
-        """Sizes that are equal, or follow from others, and what else was assumed of them."""
+        """Check which sizes are equal, or depend on others, and what else was assumed of them."""
         for places in self._sizes.values():
             for other in places[1:]:
                 self.unless(f"{places[0]} != {other}")
@@ -253,9 +240,9 @@ class _Lines:
         self.conditions([*self._derived, *conditions])
 
     def objects(self) -> None:
-        """Tensors that are different objects, and none that the trace reaches in another way."""
-        if self._tensors and self.found.ids:
-            ids = self.bound("f", self.found.ids)
+        """Check that no two tensors are one object, and that the trace reads none elsewhere."""
+        if self._tensors and self.elsewhere.ids:
+            ids = self.bound("f", self.elsewhere.ids)
             objects = " or ".join(f"id({name}) in {ids}" for name in self._tensors.values())
             self.unless(objects)
         names = [*self._tensors.values(), *self._same.values()]
@@ -267,7 +254,7 @@ class _Lines:
             self.unless(f"len({{{objects}}}) != {len(names)}")
 
     def autocast(self) -> None:
-        """Ops compute in another type under autocast, and the trace says in which."""
+        """Compare autocast: it determines the types that ops compute in."""
         on = self.bound("a", compat.any_autocast)
         if not compat.any_autocast():
             self.unless(f"{on}()")
@@ -277,37 +264,37 @@ class _Lines:
 
 
 def _is_usual(value: torch.Tensor, sizes: tuple[int | str, ...]) -> bool:
-    """Whether it is a plain tensor of rows, one after the other, whose length is fixed."""
+    """Return whether it is a plain contiguous tensor with a fixed size in all dimensions but 0."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     rows_are_fixed = all(isinstance(size, int) for size in sizes[1:])
     return plain and value.dim() > 0 and rows_are_fixed and value.is_contiguous()
 
 
 def _with_strides(sizes: Sequence[int | str]) -> tuple[list[int | None], list[int]]:
-    """(sizes, strides) of such a tensor; None for a size that varies."""
+    """Return (sizes, strides) of such a tensor; None for a size that varies."""
     fixed = [size if isinstance(size, int) else None for size in sizes]
     lengths = [max(size, 1) for size in fixed[1:] if size is not None]
     return fixed, [math.prod(lengths[dim:]) for dim in range(len(sizes))]
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number that a trace takes for a constant; flags are few."""
+    """Return whether a trace treats a value as a constant number. Bools have only two values."""
     return type(value) in (int, float, complex)
 
 
 def with_numbers(
     args: tuple[Any, ...], kwargs: dict[str, Any], numbers: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with as many other numbers, in order."""
+    """Return the arguments of a call with its numbers replaced, in order."""
     others = iter(numbers)
-    made: tuple[tuple[Any, ...], dict[str, Any]] = compat.tree_map(
+    replaced: tuple[tuple[Any, ...], dict[str, Any]] = compat.tree_map(
         lambda leaf: next(others) if is_number(leaf) else leaf, (args, kwargs)
     )
-    return made
+    return replaced
 
 
 def tensors_in(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors in arguments, which are given by path, by theirs."""
+    """Return the tensors in arguments by path, given the arguments by path."""
     return {
         f"{source}{path}": leaf
         for source, value in named.items()
@@ -317,23 +304,16 @@ def tensors_in(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def tensors_elsewhere(
-    paths: Iterable[str], places: Collection[str], scope: dict[str, Any]
+    paths: Iterable[str], arguments: Collection[str], scope: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors that a trace found outside of the arguments.
-
-    Args:
-        paths: of all tensors that it found.
-        places: of those in the arguments.
-        scope: what paths are evaluated in.
-    """
-    found: dict[int, torch.Tensor] = {}
-    given = tuple(places)
+    """Return the tensors at those ``paths`` that begin with no path of an argument."""
+    values: dict[int, Any] = {}
     for path in paths:
-        if not path.startswith(given):  # neither an argument nor what one is a view of
+        if not path.startswith(tuple(arguments)):  # neither an argument nor the base of one
             with suppress(AttributeError, LookupError, NameError, TypeError):
-                tensor = eval(path, scope)
-                found[id(tensor)] = tensor
-    return tuple([each for each in found.values() if isinstance(each, torch.Tensor)])
+                value = eval(path, scope)
+                values[id(value)] = value
+    return tuple([value for value in values.values() if isinstance(value, torch.Tensor)])
 
 
 def fits_function(
@@ -345,58 +325,51 @@ def fits_function(
     strides: Shapes,
     pinned: Collection[str] = (),
     collected: Collection[str] = (),
-    found: Iterable[torch.Tensor] = (),
+    elsewhere: Iterable[torch.Tensor] = (),
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
-    """A function that tells whether another call is like this one.
+    """Return ``fits(args, kwargs)``: whether a trace of this call serves another call.
 
-    Args:
-        args: of the call that was traced.
-        kwargs: of that call.
-        paths: where Dynamo finds each of them, by position or name.
-        shapes: the sizes of tensors that are not all fixed, by path.
-        conditions: on sizes: (Python text, the symbols in it).
-        strides: of those tensors, likewise.
-        pinned: tensors that the model reaches in another way as well, by path: the same objects.
-        collected: the keywords that the function takes as a dict; their order counts.
-        found: tensors elsewhere that none of the arguments was, but for pinned ones; not held.
+    ``paths`` are Dynamo's, by position or keyword. ``shapes`` and ``strides`` are by path, and
+    ``conditions`` on sizes are (Python text, its symbols). ``pinned`` tensors, which the model also
+    reads in another way, must be the same objects. The order of ``collected`` keywords counts. No
+    argument may be one of the tensors ``elsewhere``, which are not held.
 
-    Returns:
-        ``fits(args, kwargs)``; its text is the attribute ``source``, in pieces ``text``, and
-        ``references`` are weak ones to the objects that must be the same.
+    ``fits.source`` is its text, ``fits.text`` that text in pieces, and ``fits.references`` are weak
+    references to the objects that must be the same.
     """
-    made = _Lines(shapes, strides, pinned)
-    made.found = Living(found)
+    checks = _Lines(shapes, strides, pinned)
+    checks.elsewhere = LiveTensors(elsewhere)
     keywords = "kwargs" if not kwargs else f"len(kwargs) != {len(kwargs)}"
-    made.unless(f"len(args) != {len(args)} or {keywords}")
-    variables = [made.fresh("v") for _ in args]
+    checks.unless(f"len(args) != {len(args)} or {keywords}")
+    variables = [checks.fresh("v") for _ in args]
     if variables:
-        made.lines.append(f"    ({', '.join(variables)},) = args")
-    begun = [len(made.lines)]
+        checks.lines.append(f"    ({', '.join(variables)},) = args")
+    begun = [len(checks.lines)]
     for position, (variable, value) in enumerate(zip(variables, args, strict=True)):
-        made.leaf(variable, value, paths.get(position, ""))
-        begun.append(len(made.lines))
-    absent = made.bound("m", object())
+        checks.leaf(variable, value, paths.get(position, ""))
+        begun.append(len(checks.lines))
+    absent = checks.bound("m", object())
     for name, value in kwargs.items():
-        variable = made.fresh("v")
-        made.lines.append(f"    {variable} = kwargs.get({name!r}, {absent})")
-        made.leaf(variable, value, paths.get(name, ""))
+        variable = checks.fresh("v")
+        checks.lines.append(f"    {variable} = kwargs.get({name!r}, {absent})")
+        checks.leaf(variable, value, paths.get(name, ""))
         variables.append(variable)
     if len(collected) > 1:
-        order = made.bound("k", [name for name in kwargs if name in collected])
-        made.unless(f"[name for name in kwargs if name in {order}] != {order}")
-    begun.append(len(made.lines))
-    made.usual()
-    begun.append(len(made.lines))
-    made.sizes(conditions)
-    for asked in (made.objects, made.autocast):
-        begun.append(len(made.lines))
-        asked()
-    begun.append(len(made.lines))
-    source = "\n".join(["def fits(args, kwargs):", *made.lines, "    return True"]) + "\n"
-    namespace = {"math": math, **made.names}
+        order = checks.bound("k", [name for name in kwargs if name in collected])
+        checks.unless(f"[name for name in kwargs if name in {order}] != {order}")
+    begun.append(len(checks.lines))
+    checks.usual()
+    begun.append(len(checks.lines))
+    checks.sizes(conditions)
+    for add_checks in (checks.objects, checks.autocast):
+        begun.append(len(checks.lines))
+        add_checks()
+    begun.append(len(checks.lines))
+    source = "\n".join(["def fits(args, kwargs):", *checks.lines, "    return True"]) + "\n"
+    namespace = {"math": math, **checks.names}
     exec(compile(source, "<cgcompile fits>", "exec"), namespace)
     fits: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
-    pieces = [made.lines[start:end] for start, end in pairwise(begun)]
+    pieces = [checks.lines[start:end] for start, end in pairwise(begun)]
     leaves, rest = pieces[: len(args)], pieces[len(args) :]
     keyworded, _usual, _sizes, objects, autocast = rest
     text = FitsText(
@@ -406,9 +379,9 @@ def fits_function(
         others=keyworded,
         objects=objects,
         autocast=autocast,
-        names={"math": math, **made.names},
-        found=made.found,
+        names={"math": math, **checks.names},
+        elsewhere=checks.elsewhere,
     )
     fits.source, fits.text = source, text  # type: ignore[attr-defined]
-    fits.references = made.references  # type: ignore[attr-defined]
+    fits.references = checks.references  # type: ignore[attr-defined]
     return fits

@@ -1,6 +1,6 @@
 """Which dimensions of the arguments vary from call to call: :class:`DynamicDims`.
 
-They are given by the name of the parameter, or with the annotation of the parameter::
+A user names them by parameter, or in the annotation of the parameter::
 
     def forward(self, x: Annotated[torch.Tensor, DynamicDim(0, "tokens")]): ...
 
@@ -42,17 +42,7 @@ Dims = dict[str, tuple[DynamicDim, ...]]  # by parameter
 
 
 class DynamicDims:
-    """The dynamic dimensions of one function.
-
-    Args:
-        given: by name of the parameter: a dimension, several of them, or their names by dimension.
-            If the parameter is a tuple, list or dict, they are those of each tensor in it.
-        signature: of the function.
-        function: the function, for its annotations.
-
-    Raises:
-        ConfigError: a parameter that does not exist, or something that is no dimension.
-    """
+    """The dynamic dimensions of one function, from ``dynamic_dims`` and from annotations."""
 
     def __init__(
         self,
@@ -77,52 +67,33 @@ class DynamicDims:
                 raise ConfigError.unknown_parameter(name=name, known=known)
             self.by_name[name] = _parsed(name, value)
 
-    def knows(self, name: str) -> bool:
-        """Whether something was said of a parameter."""
-        return name in self.by_name
-
-    def found(self, arguments: Iterable[tuple[str, str, Any]]) -> list["Found"]:
-        """The dynamic dimensions of the tensors of a call.
-
-        Args:
-            arguments: (name of the parameter, where Dynamo finds it, what it is).
-
-        Raises:
-            TraceError: a tensor without such a dimension; equal names, but sizes that differ.
-        """
-        found = [
-            _found(each, leaf, f"{name}{path}", f"{source}{path}")
+    def of_call(self, arguments: Iterable[tuple[str, str, Any]]) -> list["TensorDim"]:
+        """Return those of a call, given (name of the parameter, Dynamo's path, value) of each."""
+        dims = [
+            _tensor_dim(dim, leaf, f"{name}{path}", f"{source}{path}")
             for name, source, value in arguments
             for path, leaf in compat.tree_paths(value)
             if isinstance(leaf, torch.Tensor)
-            for each in self.by_name.get(name, ())
+            for dim in self.by_name.get(name, ())
         ]
-        first: dict[str, Found] = {}
-        for each in found:
-            if each.name is not None:
-                other = first.setdefault(each.name, each)
-                if each.size != other.size:
-                    raise TraceError.sizes_differ(name=each.name, one=other.text, other=each.text)
-        return found
+        first: dict[str, TensorDim] = {}
+        for dim in dims:
+            if dim.name is not None:
+                other = first.setdefault(dim.name, dim)
+                if dim.size != other.size:
+                    raise TraceError.sizes_differ(name=dim.name, one=other.text, other=dim.text)
+        return dims
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """A dynamic dimension of one call.
-
-    Attributes:
-        tensor: what has it.
-        dim: which one, from the front.
-        name: dimensions of equal name have equal sizes.
-        path: the argument, for people.
-        source: the argument, for Dynamo.
-    """
+class TensorDim:
+    """A dynamic dimension of one tensor of one call."""
 
     tensor: torch.Tensor
-    dim: int
-    name: str | None
-    path: str
-    source: str
+    dim: int  # from the front
+    name: str | None  # dimensions of one name have one size
+    path: str  # of the tensor, for messages
+    source: str  # of the tensor, for Dynamo
 
     @property
     def size(self) -> int:
@@ -133,15 +104,16 @@ class Found:
         return f"{self.path}.shape[{self.dim}] is {self.size}"
 
 
-def _found(each: DynamicDim, tensor: torch.Tensor, path: str, source: str) -> Found:
-    dim = each.dim + tensor.dim() if each.dim < 0 else each.dim
+def _tensor_dim(dynamic: DynamicDim, tensor: torch.Tensor, path: str, source: str) -> "TensorDim":
+    dim = dynamic.dim + tensor.dim() if dynamic.dim < 0 else dynamic.dim
     if not 0 <= dim < tensor.dim():
-        raise TraceError.no_such_dimension(path=path, dim=each.dim, shape=str(list(tensor.shape)))
-    return Found(tensor, dim, each.name, path, source)
+        shape = str(list(tensor.shape))
+        raise TraceError.no_such_dimension(path=path, dim=dynamic.dim, shape=shape)
+    return TensorDim(tensor, dim, dynamic.name, path, source)
 
 
 def _annotated(function: Callable[..., Any]) -> Dims:
-    found: Dims = {}
+    annotated: Dims = {}
     hints: dict[str, Any] = {}
     for name, hint in getattr(function, "__annotations__", {}).items():
         one = types.SimpleNamespace(__annotations__={name: hint})
@@ -153,17 +125,17 @@ def _annotated(function: Callable[..., Any]) -> Dims:
     for name, hint in hints.items():
         dims = tuple(each for each in _metadata(hint) if isinstance(each, DynamicDim))
         if dims:
-            found[name] = dims
-    return found
+            annotated[name] = dims
+    return annotated
 
 
 def _metadata(hint: Any) -> list[Any]:
-    """What ``Annotated`` says, also inside of ``Optional``."""
-    found = list(getattr(hint, "__metadata__", ()))
+    """Return the metadata of ``Annotated``, also inside of ``Optional``."""
+    metadata = list(getattr(hint, "__metadata__", ()))
     for part in typing.get_args(hint):
         if not isinstance(part, DynamicDim):
-            found += _metadata(part)
-    return found
+            metadata += _metadata(part)
+    return metadata
 
 
 def _parsed(name: str, value: Any) -> tuple[DynamicDim, ...]:
@@ -184,36 +156,33 @@ def _parsed(name: str, value: Any) -> tuple[DynamicDim, ...]:
     return tuple(items)
 
 
-def enlarged(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
-    """A tensor like this one, with other sizes and memory of its own; nothing is copied.
-
-    Dimensions lie in memory in the same order.
-    """
+def _enlarged(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+    """Return a new tensor with other sizes and the same order of strides; nothing is copied."""
     shape = [sizes.get(dim, size) for dim, size in enumerate(tensor.shape)]
     order = sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), -dim))
     strides, step = [0] * tensor.dim(), 1
     for dim in order:
         strides[dim] = step
         step *= max(1, shape[dim])
-    made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.requires_grad_(tensor.requires_grad)
+    larger = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return larger.requires_grad_(tensor.requires_grad)
 
 
 def with_two_rows(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]
-) -> tuple[tuple[Any, ...], dict[str, Any], list[Found]]:
-    """A call with dynamic sizes of 0 and 1 made 2; what cannot be replaced is not dynamic."""
-    made: dict[int, torch.Tensor] = {}
-    for each in dims:
-        sizes = {other.dim: 2 for other in dims if other.tensor is each.tensor and other.size < 2}
-        if sizes and id(each.tensor) not in made:
-            made[id(each.tensor)] = enlarged(each.tensor, sizes)
+    args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[TensorDim]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[TensorDim]]:
+    """Make dynamic sizes of 0 and 1 of a call 2; what cannot be replaced is not dynamic."""
+    enlarged: dict[int, torch.Tensor] = {}
+    for dim in dims:
+        sizes = {other.dim: 2 for other in dims if other.tensor is dim.tensor and other.size < 2}
+        if sizes and id(dim.tensor) not in enlarged:
+            enlarged[id(dim.tensor)] = _enlarged(dim.tensor, sizes)
     reached: set[int] = set()
 
     def replaced(value: Any) -> Any:
-        if id(value) in made:
+        if id(value) in enlarged:
             reached.add(id(value))
-            return made[id(value)]
+            return enlarged[id(value)]
         if type(value) in (tuple, list):
             return type(value)(map(replaced, value))
         if type(value) is dict:
@@ -225,25 +194,25 @@ def with_two_rows(
     return *larger, [replace(each, tensor=replaced(each.tensor)) for each in kept]
 
 
-def free_sizes(dims: list[Found]) -> dict[str, tuple[int | str, ...]]:
-    """The sizes of tensors with dynamic dimensions, for those that a trace did not look at."""
-    found: dict[str, list[int | str]] = {}
-    for number, each in enumerate(dims):
-        sizes = found.setdefault(each.source, list(each.tensor.shape))
-        sizes[each.dim] = f"free_{each.name or number}"
-    return {source: tuple(sizes) for source, sizes in found.items()}
+def free_sizes(dims: list[TensorDim]) -> dict[str, tuple[int | str, ...]]:
+    """Return sizes by path of tensors with dynamic dimensions, which a trace may not have read."""
+    shapes: dict[str, list[int | str]] = {}
+    for number, dim in enumerate(dims):
+        sizes = shapes.setdefault(dim.source, list(dim.tensor.shape))
+        sizes[dim.dim] = f"free_{dim.name or number}"
+    return {source: tuple(sizes) for source, sizes in shapes.items()}
 
 
-def check_dims(name: str, dims: list[Found], shapes: Shapes) -> None:
-    """A dimension that was to vary and was taken for a constant would be wrong silently."""
-    for each in dims:
-        sizes = shapes.get(each.source)
-        if sizes is not None and isinstance(sizes[each.dim], int):
-            raise TraceError.fixed(name=name, dim=each.text)
+def check_dims(name: str, dims: list[TensorDim], shapes: Shapes) -> None:
+    """Raise if a trace specialised a dynamic dimension: its results could be silently wrong."""
+    for dim in dims:
+        sizes = shapes.get(dim.source)
+        if sizes is not None and isinstance(sizes[dim.dim], int):
+            raise TraceError.fixed(name=name, dim=dim.text)
 
 
 def parameter_kinds(signature: inspect.Signature) -> tuple[list[str], str, str]:
-    """The names of parameters by position, of ``*args`` and of ``**kwargs``."""
+    """Return the names of positional parameters, of ``*args`` and of ``**kwargs``."""
     parameters = signature.parameters.values()
     positional = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -260,18 +229,7 @@ def bind_arguments(
     kwargs: Mapping[str, Any],
     bound: Any = None,
 ) -> inspect.BoundArguments:
-    """The arguments of a call by the names of the parameters.
-
-    Args:
-        name: of what is called, for the message.
-        signature: what it takes.
-        args: of the call.
-        kwargs: of the call.
-        bound: what the first parameter is bound to; None: the call gives it.
-
-    Raises:
-        ArgumentsError: it does not take these.
-    """
+    """Bind a call of ``name``; ``bound`` is what its first parameter is bound to, if not None."""
     if bound is not None:
         own = list(signature.parameters.values())
         takes_all = own[0].kind is inspect.Parameter.VAR_POSITIONAL
@@ -285,7 +243,7 @@ def bind_arguments(
 def argument_paths(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[Any, str]:
-    """How Dynamo calls each argument of a call, by its position or keyword."""
+    """Return Dynamo's path of each argument of a call, by its position or keyword."""
     positional, rest, anything = parameter_kinds(signature)
     paths: dict[Any, str] = {}
     for position in range(len(args)):

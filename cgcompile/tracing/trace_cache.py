@@ -1,9 +1,8 @@
-"""One trace of a function, compiled: :class:`Variant`. ``variants.py`` keeps those of one.
+"""The traces of one function: :class:`Traces` finds the trace that serves a call, or traces it.
 
-The traces of one function: :class:`Traces` finds the one that serves a call, or makes it.
-
-A trace is made once for each kind of call. Nothing is run while it is made, so that the first call
-may be of any size.
+:class:`Variant` is one trace, compiled. A trace is made once for each kind of call. Tracing runs
+nothing, so that the first call may have any size. The rule: a variant runs only after its ``fits``
+and its guards hold for the call.
 """
 
 import inspect
@@ -36,14 +35,16 @@ from cgcompile.tracing.argument_guards import (
 )
 from cgcompile.tracing.dynamic_dims import (
     DynamicDims,
-    Found,
+    TensorDim,
     argument_paths,
     check_dims,
     free_sizes,
     parameter_kinds,
     with_two_rows,
 )
-from cgcompile.tracing.shortcut import Shortcut
+from cgcompile.tracing.fast_path import CallFastPath
+
+log = logging.getLogger(__name__)
 
 SHAPES = ("backed", "backed_size_oblivious", "unbacked")
 GUARDS = ("keep", "shape", "none")
@@ -51,27 +52,16 @@ GUARDS = ("keep", "shape", "none")
 
 @dataclass(frozen=True)
 class Rules:
-    """How calls are traced and told apart.
+    """How calls are traced, and what is checked at each call."""
 
-    Attributes:
-        guards: which of Dynamo's assumptions are looked at in each call.
-        check_guards: look at all of them, and raise where one that was dropped fails.
-        shapes: what a trace may assume of a dynamic size.
-    """
-
-    guards: str = "keep"
-    check_guards: bool = False
-    shapes: str = "backed_size_oblivious"
+    guards: str = "keep"  # which of Dynamo's guards are kept
+    check_guards: bool = False  # check dropped guards as well, and raise where one fails
+    shapes: str = "backed_size_oblivious"  # what a trace may assume of a dynamic size
 
 
 @dataclass(frozen=True)
 class Start:
-    """What the start of one trace took.
-
-    Attributes:
-        tracing: seconds of Dynamo.
-        compiling: seconds of splitting the graph and of compiling pieces, or reading them.
-    """
+    """The seconds that one trace took: in Dynamo, and in splitting and compiling its graph."""
 
     tracing: float
     compiling: float
@@ -81,27 +71,7 @@ class Start:
 
 
 class Variant:
-    """One trace, compiled.
-
-    Args:
-        trace: what Dynamo found.
-        compiled: the compiled graph; None if there is nothing to compute.
-        fits: whether a call is like the traced one, by its arguments.
-        rules: how calls are told apart.
-        start: what its start took.
-        bound: whether tensors of modules are bound, where there are any.
-
-    Attributes:
-        compiled: the compiled graph.
-        start: what its start took.
-        fits: whether a call is like the traced one, by its arguments and autocast.
-        proven: whether a call has run to its end: only then is it known what it replaces.
-        repeated: whether it has served another call than the one that was traced.
-        trusted: whether it is, and nothing but ``fits`` is looked at.
-        frozen: the tensors that are bound, not looked up.
-        is_free: whether nothing but ``fits`` is looked at.
-        shortcut: makes short ways of its calls; None if it has none.
-    """
+    """One trace, compiled."""
 
     def __init__(
         self,
@@ -112,12 +82,14 @@ class Variant:
         start: Start,
         bound: bool,
     ) -> None:
-        self.compiled = compiled
-        self.fits = fits
-        self.frozen = trace.frozen
+        self.compiled = compiled  # None if the call computes nothing with tensors
+        self.fits = fits  # compares the arguments of a call, and autocast
+        self.frozen = trace.frozen  # tensors that are bound, not looked up
         self.start = start
-        self.proven = self.trusted = self.repeated = False
-        self.number = 0  # of all traces of the function
+        self.proven = False  # whether a call has ended: only then is known what it replaces
+        self.trusted = False  # whether it is proven, and nothing but ``fits`` is checked
+        self.repeated = False  # whether it has served another call than the traced one
+        self.number = 0  # among all traces of the function
         self.numbers: tuple[Any, ...] = ()  # the numbers among the arguments that were traced
         self.guards = self.dropped = None
         if rules.guards != "none" or not bound:
@@ -127,38 +99,38 @@ class Variant:
         run: Callable[..., Any] | None = compiled
         if compiled is not None and trace.frozen:
             tensors = tuple(each.tensor for each in trace.frozen)
-            # Other views of the same memory, so that ``weight.data = ...`` makes them stale, and
-            # never wrong in type or freed. Gradients need the parameters themselves.
+            # Views of the same memory: after ``weight.data = ...`` they are stale, but never of
+            # another type or freed. Gradients need the parameters themselves.
             held = tuple(_held(tensor) for tensor in tensors)
             if isinstance(compiled, CompiledGraph):
                 compiled.freeze(tensors, held)
                 run = compiled.__call__  # a method costs less to call than an object
             else:
                 run = _completed(compiled, tensors, held)
-        self.run = trace.function(run)
-        self.shortcut: Shortcut | None = None
+        self.run = trace.python.function(trace.original, run)
+        self.fast_path: CallFastPath | None = None
         self.is_free = self.guards is None and self.dropped is None
         if isinstance(compiled, CompiledGraph) and self.is_free and trace.python.is_plain:
             around = partial(trace.python.function, trace.original)  # the trace itself must go
-            self.shortcut = Shortcut(compiled, fits.text, around)  # type: ignore[attr-defined]
+            self.fast_path = CallFastPath(compiled, fits.text, around)  # type: ignore[attr-defined]
         self._references: Sequence[weakref.ref[Any]] = getattr(fits, "references", ())
 
     @property
     def is_alive(self) -> bool:
-        """Whether all objects that a call must pass, or guards compare, are still there."""
+        """Whether all objects that ``fits`` and guards compare by identity are still alive."""
         if self.guards is not None and not self.guards.is_alive:
             return False
         return all(reference() is not None for reference in self._references)
 
     def moved(self, names: Mapping[str, Any], globals_: Mapping[str, Any]) -> str | None:
-        """The first frozen tensor that is another one now, as Python; None if all are there."""
-        for each in self.frozen:
+        """Return the path of the first frozen tensor that was replaced; None if none was."""
+        for frozen in self.frozen:
             try:
-                now = eval(each.where, {"L": names, "G": globals_})
+                tensor = eval(frozen.where, {"L": names, "G": globals_})
             except (AttributeError, LookupError, TypeError):
-                now = None
-            if now is not each.tensor:
-                return each.where
+                tensor = None
+            if tensor is not frozen.tensor:
+                return frozen.where
         return None
 
 
@@ -167,7 +139,7 @@ def _completed(
     tensors: tuple[torch.Tensor, ...],
     held: tuple[torch.Tensor, ...],
 ) -> Callable[..., Any]:
-    """The compiled graph as a function of its other inputs alone."""
+    """Return the compiled graph as a function of the inputs that are not frozen."""
     frozen = Frozen(len(tensors))
     frozen.bind(tensors, held)
     return lambda *inputs: frozen.put_back(compiled(*inputs, *frozen.now))
@@ -178,37 +150,25 @@ def _held(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else tensor
 
 
-log = logging.getLogger(__name__)
+_RESTARTS = 4  # of one trace, where a compiler requests them
 
-_RESTARTS = 4  # of one trace, as a compiler asks for them
-
-# Runs a call without a trace: (name, why, what to call) -> its result.
+# Runs a call without a trace: (name, fallback, function) -> its result.
 RunPlain = Callable[[str, Why, Callable[[], Any]], Any]
 
-# Compiles a graph: (graph, its example inputs, how many of the last are frozen) -> callable.
+# Compiles a graph: (graph, its example inputs, how many trailing inputs are frozen) -> callable.
 Compile = Callable[[fx.GraphModule, list[Any], int], Callable[..., Any]]
 
 # The smallest size that stays dynamic; see Note [Sizes of a symbol].
 _LEAST = {"backed": 2, "backed_size_oblivious": 1, "unbacked": 0}
 
-_REMEMBERED = 256  # calls with numbers of their own that are not traced
-_MANY = 256  # traces of one function: more than a class has layers, so worth a warning
+_REMEMBERED = 256  # calls with varying numbers that are not traced
+_MANY = 256  # traces of one function: more than a class has layers, so there is a warning
 
 
 class Traces:
-    """All traces of one function.
+    """All traces of one function; ``made`` has the most recently used one first.
 
-    Args:
-        called: module, bound method or function.
-        compile_graph: compiles a traced graph.
-        dims: which dimensions vary, by the name of the parameter.
-        rules: how calls are told apart.
-        run_plain: counts and runs a call that is not traced; None: all are.
-
-    Attributes:
-        made: the traces, the one used last first.
-        turn: knows the shortest ways of calls of that one.
-        is_closed: whether nothing is traced any more.
+    ``turn`` holds the fast paths of that one. With ``is_closed`` a call is never traced again.
     """
 
     def __init__(
@@ -221,13 +181,13 @@ class Traces:
     ) -> None:
         self._called = called
         self._hooks = compat.hooks_of(called)
-        self._look()
+        self._resolve_function()
         spoken = compat.spoken_function(called)
         self._spoken = inspect.signature(spoken)  # behind decorators and hooks
         self._dims = DynamicDims(dims, self._spoken, spoken)
         self._compile = compile_graph
         self._run_plain = run_plain
-        self._refused: dict[str, int] = {}  # calls without a trace, by their numbers
+        self._refused: dict[str, int] = {}  # counts of calls without a trace, by their numbers
         self._rules = rules
         self._count = 0  # of traces since the last invalidation
         self._lock = new_lock()
@@ -240,55 +200,55 @@ class Traces:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the trace that serves this call; trace it if there is none."""
-        # Counting is slower than seeing that there are none.
+        # Counting hooks is slower than checking that there are none.
         if any(self._hooks) if not self._hooked else sum(map(len, self._hooks)) != self._hooked:
-            self._look()
+            self._resolve_function()
         if self.turn.shorts:
-            way = self.turn.other()
-            result = ANOTHER if way is None else way(args, kwargs)
+            fast_path = self.turn.other()
+            result = ANOTHER if fast_path is None else fast_path(args, kwargs)
             if result is not ANOTHER:
                 return result
-        given, turn = args, self.turn
+        call_args, turn = args, self.turn
         if self._bound is not None:
             args = (self._bound, *args)
         made = self.made
         if made and made[0].trusted and made[0].fits(args, kwargs):
             variant: Variant | None = made[0]
         else:
-            variant = self._found(args, kwargs)
-            if self.turn is not turn:  # traces take turns, and this one may know a way
-                way = self.turn.other() or self.turn.short
-                result = ANOTHER if way is None else way(given, kwargs)
+            variant = self._find(args, kwargs)
+            if self.turn is not turn:  # another trace than for the last call, with its fast paths
+                fast_path = self.turn.other() or self.turn.short
+                result = ANOTHER if fast_path is None else fast_path(call_args, kwargs)
                 if result is not ANOTHER:
                     return result
         if variant is not None and variant.proven:
-            variant.repeated = True  # short ways begin after such a call
+            variant.repeated = True  # fast paths begin after such a call
             result = variant.run(*args, **kwargs)
-            if variant.shortcut is not None and variant.shortcut.turn.again is not None:
-                variant.shortcut.learn(args, kwargs, self._bound, self._hooks)
+            if variant.fast_path is not None and variant.fast_path.turn.again is not None:
+                variant.fast_path.learn(args, kwargs, self._bound, self._hooks)
             return result
         with self._lock:
-            variant = self._found(args, kwargs)
-            why = self._why_varying(args, kwargs) if variant is None else None
-            if why is None or self._run_plain is None:
+            variant = self._find(args, kwargs)
+            fallback = self._varying(args, kwargs) if variant is None else None
+            if fallback is None or self._run_plain is None:
                 return self._first(variant or self._traced(args, kwargs), args, kwargs)
-        return self._run_plain(self.name, why, lambda: self._called(*given, **kwargs))
+        return self._run_plain(self.name, fallback, lambda: self._called(*call_args, **kwargs))
 
-    def _look(self) -> None:
-        """What is to be traced: with hooks, what runs them as well."""
+    def _resolve_function(self) -> None:
+        """Set the function to trace: with hooks, the one that runs them."""
         self._hooked = sum(map(len, self._hooks))
         self._function, self._bound = compat.traced_function(self._called)
         self._signature = inspect.signature(self._function, follow_wrapped=False)
         self._set_made(())
 
     def _set_made(self, made: tuple[Variant, ...]) -> None:
-        """These traces are there, the first to be tried first."""
-        shortcut = made[0].shortcut if made else None
+        """Set the traces, the first to be tried first, and the fast paths of that one."""
+        fast_path = made[0].fast_path if made else None
         self.made = made
-        self.turn = Turn() if shortcut is None else shortcut.turn
+        self.turn = Turn() if fast_path is None else fast_path.turn
 
-    def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
-        """The trace that serves a call."""
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
+        """Return the trace that serves a call, and try it first from now on; None if none does."""
         for variant in self.made:
             if variant.fits(args, kwargs) and (
                 variant.is_free or self._holds(variant, args, kwargs)
@@ -299,12 +259,12 @@ class Traces:
         return None
 
     def _first(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first call of a trace that ends well."""
+        """Run a trace whose calls have not ended yet; if this one does, later calls trust it."""
         names = self._names(args, kwargs)
         result = variant.run(*args, **kwargs)
         variant.proven, variant.trusted = True, variant.is_free
         if variant.frozen and variant.moved(names, self._function.__globals__):
-            # The result is right: nothing had moved before. Later calls are traced again.
+            # The result is right: nothing was replaced before. Later calls are traced again.
             log.info("%s replaces tensors of its own; they are looked up from now on", self.name)
             self._unfrozen = True
             self._set_made(tuple(each for each in self.made if not each.frozen))
@@ -316,12 +276,10 @@ class Traces:
             return False
         if variant.dropped is not None:
             moved = variant.moved(names, self._function.__globals__)
-            if moved is not None:
-                raise RecompileError.dropped_guard(
-                    name=self.name, guard=f"{moved} is another tensor now"
-                )
-            if not variant.dropped.hold(names):
+            failed = None if moved is None else f"{moved} is another tensor now"
+            if failed is None and not variant.dropped.hold(names):
                 failed = variant.dropped.first_that_fails(names)
+            if failed is not None:
                 raise RecompileError.dropped_guard(name=self.name, guard=failed)
         return True
 
@@ -332,10 +290,10 @@ class Traces:
                 self._set_made((variant, *others))
 
     def _names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The locals of a call, as Dynamo's guards and sources speak of them."""
-        found = self._signature.bind(*args, **kwargs)
-        found.apply_defaults()
-        names = found.arguments
+        """Return the locals of a call, by the names that Dynamo's guards and sources use."""
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        names = bound.arguments
         cells = self._function.__closure__ or ()
         for name, cell in zip(self._function.__code__.co_freevars, cells, strict=True):
             names[name] = cell.cell_contents
@@ -356,7 +314,7 @@ class Traces:
             raise RecompileError.closed(name=self.name, why=self._why_none_serves(args, kwargs))
         self._signature.bind(*args, **kwargs)  # a call that Python refuses, refused by Python
         least = _LEAST[self._rules.shapes]  # smaller sizes are constants of a trace of their own
-        dims = self._dims.found(self._named(args, kwargs))
+        dims = self._dims.of_call(self._named(args, kwargs))
         dims = [each for each in dims if each.size >= least]
         small = [each for each in dims if each.size < 2]
         if not small:
@@ -366,23 +324,23 @@ class Traces:
             if self._serves(variant, args, kwargs):
                 return variant
             return self._made(args, kwargs, [each for each in dims if each not in small])
-        # torch would take a size of 1 for a constant.
+        # torch would treat a size of 1 as a constant.
         larger = with_two_rows(args, kwargs, dims)
         if not any(self._serves(each, *larger[:2]) for each in self.made):
             try:
                 variant = self._attempt(*larger)
-            except compat.CannotTrace as error:  # other arguments may speak of the size as well
+            except compat.CannotTrace as error:  # other arguments may depend on the size as well
                 log.info("%s: traced with the sizes that it has: %s", self.name, error)
             else:
                 if self._serves(variant, args, kwargs):
                     return variant
         return self._made(args, kwargs, [each for each in dims if each not in small])
 
-    def _why_varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Why | None:
-        """Return why a call is not traced: a number among its arguments differs at each call.
+    def _varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Why | None:
+        """Return the fallback of a call that differs from all traces in a number alone.
 
-        Of the traces that would serve the call but for its numbers, ``VARYING`` have served one
-        call each. A number that comes as often without a trace gets one, in place of the oldest.
+        That is, ``VARYING`` such traces have served one call only. A number that recurs that often
+        without a trace is traced, and replaces the oldest trace.
         """
         if self.is_closed or len(self.made) < VARYING or capture_postponed():
             return None
@@ -407,13 +365,13 @@ class Traces:
         return varying_number(name, values, "a trace")
 
     def _is_rare(self, numbers: tuple[Any, ...], oldest: Variant) -> bool:
-        """Count a call with these numbers; whether they stay without a trace."""
+        """Count a call with these numbers; return whether they stay without a trace."""
         key = repr(numbers)  # tells 1 from 1.0, and nan is itself
         count = self._refused.pop(key, 0) + 1
         if count > VARYING:
             self._set_made(tuple(each for each in self.made if each is not oldest))
             return False
-        self._refused[key] = count  # the last one
+        self._refused[key] = count  # at the end: the oldest one is dropped
         if len(self._refused) > _REMEMBERED:
             del self._refused[next(iter(self._refused))]
         return True
@@ -423,8 +381,10 @@ class Traces:
             return False
         return variant.guards is None or variant.guards.hold(self._names(args, kwargs))
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
-        """Trace a call and compile what comes of it."""
+    def _made(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[TensorDim]
+    ) -> Variant:
+        """Trace a call and compile its graph."""
         try:
             return self._attempt(args, kwargs, dims)
         except compat.CannotTrace as error:
@@ -432,10 +392,12 @@ class Traces:
                 self._function(*args, **kwargs)  # raises what the model raises
             raise TraceError.refused(name=self.name, why=str(error)) from error
 
-    def _attempt(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
+    def _attempt(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[TensorDim]
+    ) -> Variant:
         with self._tracing(dims):
             for _ in range(_RESTARTS):
-                # A compiler may want another trace; Dynamo remembers how.
+                # A compiler may request another trace; Dynamo remembers with which changes.
                 with suppress(*compat.restarts()):
                     variant = self._new(args, kwargs, dims)
                     break
@@ -447,8 +409,8 @@ class Traces:
         return variant
 
     @contextmanager
-    def _tracing(self, dims: list[Found]) -> Iterator[None]:
-        """What is around a trace: these dimensions vary, and the rules say what may be assumed."""
+    def _tracing(self, dims: list[TensorDim]) -> Iterator[None]:
+        """Set what a trace may assume: these dimensions vary, the rest is in the rules."""
         unbacked = self._rules.shapes == "unbacked"
         marks = [(each.tensor, each.dim, each.name) for each in dims]
         oblivious = self._rules.shapes == "backed_size_oblivious"
@@ -456,9 +418,11 @@ class Traces:
             without_garbage_collection(),  # 0.4 to 0.9 s of a trace of 3.6 s
             compat.size_oblivious(oblivious),
             compat.marked(marks, unbacked),
-            compat.trace_caches_dropped(),
         ):
-            yield
+            try:
+                yield
+            finally:
+                compat.drop_trace_caches()
 
     def _add(self, variant: Variant) -> None:
         self._set_made((variant, *(each for each in self.made if each.is_alive)))
@@ -472,7 +436,7 @@ class Traces:
                 _MANY,
             )
 
-    def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[Found]) -> Variant:
+    def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[TensorDim]) -> Variant:
         start = time.perf_counter()
         with closing(self._trace(args, kwargs)) as trace:
             check_dims(self.name, dims, trace.sizes)
@@ -480,7 +444,7 @@ class Traces:
 
     @property
     def _freezes(self) -> bool:
-        """Whether tensors of the model are bound, not looked up."""
+        """Whether tensors of the model are bound, not looked up at each call."""
         return self._rules.guards == "none" and not self._unfrozen
 
     def _variant(
@@ -488,7 +452,7 @@ class Traces:
         trace: compat.Trace,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        dims: list[Found],
+        dims: list[TensorDim],
         start: float,
     ) -> Variant:
         """Compile the graph of a trace."""
@@ -507,26 +471,26 @@ class Traces:
         trace: compat.Trace,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        dims: list[Found],
+        dims: list[TensorDim],
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
-        """Whether another call is like this one."""
+        """Return the function that compares another call with this one."""
         shapes = free_sizes(dims) | trace.sizes
         paths = argument_paths(self._signature, args, kwargs)
         named = {paths[position]: value for position, value in enumerate(args)}
         named |= {paths[name]: value for name, value in kwargs.items()}
-        places = tensors_in(named)
+        tensors = tensors_in(named)
         pinned = {
             one
             for pair in trace.aliases
             for one, other in (pair, pair[::-1])
-            if one in places and other not in places
+            if one in tensors and other not in tensors
         }
-        others = {id(each) for each in trace.global_tensors}
-        others |= {id(places[place]) for place in pinned}
-        pinned |= {place for place, leaf in places.items() if id(leaf) in others}
+        others = {id(tensor) for tensor in trace.global_tensors}
+        others |= {id(tensors[path]) for path in pinned}
+        pinned |= {path for path, tensor in tensors.items() if id(tensor) in others}
         collected = [name for name in kwargs if name not in self._signature.parameters]
         scope = {"L": self._names(args, kwargs), "G": self._function.__globals__}
-        elsewhere = tensors_elsewhere(trace.sizes, places, scope)
+        elsewhere = tensors_elsewhere(trace.sizes, tensors, scope)
         conditions = trace.size_conditions()
         return fits_function(
             args, kwargs, paths, shapes, conditions, trace.strides, pinned, collected, elsewhere
@@ -540,7 +504,7 @@ class Traces:
         return trace
 
     def _numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-        """(name, number) of the numbers among arguments, in the order of :func:`with_numbers`."""
+        """Return (name, number) of the numbers, in the order of :func:`with_numbers`."""
         return [
             (f"{name}{path}", leaf)
             for name, _, value in self._named(args, kwargs)
@@ -549,17 +513,17 @@ class Traces:
         ]
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, Any]]:
-        """(name of the parameter, where Dynamo finds it, value) of each argument."""
+        """Return (name of the parameter, Dynamo's path of it, value) of each argument."""
         paths = argument_paths(self._signature, args, kwargs)
         positional, rest, anything = parameter_kinds(self._spoken)
-        found = [
-            (positional[place] if place < len(positional) else rest, paths[place], value)
-            for place, value in enumerate(args)
+        named = [
+            (positional[index] if index < len(positional) else rest, paths[index], value)
+            for index, value in enumerate(args)
         ]
         for name, value in kwargs.items():
-            own = name in self._spoken.parameters or self._dims.knows(name)
-            found.append((name if own else anything, paths[name], value))
-        return found
+            own = name in self._spoken.parameters or name in self._dims.by_name
+            named.append((name if own else anything, paths[name], value))
+        return named
 
     def _why_none_serves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         names = self._names(args, kwargs)

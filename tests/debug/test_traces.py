@@ -20,6 +20,7 @@ import cgcompile
 from cgcompile import CompilationConfig, CUDAGraphWrapper, Reason
 from cgcompile import torch_compat as compat
 from cgcompile.pieces.cache import split_data
+from cgcompile.torch_compat.structured_trace import is_tracing
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -169,7 +170,7 @@ def test_a_graph_that_is_not_split_is_written_as_one_piece(trace: Trace) -> None
 
 
 def test_without_a_trace_nothing_is_computed() -> None:
-    assert not compat.is_tracing(), "this process has TORCH_TRACE set"
+    assert not is_tracing(), "this process has TORCH_TRACE set"
 
     def payload() -> str:
         raise AssertionError("it was computed")

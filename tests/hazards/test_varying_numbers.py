@@ -1,4 +1,4 @@
-"""A number that is another one at each call is counted by name, and refused by strict."""
+"""A number that differs at each call is counted by name, and refused by strict."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_the_number_is_named(name: str, warmups: int, device: str) -> None:
         assert counters.plain == {Reason.WARMING: 8, Reason.VARYING_NUMBER: 12}
         detail = counters.details[Reason.VARYING_NUMBER]
         last = "8, 9, 10" if name == "torch.compile" else "7, 8, 9"  # those that were traced
-        assert f"'step' is another one at each call (now {last})" in detail
+        assert f"'step' differs at each call (now {last})" in detail
         plain = 0 if name == "torch.compile" else 8  # a trace costs more than a capture
         for _ in range(plain + warmups + 3):  # one that repeats is captured
             for step in (30, 31):
@@ -99,7 +99,7 @@ def test_numbers_inside_of_arguments_are_named(device: str) -> None:
             made = served(x, 2, step, **more)
             torch.testing.assert_close(made, module(x, 2, step, **more))
     assert served.backend.counters.plain[Reason.VARYING_NUMBER] == 4
-    assert "the number 'sizes' is" in served.backend.counters.details[Reason.VARYING_NUMBER]
+    assert "the number 'sizes' differs" in served.backend.counters.details[Reason.VARYING_NUMBER]
 
 
 def test_two_numbers_that_vary_in_turn(device: str) -> None:

@@ -28,7 +28,7 @@ def way(engine: Engine) -> Any:
 
 def text_of(engine: Engine) -> str:
     traces = engine.compiled._traces
-    shortcut = traces.made[0].shortcut
+    shortcut = traces.made[0].fast_path
     again = shortcut.turn.again
     args = (traces._bound, engine.x)
     return shortcut._text_of(again, args, {}, traces._bound, traces._hooks)[0]
@@ -334,4 +334,4 @@ def test_python_that_does_more() -> None:
             found = compiled(x)
         assert torch.equal(found, model.inner(x) + 1)
         assert torch.equal(model.last, model.inner(x))
-    assert all(each.shortcut is None for each in compiled.traces)
+    assert all(each.fast_path is None for each in compiled.traces)

@@ -1,0 +1,209 @@
+"""The registry: one handle over the compiled graphs and the wrappers of one set of settings.
+
+Dynamo owns the compiled graphs, and a model that is not traced owns its wrapper. The registry holds
+both weakly, so that one object counts, captures, invalidates and frees them. The rule: a compiled
+graph or a wrapper is registered where it is created, so that :meth:`Registry.close_capture` and
+:meth:`Registry.invalidate` reach all of them.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from cgcompile.config import CompilationConfig
+from cgcompile.context import current_forward_context
+from cgcompile.errors import DispatchError
+from cgcompile.graphs.capture import releasing
+from cgcompile.graphs.capture_all import BulkCapture, capture_all
+from cgcompile.graphs.cuda import wait_for_inputs
+from cgcompile.graphs.timeline import Timeline
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.reasons import Counters, Ledger, Reason, Why
+from cgcompile.runtime.compiled_graph import CompiledGraph
+from cgcompile.settings import checked
+
+log = logging.getLogger(__name__)
+
+
+class Registry:
+    """The handle over what was compiled with one set of settings, see :class:`cgcompile.Backend`.
+
+    Args:
+        config: the settings.
+
+    Attributes:
+        config: the settings.
+        wrappers: the live wrappers of untraced models.
+    """
+
+    def __init__(self, config: CompilationConfig) -> None:
+        self.config = config
+        self.wrappers: weakref.WeakSet[CUDAGraphWrapper] = weakref.WeakSet()
+        self._graphs: list[weakref.ref[CompiledGraph]] = []
+        self._traces: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._num_compilations = 0
+        self._capture_closed = False
+        self._ledger = _new_ledger()  # of calls that reach no graph
+
+    def remember(self, traces: Any) -> None:
+        """Register the traces of a compiled model, for :meth:`invalidate` to clear."""
+        self._traces.add(traces)
+
+    def adopt(self, wrapper: CUDAGraphWrapper) -> None:
+        """Register the wrapper of an untraced model of :func:`cgcompile.compile`."""
+        wrapper.closed = self._capture_closed
+        self.wrappers.add(wrapper)
+
+    def _register(self, graph: CompiledGraph) -> None:
+        """Register a new compiled graph."""
+        self._num_compilations += 1
+        if self._capture_closed:
+            graph.close_capture()
+        self._graphs = [ref for ref in self._graphs if ref() is not None]
+        self._graphs.append(weakref.ref(graph))
+
+    def _forget(self) -> None:
+        """Drop the compiled graphs from the registry, with the counts of calls without a graph."""
+        self._graphs.clear()
+        self._ledger = _new_ledger()
+
+    @property
+    def num_compilations(self) -> int:
+        """The number of graphs compiled so far, including those that were freed."""
+        return self._num_compilations
+
+    @property
+    def graphs(self) -> tuple[CompiledGraph, ...]:
+        """The live compiled graphs, in the order of compilation.
+
+        Dynamo owns them: ``torch._dynamo.reset()`` frees them, and so does the death of the code.
+        """
+        return tuple(graph for ref in self._graphs if (graph := ref()) is not None)
+
+    @property
+    def counters(self) -> Counters:
+        """The sum of what all calls did: of graphs, of wrappers, and of calls with neither."""
+        counters = [graph.counters for graph in self.graphs]
+        counters += [wrapper.counters for wrapper in self.wrappers]
+        return sum(counters, self._ledger.counters)
+
+    @checked
+    def capture(
+        self,
+        step: Callable[[Any], Any],
+        batches: Iterable[Any],
+        *,
+        size: Callable[[Any], int] | None = None,
+    ) -> BulkCapture:
+        """Warm up and capture all batches of a model, the largest first.
+
+        Args:
+            step: ``step(batch)`` prepares inputs afresh and calls the compiled model once, in a
+                forward context or without one. It is called for each batch at least twice.
+            batches: numbers of tokens, batch descriptors, or other arguments of ``step``.
+            size: the size of a batch; left out: the number itself, or its ``num_tokens``.
+
+        Returns:
+            Which batches have graphs now, and why the others have none.
+
+        Raises:
+            DispatchError: with ``strict``, a batch has no graph.
+            BaseException: what ``step`` raised.
+        """
+        return capture_all(
+            step,
+            batches,
+            self,
+            size=size,
+            settled=lambda: self.num_compilations,
+            warmups=self.config.num_warmups,
+            strict=self.config.strict,
+        )
+
+    @checked
+    def invalidate(self, reason: str) -> None:
+        """Drop all captured graphs: something that they baked in has changed.
+
+        Steps warm up and capture again, unless capture is closed.
+
+        Args:
+            reason: what has changed; for the log.
+        """
+        for graph in self.graphs:
+            graph.invalidate(reason)
+        for wrapper in tuple(self.wrappers):
+            wrapper.clear_graphs()
+        for traces in tuple(self._traces):
+            traces.clear()
+
+    def close_capture(self) -> None:
+        """Forbid captures from now on, in all threads, of graphs that are compiled later as well.
+
+        A step without a graph runs plain, counted; with ``strict`` it raises.
+        """
+        self._capture_closed = True
+        for graph in self.graphs:
+            graph.close_capture()
+        for wrapper in tuple(self.wrappers):
+            wrapper.closed = True
+
+    def release(self) -> None:
+        """Free all CUDA graphs and their memory, and allow captures again.
+
+        Results that a replay returned under a forward context alias that memory: drop them first.
+        Graphs of models that were freed are freed as well, or by the next capture. Waits for
+        captures of other threads to end.
+
+        Raises:
+            CaptureError: called inside of a step or of a capture.
+        """
+        self._capture_closed = False
+        for graph in self.graphs:
+            graph.release()
+        for wrapper in tuple(self.wrappers):
+            wrapper.clear_all_graphs()
+            wrapper.closed = False
+        with releasing():  # graphs of models that were freed
+            pass
+
+    def recompile_limit_reached(
+        self, detail: str, mode: str | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Count that Dynamo stops compiling a function; it calls this before the call runs eager.
+
+        Raises:
+            DispatchError: ``strict``.
+        """
+        if self.config.strict:
+            raise DispatchError.strict(
+                what="the model", reason=Reason.RECOMPILE_LIMIT.value, detail=detail
+            )
+        log.warning("%s. Let what varies be a tensor, or raise the limit", detail)
+        self._ledger.degraded(Why(Reason.RECOMPILE_LIMIT, detail))
+
+    def run_plain(self, name: str, fallback: Why, function: Callable[[], Any]) -> Any:
+        """Run and count a call that no graph serves.
+
+        Raises:
+            DispatchError: ``strict``.
+            BaseException: what the function raised.
+        """
+        context = current_forward_context()
+        if context is not None and context.inputs_ready is not None:
+            wait_for_inputs(context.inputs_ready, None)
+        try:
+            if self.config.strict:
+                reason, detail = fallback.reason.value, fallback.detail
+                raise DispatchError.strict(what=name, reason=reason, detail=detail)
+            result = function()
+        except BaseException:
+            self._ledger.failed()
+            raise
+        self._ledger.plain(fallback)
+        return result
+
+
+def _new_ledger() -> Ledger:
+    timeline = Timeline()
+    return Ledger(timeline.plain, timeline.refused)

@@ -1,0 +1,171 @@
+"""Private names and attributes of torch: one table of them, read in ``torch_compat`` alone."""
+
+import ast
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import cgcompile
+from cgcompile import torch_compat as compat
+from cgcompile.torch_compat.presence import (
+    PRIVATE_ATTRIBUTES,
+    PRIVATE_NAMES,
+    TESTED,
+    warn_of_untested_torch,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+COMPAT = sorted((ROOT / "cgcompile" / "torch_compat").glob("*.py"))
+OTHERS = sorted({*ROOT.glob("cgcompile/**/*.py"), *ROOT.glob("passes/*.py")} - {*COMPAT})
+UNDOCUMENTED = ("torch.fx.experimental", "functorch")
+PYTHONS = {"_getframe"}  # of the standard library
+# Modules by the names under which the package speaks of them.
+ALIASES = {
+    "forward_ad": "torch.autograd.forward_ad",
+    "profiler": "torch.autograd.profiler",
+    "fx.node": "torch.fx.node",
+    "dist": "torch.distributed",
+}
+# Attributes that other rooms read, to be moved behind compat.
+NOT_MOVED_YET = {
+    "debug/explain.py": {"_orig_mod"},
+    "graphs/host.py": {"_schema"},
+    "graphs/outputs.py": {"_orig_mod"},
+    "graphs/stale.py": {"_cdata"},
+}
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return ALIASES.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        name = f"{owner}.{node.attr}" if owner else ""
+        return ALIASES.get(name, name)
+    return ""
+
+
+def accesses(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(owner as dotted text, attribute) of each attribute that is read, or got by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield dotted(node.value), node.attr
+        elif isinstance(node, ast.Call) and len(node.args) > 1:
+            name = node.args[1]
+            by_name = dotted(node.func) in ("getattr", "hasattr", "setattr", "delattr")
+            if by_name and isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield dotted(node.args[0]), name.value
+
+
+def is_private(name: str) -> bool:
+    parts = name.split(".")
+    if parts[0] not in ("torch", "functorch") or parts[-1].startswith("__"):
+        return False
+    return name.startswith(UNDOCUMENTED) or any(part.startswith("_") for part in parts)
+
+
+def names_read(tree: ast.AST) -> set[str]:
+    names = {f"{owner}.{attribute}" for owner, attribute in accesses(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return set(filter(is_private, names))
+
+
+def attributes_read(tree: ast.AST) -> set[str]:
+    """Private attributes of objects that are not torch's modules."""
+    return {
+        attribute
+        for owner, attribute in accesses(tree)
+        if attribute.startswith("_") and not attribute.startswith("__")
+        if not is_private(f"{owner}.{attribute}")
+    }
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """Names that a file defines: functions, classes, variables, attributes of ``self``."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names |= {node.attr} if dotted(node.value) == "self" else set()
+    return names
+
+
+def parsed(paths: list[Path]) -> list[ast.Module]:
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def table(rows: tuple[tuple[str, str, str], ...], sep: str) -> list[str]:
+    return [f"{owner}{sep}{name}" for owner, names, _ in rows for name in names.split()]
+
+
+def test_each_private_name_is_in_the_table() -> None:
+    read = set().union(*map(names_read, parsed(COMPAT)))
+    listed = table(PRIVATE_NAMES, ".")
+    assert len(set(listed)) == len(listed)
+    prefixes = {name for name in read if any(entry.startswith(f"{name}.") for entry in listed)}
+    covers = {
+        name: [e for e in listed if f"{name}.".startswith(f"{e}.")] for name in read - prefixes
+    }
+    assert [name for name, entries in covers.items() if not entries] == []
+    assert set(listed) == set().union(*covers.values())
+
+
+def test_each_private_attribute_is_in_the_table() -> None:
+    trees = parsed(COMPAT)
+    read = set().union(*map(attributes_read, trees)) - PYTHONS
+    listed = [name for _, names, _ in PRIVATE_ATTRIBUTES for name in names.split()]
+    assert len(set(listed)) == len(listed)
+    assert read - set().union(*map(own_names, trees)) == set(listed)
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_attributes_are_read_in_compat_only(path: Path) -> None:
+    (tree,) = parsed([path])
+    listed = {name for _, names, _ in PRIVATE_ATTRIBUTES for name in names.split()}
+    read = (attributes_read(tree) & listed) - own_names(tree)
+    assert read == NOT_MOVED_YET.get("/".join(path.parts[-2:]), set())
+
+
+def test_versions_are_tested_ones() -> None:
+    for _, names, versions in (*PRIVATE_NAMES, *PRIVATE_ATTRIBUTES):
+        assert names
+        assert set(versions.split()) <= set(TESTED)
+
+
+def test_all_names_exist_in_a_tested_torch() -> None:
+    if ".".join(torch.__version__.split(".")[:2]) not in TESTED:
+        pytest.skip("this torch was not tested")
+    missing = [name for name, exists in compat.private_names().items() if not exists]
+    cuda_alone = ("torch._C._cuda", "torch._C._CUDA")
+    others = ("_set_storage_data_ptr_access_error_msg", "_tensors_data_ptrs_at_indices_equal")
+    unexpected = [name for name in missing if not name.startswith(cuda_alone)]
+    if torch.version.cuda is None:
+        unexpected = [name for name in unexpected if not name.endswith(others)]
+    assert unexpected == []
+    assert missing == [] or torch.version.cuda is None
+
+
+def test_an_untested_torch_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "cgcompile"):
+        for version in ("2.99.1", "2.99.1", "2.13.0+cu130", "2.15.0a0"):
+            warn_of_untested_torch(version)
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "cgcompile was not tested with torch 2.99.1"
+    ]
+
+
+def test_a_backend_checks_the_version() -> None:
+    warn_of_untested_torch.cache_clear()
+    cgcompile.Backend()
+    cgcompile.Backend()
+    assert warn_of_untested_torch.cache_info().misses == 1
