@@ -25,7 +25,7 @@ from torch.compiler import is_dynamo_compiling
 from cgcompile.config import CUDAGraphMode
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import ForwardContextError
-from cgcompile.reasons import Why
+from cgcompile.reasons import Fallback
 from cgcompile.settings import whole
 
 _RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
@@ -83,7 +83,7 @@ class ForwardContext:
         self.inputs_ready = inputs_ready
         self.additional = additional
         self.is_synthetic = False
-        self.ran_plain: Why | None = None
+        self.ran_plain: Fallback | None = None
 
     @classmethod
     def synthetic(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor | None) -> "ForwardContext":

@@ -71,7 +71,7 @@ class Reason(enum.Enum):
     NOT_PIECEWISE = "not_piecewise"  # the model has no pieces: neither compiled nor breakable
 
 
-class Why(NamedTuple):
+class Fallback(NamedTuple):
     """A fallback: a reason, and a detail that a user can act on."""
 
     reason: Reason
@@ -84,7 +84,7 @@ class Why(NamedTuple):
 VARYING = 8  # calls with a new number each, before calls with new numbers are a fallback
 
 
-def varying_number(name: str, values: Sequence[Any], needs: str, advice: str = "") -> Why:
+def varying_number(name: str, values: Sequence[Any], needs: str, advice: str = "") -> Fallback:
     """Return the fallback of a call with a number that differs at each call.
 
     ``values`` are those of the last calls, ``needs`` is what each would need of its own.
@@ -94,7 +94,7 @@ def varying_number(name: str, values: Sequence[Any], needs: str, advice: str = "
         f"the number {name!r} differs at each call (now {last}), and each value would need "
         f"{needs} of its own. Pass it as a tensor{advice}"
     )
-    return Why(Reason.VARYING_NUMBER, detail)
+    return Fallback(Reason.VARYING_NUMBER, detail)
 
 
 # Reasons without an avoidable loss of speed: requested, temporary, or without a gain.
@@ -169,7 +169,9 @@ class Counters:
 class Ledger:
     """Counters that several threads write; callbacks run without its lock."""
 
-    def __init__(self, on_plain: Callable[[Why], None], on_degraded: Callable[[Why], None]) -> None:
+    def __init__(
+        self, on_plain: Callable[[Fallback], None], on_degraded: Callable[[Fallback], None]
+    ) -> None:
         self._on_plain, self._on_degraded = on_plain, on_degraded
         self._lock = new_lock()
         self._counters = Counters()
@@ -198,7 +200,7 @@ class Ledger:
             self._counters.calls += 1
             self._counters.failures += 1
 
-    def plain(self, fallback: Why) -> None:
+    def plain(self, fallback: Fallback) -> None:
         """Count a call that ran without graphs, and log it if the detail is new."""
         with self._lock:
             self._counters.calls += 1
@@ -209,7 +211,7 @@ class Ledger:
             log.info("a step runs without graphs: %s", fallback)
         self._on_plain(fallback)
 
-    def degraded(self, fallback: Why) -> None:
+    def degraded(self, fallback: Fallback) -> None:
         """Count a call that takes a lesser mode than was requested."""
         with self._lock:
             self._counters.degraded[fallback.reason] += 1

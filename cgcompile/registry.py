@@ -19,7 +19,7 @@ from cgcompile.graphs.capture_all import BulkCapture, capture_all
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.reasons import Counters, Ledger, Reason, Why
+from cgcompile.reasons import Counters, Fallback, Ledger, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.settings import checked
 
@@ -180,9 +180,9 @@ class Registry:
                 what="the model", reason=Reason.RECOMPILE_LIMIT.value, detail=detail
             )
         log.warning("%s. Let what varies be a tensor, or raise the limit", detail)
-        self._ledger.degraded(Why(Reason.RECOMPILE_LIMIT, detail))
+        self._ledger.degraded(Fallback(Reason.RECOMPILE_LIMIT, detail))
 
-    def run_plain(self, name: str, fallback: Why, function: Callable[[], Any]) -> Any:
+    def run_plain(self, name: str, fallback: Fallback, function: Callable[[], Any]) -> Any:
         """Run and count a call that no graph serves.
 
         Raises:

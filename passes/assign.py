@@ -24,7 +24,7 @@ from cgcompile.passes.nodes import (
     toggles_state,
 )
 from cgcompile.passes.regions import state_regions
-from cgcompile.reasons import Reason, Why
+from cgcompile.reasons import Fallback, Reason
 
 PLACEMENT = "cgcompile_placement"  # the key in node.meta
 
@@ -35,7 +35,7 @@ class Placement:
 
     piece: int  # ascending along the graph
     capture: bool
-    why: Why | None  # why this very node cannot be captured
+    why: Fallback | None  # why this very node cannot be captured
     compiled: bool
     uncompiled: str | None = None
     support: AttentionCGSupport = AttentionCGSupport.ALWAYS
@@ -78,7 +78,7 @@ class AssignPieces:
                 )
         return gm
 
-    def _support(self, node: fx.Node, why: Why | None) -> AttentionCGSupport:
+    def _support(self, node: fx.Node, why: Fallback | None) -> AttentionCGSupport:
         if why is None or why.reason is Reason.NO_KERNEL:
             return AttentionCGSupport.ALWAYS
         if why.reason is not Reason.SPLITTING_OP:
@@ -87,7 +87,7 @@ class AssignPieces:
         op = self._boundaries.match(node.args[0] if item else node)  # type: ignore[arg-type]
         return op.support if op is not None else AttentionCGSupport.NEVER
 
-    def _compiles_alone(self, run: _Run, whys: dict[fx.Node, Why | None]) -> bool:
+    def _compiles_alone(self, run: _Run, whys: dict[fx.Node, Fallback | None]) -> bool:
         """Return whether all ops of an eager run are registered with ``compiled``."""
         matched = []
         for node in run.nodes:
@@ -100,11 +100,11 @@ class AssignPieces:
                 return False
         return bool(matched) and all(op is not None and op.compiled for op in matched)
 
-    def _why_not_captured(self, gm: fx.GraphModule) -> dict[fx.Node, Why | None]:
+    def _why_not_captured(self, gm: fx.GraphModule) -> dict[fx.Node, Fallback | None]:
         """Return, for every node that needs a piece, in order, why it cannot be captured."""
         predicate = Capturability(gm, self._boundaries)
         bound = bound_symbols(gm).keys()
-        whys: dict[fx.Node, Why | None] = {}
+        whys: dict[fx.Node, Fallback | None] = {}
         for node in gm.graph.nodes:
             if node.op not in COMPUTING or is_floating(node, bound):
                 continue
@@ -115,7 +115,7 @@ class AssignPieces:
         return whys
 
 
-def _spread_over_regions(gm: fx.GraphModule, whys: dict[fx.Node, Why | None]) -> set[fx.Node]:
+def _spread_over_regions(gm: fx.GraphModule, whys: dict[fx.Node, Fallback | None]) -> set[fx.Node]:
     """Make regions with an eager node eager as a whole; return the nodes in any region."""
     nodes = list(gm.graph.nodes)
     inside: set[fx.Node] = set()
@@ -128,14 +128,14 @@ def _spread_over_regions(gm: fx.GraphModule, whys: dict[fx.Node, Why | None]) ->
         detail = f"in one {region.label} region" + (f" with {cause.detail}" if cause else "")
         reason = region.eager or Reason.STATE_REGION
         for node in members:
-            whys[node] = whys[node] or Why(reason, detail)
+            whys[node] = whys[node] or Fallback(reason, detail)
     for node, why in whys.items():  # items of a result follow it out of its region
         if why is None and is_container_item(node) and whys.get(node.args[0]) is not None:  # type: ignore[arg-type]
             whys[node] = whys[node.args[0]]  # type: ignore[index]
     return inside
 
 
-def _group(whys: dict[fx.Node, Why | None]) -> list[_Run]:
+def _group(whys: dict[fx.Node, Fallback | None]) -> list[_Run]:
     """Cut the nodes where captured and eager ones alternate; neutral nodes join a neighbour."""
     runs: list[_Run] = []
     waiting: list[fx.Node] = []
@@ -164,7 +164,7 @@ def _settle(
     gm: fx.GraphModule,
     runs: list[_Run],
     in_region: set[fx.Node],
-    whys: dict[fx.Node, Why | None],
+    whys: dict[fx.Node, Fallback | None],
 ) -> list[_Run]:
     """Dissolve captured runs that launch no kernel, and join eager neighbours."""
     settled: list[_Run] = []
@@ -174,7 +174,7 @@ def _settle(
             if captured is not None:
                 _hoist_allocations(run, captured, settled[-1], in_region)
             for node in run.nodes:
-                whys[node] = Why(Reason.NO_KERNEL, "launches no kernel")
+                whys[node] = Fallback(Reason.NO_KERNEL, "launches no kernel")
             run.capture = False
         if settled and settled[-1].capture == run.capture:
             settled[-1].nodes += run.nodes

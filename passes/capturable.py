@@ -34,7 +34,7 @@ from cgcompile.passes.nodes import (
     written,
 )
 from cgcompile.passes.regions import nodes_in_regions
-from cgcompile.reasons import Reason, Why
+from cgcompile.reasons import Fallback, Reason
 
 _BRANCHES_ON_THE_HOST = {"cond", "while_loop"}
 _COPIES = {"to", "cuda", "cpu", "copy_", "setitem", "_to_copy", "type_as", "type"}
@@ -58,7 +58,7 @@ class Capturability:
         self._bound = outer | bound_symbols(gm).keys()
         self.device = graph_device(gm)
 
-    def why_not(self, node: fx.Node) -> Why | None:
+    def why_not(self, node: fx.Node) -> Fallback | None:
         """Return why ``node`` cannot be captured, or None if it can."""
         return (
             self._registered(node)
@@ -69,32 +69,34 @@ class Capturability:
             or self._device(node)
         )
 
-    def _registered(self, node: fx.Node) -> Why | None:
+    def _registered(self, node: fx.Node) -> Fallback | None:
         boundary = self._boundaries.match(node)
         if boundary is not None:
-            return Why(Reason.SPLITTING_OP, f"{boundary.name} [{boundary.support.name}]")
+            return Fallback(Reason.SPLITTING_OP, f"{boundary.name} [{boundary.support.name}]")
         if in_eager_region(node):
-            return Why(Reason.EAGER_REGION, "cgcompile.eager_region()")
+            return Fallback(Reason.EAGER_REGION, "cgcompile.eager_region()")
         return None
 
-    def _unbacked(self, node: fx.Node) -> Why | None:
+    def _unbacked(self, node: fx.Node) -> Fallback | None:
         """Refuse symbols that no input of the graph gives: they stand for data."""
         of_inputs = symbols_of(list(map(value, node.all_input_nodes))) - self._bound
         if symbols_of(value(node)) - self._bound - of_inputs:
             name = target_name(node.target)
-            return Why(Reason.HOST_SYNC, f"the size or value of {name} depends on data")
+            return Fallback(Reason.HOST_SYNC, f"the size or value of {name} depends on data")
         if of_inputs:
-            return Why(Reason.UNBACKED_SIZE, "works on a size or number that depends on data")
+            return Fallback(Reason.UNBACKED_SIZE, "works on a size or number that depends on data")
         return None
 
-    def _host(self, node: fx.Node) -> Why | None:
+    def _host(self, node: fx.Node) -> Fallback | None:
         name = short_name(node.target)
         if compat.is_higher_order_op(node.target) and name in _BRANCHES_ON_THE_HOST:
-            return Why(Reason.HOST_SYNC, f"torch.{name} picks its branch on the host")
+            return Fallback(Reason.HOST_SYNC, f"torch.{name} picks its branch on the host")
         if name in _CHECKS_ON_THE_HOST and any(tensors(value(a)) for a in node.all_input_nodes):
-            return Why(Reason.HOST_SYNC, f"{target_name(node.target)} reads a tensor on the host")
+            return Fallback(
+                Reason.HOST_SYNC, f"{target_name(node.target)} reads a tensor on the host"
+            )
         if self._assigns_by_mask(node):
-            return Why(Reason.HOST_SYNC, "a masked assignment counts the mask on the host")
+            return Fallback(Reason.HOST_SYNC, "a masked assignment counts the mask on the host")
         return None
 
     @staticmethod
@@ -112,14 +114,14 @@ class Capturability:
         is_mask = any(m.dtype in (torch.bool, torch.uint8) for m in tensors(masks))
         return is_mask and not one_number
 
-    def _collective(self, node: fx.Node) -> Why | None:
+    def _collective(self, node: fx.Node) -> Fallback | None:
         if _is_collective(node.target) and "wait" in short_name(node.target):
             source = node.args[0] if isinstance(node.args[0], fx.Node) else None
             return self._collective(source) if source is not None else None
         arguments = (*node.args, *node.kwargs.values())
         return why_no_collective(node.target, arguments, self.device.type)
 
-    def _body(self, node: fx.Node) -> Why | None:
+    def _body(self, node: fx.Node) -> Fallback | None:
         """Refuse a higher-order op if a node in its body cannot be captured."""
         for body in subgraphs(self._gm, node):
             inside = Capturability(body, self._boundaries, self._bound)
@@ -127,10 +129,10 @@ class Capturability:
                 why = inside.why_not(inner) if inner.op in COMPUTING else None
                 if why is not None:
                     detail = f"inside {target_name(node.target)}: {why.detail}"
-                    return Why(why.reason, detail)
+                    return Fallback(why.reason, detail)
         return None
 
-    def _device(self, node: fx.Node) -> Why | None:
+    def _device(self, node: fx.Node) -> Fallback | None:
         if is_symbolic_number(value(node)):
             return None
         inputs = [t for a in node.all_input_nodes for t in tensors(value(a))]
@@ -139,13 +141,15 @@ class Capturability:
         if self.device.type == "cpu":  # the host recorder refuses what a device would have to copy
             other = next((t for t in (*outputs, *inputs) if t.device.type == "meta"), None)
             if other is not None:
-                return Why(Reason.OTHER_DEVICE, f"{name} on {other.device}, graph on {self.device}")
+                return Fallback(
+                    Reason.OTHER_DEVICE, f"{name} on {other.device}, graph on {self.device}"
+                )
             copied = fills and not inputs and any(t.dim() and t.numel() for t in outputs)
-            return Why(Reason.DEVICE_COPY, f"{name} copies Python data") if copied else None
+            return Fallback(Reason.DEVICE_COPY, f"{name} copies Python data") if copied else None
         why = why_not_on(self.device, name, inputs, outputs, from_python=fills)
         return why or self._cpu_scalars(node)
 
-    def _cpu_scalars(self, node: fx.Node) -> Why | None:
+    def _cpu_scalars(self, node: fx.Node) -> Fallback | None:
         """Return why a node cannot take its 0-dim CPU tensors on the device instead, or None.
 
         A kernel gets the value of such a tensor as a launch argument, which a graph bakes in. So a
@@ -159,7 +163,7 @@ class Capturability:
         if not scalars or changes_layout(node) or node in self._in_regions:
             return None
         detail = f"{short_name(node.target)} takes a 0-dim tensor on the CPU only"
-        why = Why(Reason.CPU_TENSOR, detail)
+        why = Fallback(Reason.CPU_TENSOR, detail)
         if not scalars.keys().isdisjoint(written(self._gm, node)):
             return why
         try:
@@ -180,7 +184,7 @@ def _is_collective(op: Any) -> bool:
     return bool(overloads) and overloads[0].namespace in _COLLECTIVE_NAMESPACES
 
 
-def why_no_collective(op: Any, arguments: Iterable[Any], device_type: str) -> Why | None:
+def why_no_collective(op: Any, arguments: Iterable[Any], device_type: str) -> Fallback | None:
     """Return why a graph cannot hold a collective; None if it can, or if ``op`` is none.
 
     One of the arguments is the process group, which may have a backend for each type of device.
@@ -191,7 +195,7 @@ def why_no_collective(op: Any, arguments: Iterable[Any], device_type: str) -> Wh
     backend = next((backend for backend in backends if backend is not None), None)
     if backend in _CAPTURABLE_COLLECTIVES:
         return None
-    return Why(Reason.COLLECTIVE, f"{target_name(op)} over backend {backend or 'unknown'}")
+    return Fallback(Reason.COLLECTIVE, f"{target_name(op)} over backend {backend or 'unknown'}")
 
 
 def takes_python_data(name: str) -> bool:
@@ -206,27 +210,27 @@ def why_not_on(
     outputs: Sequence[torch.Tensor],
     *,
     from_python: bool,
-) -> Why | None:
+) -> Fallback | None:
     """Return why a graph on ``device``, which is not the CPU, cannot hold a call, or None.
 
     The call is of a function with short name ``name``; ``from_python``: it copies Python data.
     """
     foreign = next((t for t in (*outputs, *inputs) if t.device not in (device, _CPU)), None)
     if foreign is not None:
-        return Why(Reason.OTHER_DEVICE, f"{name} on {foreign.device}, graph on {device}")
+        return Fallback(Reason.OTHER_DEVICE, f"{name} on {foreign.device}, graph on {device}")
     crosses = {t.device for t in inputs} == {_CPU} and any(t.device != _CPU for t in outputs)
     if any(t.device == _CPU for t in outputs):
         if any(t.device != _CPU for t in inputs):
-            return Why(Reason.DEVICE_COPY, f"{name} copies from {device} to the CPU")
-        return Why(Reason.CPU_TENSOR, f"{name} computes on the CPU")
+            return Fallback(Reason.DEVICE_COPY, f"{name} copies from {device} to the CPU")
+        return Fallback(Reason.CPU_TENSOR, f"{name} computes on the CPU")
     if from_python:
-        return Why(Reason.DEVICE_COPY, f"{name} copies Python data to {device}")
+        return Fallback(Reason.DEVICE_COPY, f"{name} copies Python data to {device}")
     cpu = [t for t in inputs if t.device == _CPU]
     if cpu and (name in _COPIES or crosses):
-        return Why(Reason.DEVICE_COPY, f"{name} copies from the CPU to {device}")
+        return Fallback(Reason.DEVICE_COPY, f"{name} copies from the CPU to {device}")
     # A captured piece reads a copy of a 0-dim CPU tensor; see :meth:`Capturability._cpu_scalars`.
     if any(t.dim() > 0 for t in cpu):
-        return Why(Reason.CPU_TENSOR, f"{name} reads a CPU tensor")
+        return Fallback(Reason.CPU_TENSOR, f"{name} reads a CPU tensor")
     return None
 
 

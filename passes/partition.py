@@ -39,7 +39,7 @@ from cgcompile.passes.printer import GraphText
 from cgcompile.passes.regions import grad_mode_around
 from cgcompile.passes.split import Piece, Ref, SplitGraph, Value
 from cgcompile.passes.symbols import Symbols, dotted_source, identifier
-from cgcompile.reasons import Reason, Why
+from cgcompile.reasons import Fallback, Reason
 
 
 def cut(gm: fx.GraphModule) -> SplitGraph:
@@ -174,7 +174,7 @@ class _Cutter:
             index=len(self._members),
             module=fx.GraphModule(self._gm, graph, class_name="Sizes"),
             capture=False,
-            why=(Why(Reason.NO_KERNEL, "arithmetic on sizes"),),
+            why=(Fallback(Reason.NO_KERNEL, "arithmetic on sizes"),),
             compiled=False,
             uncompiled=None,
             inputs=inputs,
@@ -303,7 +303,7 @@ _CHECKPOINT = "tag_activation_checkpoint"
 _SECONDARY = (Reason.UNBACKED_SIZE, Reason.STATE_REGION, Reason.NO_KERNEL)
 
 
-def _distinct(whys: Iterable[Why | None]) -> tuple[Why, ...]:
+def _distinct(whys: Iterable[Fallback | None]) -> tuple[Fallback, ...]:
     """Return distinct reasons, causes first, and without NO_KERNEL unless it is the only one."""
     distinct = sorted(
         dict.fromkeys(why for why in whys if why is not None),

@@ -19,7 +19,7 @@ from cgcompile.passes.base import PassRecord, table
 from cgcompile.passes.nodes import tensors
 from cgcompile.passes.printer import count
 from cgcompile.passes.symbols import Symbols
-from cgcompile.reasons import Why
+from cgcompile.reasons import Fallback
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Piece:
     index: int
     module: fx.GraphModule
     capture: bool
-    why: tuple[Why, ...]
+    why: tuple[Fallback, ...]
     compiled: bool
     uncompiled: str | None
     inputs: tuple[str, ...]

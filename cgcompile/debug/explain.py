@@ -34,7 +34,7 @@ from cgcompile.passes.printer import count
 from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.stitch import check_sizes, split_as_set
-from cgcompile.reasons import Reason, Why
+from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.dispatch import auto_mode
 from cgcompile.runtime.inputs import full_support, why_never
 from cgcompile.serving.plan import resolve_mode
@@ -575,7 +575,7 @@ def _unbacked(node: fx.Node) -> set[sympy.Symbol]:
     return {each for each in symbols_of(value(node)) if compat.is_unbacked(each)}
 
 
-def _cause(why: Why) -> Cause:
+def _cause(why: Fallback) -> Cause:
     return Cause(why.reason.value, why.detail)
 
 

@@ -29,7 +29,7 @@ from cgcompile.graphs.device import DeviceGraph, any_capture
 from cgcompile.graphs.guards import modules_of
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.locks import new_lock
-from cgcompile.reasons import Reason, Why
+from cgcompile.reasons import Fallback, Reason
 from cgcompile.settings import require_kind
 
 
@@ -214,7 +214,7 @@ def captured_elsewhere() -> bool:
     return _lock.elsewhere() is not None
 
 
-Attempt = tuple[Why | None, Any]  # (None, result) of a step that ran; else (reason, None)
+Attempt = tuple[Fallback | None, Any]  # (None, result) of a step that ran; else (reason, None)
 
 
 def retry_while_busy(attempt: Callable[[], Attempt], result: Attempt) -> Attempt:
@@ -419,7 +419,7 @@ def capture(
     return graph, result
 
 
-IN_REGION = Why(Reason.EAGER_REGION, "called inside of cgcompile.eager_region()")
+IN_REGION = Fallback(Reason.EAGER_REGION, "called inside of cgcompile.eager_region()")
 
 
 def eager_region() -> AbstractContextManager[Any]:

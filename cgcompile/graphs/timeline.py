@@ -17,7 +17,7 @@ from cgcompile.config import CUDAGraphMode
 from cgcompile.context import BatchDescriptor, callers_context
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
-from cgcompile.reasons import Reason, Why
+from cgcompile.reasons import Fallback, Reason
 
 _MOST = 4096  # captures that are remembered, the last ones
 
@@ -126,14 +126,14 @@ class Timeline:
             if text:
                 compat.trace_artifact("cgcompile_sequence", lambda: text, self._compile_id)
 
-    def plain(self, why: Why) -> None:
+    def plain(self, why: Fallback) -> None:
         """A step ran without a graph; its forward context, if a caller has set one, learns why."""
         context = callers_context()
         if context is not None:
             context.ran_plain = why
         self.refused(why)
 
-    def refused(self, why: Why) -> None:
+    def refused(self, why: Fallback) -> None:
         """A step runs without a graph, or with a lesser one; told once for each detail."""
         if self._refused.get(why.reason) == why.detail:
             return

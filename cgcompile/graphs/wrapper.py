@@ -52,7 +52,7 @@ from cgcompile.graphs.sequence import GraphSegment, GraphSequence, StepObserver
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock
-from cgcompile.reasons import EXPECTED, Counters, Reason, Why
+from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.settings import checked_but, require_callable, require_fields
 
 
@@ -297,15 +297,17 @@ def holds_parameters_with_grad(runnable: Any) -> bool:
 # What must hold before a step may replay or capture, whatever its inputs. Wrappers, compiled
 # graphs, managers and encoders take the reasons, their order and their texts from here.
 
-GRADIENTS = Why(Reason.GRADIENTS, "an input, a weight or a result requires grad, or has a tangent")
-_NO_CONTEXT = Why(Reason.NO_CONTEXT, "no forward context")
-_MODE_NONE = Why(Reason.MODE_NONE, "the forward context has runtime mode NONE")
-INSIDE_CAPTURE = Why(Reason.INSIDE_CAPTURE, "called inside of a capture")
-_BULK_CAPTURE = Why(Reason.WARMING, "a bulk capture runs all batches plain first")
-_CAPTURE_BUSY = Why(Reason.CAPTURE_BUSY, "another thread is capturing")
+GRADIENTS = Fallback(
+    Reason.GRADIENTS, "an input, a weight or a result requires grad, or has a tangent"
+)
+_NO_CONTEXT = Fallback(Reason.NO_CONTEXT, "no forward context")
+_MODE_NONE = Fallback(Reason.MODE_NONE, "the forward context has runtime mode NONE")
+INSIDE_CAPTURE = Fallback(Reason.INSIDE_CAPTURE, "called inside of a capture")
+_BULK_CAPTURE = Fallback(Reason.WARMING, "a bulk capture runs all batches plain first")
+_CAPTURE_BUSY = Fallback(Reason.CAPTURE_BUSY, "another thread is capturing")
 
 
-def why_not_here(gradients: bool = False) -> Why | None:
+def why_not_here(gradients: bool = False) -> Fallback | None:
     """Return why no graph may run at this point of the program, in whatever context to be set."""
     if eager_region_is_open():
         return IN_REGION
@@ -316,7 +318,7 @@ def why_not_here(gradients: bool = False) -> Why | None:
 
 def why_not_in(
     context: ForwardContext | None, modes: Collection[CUDAGraphMode], what: str
-) -> Why | None:
+) -> Fallback | None:
     """Return why no graph of ``modes`` may run in a caller's forward context; None if one may.
 
     Raises:
@@ -329,7 +331,7 @@ def why_not_in(
         return _MODE_NONE
     if mode not in modes:
         names = " and ".join(sorted({served.name for served in modes} - {"NONE"}))
-        return Why(
+        return Fallback(
             Reason.OTHER_MODE, f"the forward context has mode {mode.name}; graphs are for {names}"
         )
     if inside_capture():
@@ -339,15 +341,15 @@ def why_not_in(
     return None
 
 
-def why_never_captured(closed: bool, descriptor: BatchDescriptor) -> Why | None:
+def why_never_captured(closed: bool, descriptor: BatchDescriptor) -> Fallback | None:
     """Return why a step without a graph gets none; None if it may get one, now or later."""
     if not closed and capture_allowed():
         return None
     detail = f"no graph for {descriptor}, and capture is closed"
-    return Why(Reason.CAPTURE_FORBIDDEN, detail)
+    return Fallback(Reason.CAPTURE_FORBIDDEN, detail)
 
 
-def why_not_captured_yet(warming: Why | None = None) -> Why | None:
+def why_not_captured_yet(warming: Fallback | None = None) -> Fallback | None:
     """Return why a step is captured by a later call; ``warming``: it has not warmed up itself."""
     if capture_postponed():
         return _BULK_CAPTURE
@@ -360,14 +362,14 @@ _MOST_REFUSALS = 2  # captures of a batch; the first may meet what the first ste
 _TOO_MANY_FIELDS = "an argument has too many fields to compare before each replay"
 
 
-def _why_not(error: CaptureError) -> Why:
+def _why_not(error: CaptureError) -> Fallback:
     """Return why a step is to run plain; raise ``error`` where a part of the step may have run."""
     text = str(error).splitlines()[0]
     if isinstance(error, CaptureBusyError) and not error.same_thread:
-        return Why(Reason.CAPTURE_BUSY, text)
+        return Fallback(Reason.CAPTURE_BUSY, text)
     if not error.field:
         raise error
-    return Why(Reason.CAPTURE_FAILED, text)
+    return Fallback(Reason.CAPTURE_FAILED, text)
 
 
 class CUDAGraphWrapper(Transparent):
@@ -489,7 +491,7 @@ class CUDAGraphWrapper(Transparent):
         descriptor: BatchDescriptor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Why | None, Any]:
+    ) -> tuple[Fallback | None, Any]:
         """(None, result) of a step that ran; else (why it is to run plain, None)."""
         with self._lock:
             entries = self._entries.get((mode, descriptor))
@@ -510,11 +512,11 @@ class CUDAGraphWrapper(Transparent):
         entries: list[CUDAGraphEntry],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Why | None, Any]:
+    ) -> tuple[Fallback | None, Any]:
         """The input is not that of the entry that served last."""
         chosen = self.config.on_input_change
         if chosen == "eager":
-            return Why(Reason.INPUT_CHANGED, str(error).splitlines()[0]), None
+            return Fallback(Reason.INPUT_CHANGED, str(error).splitlines()[0]), None
         if chosen != "recapture":
             raise error
         for place, entry in enumerate(entries):
@@ -524,36 +526,36 @@ class CUDAGraphWrapper(Transparent):
         most = self.config.max_captured_shapes
         if len(self.entries) >= most:
             detail = f"{most} steps are captured (max_captured_shapes); on_input_change"
-            return Why(Reason.TOO_MANY_SHAPES, detail), None
+            return Fallback(Reason.TOO_MANY_SHAPES, detail), None
         return self._first(mode, entries[0].batch_descriptor, args, kwargs)
 
     def _first(
         self, mode: CUDAGraphMode, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: Any
-    ) -> tuple[Why | None, Any]:
+    ) -> tuple[Fallback | None, Any]:
         why = why_never_captured(self.closed, descriptor) or why_not_captured_yet()
         if why is not None:
             return why, None
         devices = devices_of(self.runnable, args, kwargs)
         if len(devices) > 1:
             detail = f"tensors are on {', '.join(map(str, devices))}; a graph holds one device"
-            return Why(Reason.OTHER_DEVICE, detail), None
+            return Fallback(Reason.OTHER_DEVICE, detail), None
         if self._pool is None:
             found = capture_device(devices[0], self.config.capture_device)
             if found is None:
-                return Why(Reason.NO_DEVICE, f"tensors are on {devices[0]}"), None
+                return Fallback(Reason.NO_DEVICE, f"tensors are on {devices[0]}"), None
             self._pool = GraphPool(found)
             self._pool.add_user(self)
         if self.config.on_input_change == "copy":
             raise DispatchError.cannot_copy(what=self.name)
         if self._pool.lends(compat.tree_tensors((args, kwargs))):
-            return Why(Reason.UNSUPPORTED_INPUT, LENT), None
+            return Fallback(Reason.UNSUPPORTED_INPUT, LENT), None
         if self._guarded:
             fields = FieldsGuard.of(args, kwargs, self._pool.device.tensor_type)
             if fields is not None and not fields.complete:
-                return Why(Reason.UNSUPPORTED_INPUT, _TOO_MANY_FIELDS), None
+                return Fallback(Reason.UNSUPPORTED_INPUT, _TOO_MANY_FIELDS), None
         refusals = self._refused.get((mode, descriptor), [])
         if len(refusals) >= _MOST_REFUSALS:
-            return Why(Reason.CAPTURE_FAILED, refusals[-1]), None
+            return Fallback(Reason.CAPTURE_FAILED, refusals[-1]), None
         needs_grad = holds_parameters_with_grad(self.runnable) or descriptor in self._grads
         if gradients_due(needs_grad, args, kwargs):
             return GRADIENTS, None
@@ -561,7 +563,7 @@ class CUDAGraphWrapper(Transparent):
 
     def _capture(
         self, mode: CUDAGraphMode, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: Any
-    ) -> tuple[Why | None, Any]:
+    ) -> tuple[Fallback | None, Any]:
         """Capture and run the step; it runs plain where a graph cannot repeat it."""
         assert self._pool is not None
         if self._debug:
@@ -574,7 +576,7 @@ class CUDAGraphWrapper(Transparent):
             else:
                 why = GRADIENTS
             if captured is not None and captured.refused is not None:
-                why = Why(Reason.CAPTURE_FAILED, str(captured.refused).splitlines()[0])
+                why = Fallback(Reason.CAPTURE_FAILED, str(captured.refused).splitlines()[0])
             elif captured is not None:
                 result = captured.run()
                 self.keep(captured.entry, mode)
@@ -771,15 +773,15 @@ class CUDAGraphWrapper(Transparent):
         pairs = zip(leaves, made, strict=True)
         return rebuilt(result, [leaf if new is None else new for leaf, new in pairs])
 
-    def _plain(self, why: Why, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _plain(self, why: Fallback, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_strict(why)
         return self._ran_plain(why, self.runnable(*args, **kwargs))
 
-    def _check_strict(self, why: Why) -> None:
+    def _check_strict(self, why: Fallback) -> None:
         if self.config.strict and why.reason not in EXPECTED:
             raise DispatchError.strict(what=self.name, reason=why.reason.value, detail=why.detail)
 
-    def _ran_plain(self, why: Why, result: Any) -> Any:
+    def _ran_plain(self, why: Fallback, result: Any) -> Any:
         """Count a step that ran without a graph; with ``strict`` that is an error."""
         self._check_strict(why)
         with self._lock:

@@ -46,7 +46,7 @@ from cgcompile.pieces.cache import Compilation
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.size_ranges import artifacts_text
 from cgcompile.pieces.stitch import Step
-from cgcompile.reasons import EXPECTED, Counters, Ledger, Reason, Why
+from cgcompile.reasons import EXPECTED, Counters, Fallback, Ledger, Reason
 from cgcompile.runtime.dispatch import Admission, AutoDispatch
 from cgcompile.runtime.fast_path import ANOTHER, Again, Turn
 from cgcompile.runtime.inputs import Frozen, Overlaps, Roles, full_support, why_never
@@ -189,7 +189,7 @@ class CompiledGraph:
                 context = current_forward_context()
             if context is not None and context.inputs_ready is not None:
                 wait_for_inputs(context.inputs_ready, self.split.device)
-            why: Why | None = IN_REGION
+            why: Fallback | None = IN_REGION
             if not in_region:
                 why, result = self._with_graphs(context, inputs + self._frozen.held)
             if why is not None:
@@ -201,7 +201,7 @@ class CompiledGraph:
 
     def _with_graphs(
         self, context: ForwardContext | None, inputs: tuple[Any, ...]
-    ) -> tuple[Why | None, Any]:
+    ) -> tuple[Fallback | None, Any]:
         """Return (None, result) of a step that ran; else (why no graph can run it, None).
 
         May it have a graph? Then :meth:`_in_turn`, again while another thread captures.
@@ -215,7 +215,7 @@ class CompiledGraph:
         turn = self.turn
         turn.refuse_inside()
         mode = self._auto.mode if context is None else self._admission.mode_for(context)
-        if isinstance(mode, Why):
+        if isinstance(mode, Fallback):
             return mode, None
         result = self._in_turn(mode, context, inputs)
         if result[0] is not None and result[0].reason is Reason.CAPTURE_BUSY:
@@ -224,7 +224,7 @@ class CompiledGraph:
 
     def _in_turn(
         self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
-    ) -> tuple[Why | None, Any]:
+    ) -> tuple[Fallback | None, Any]:
         """As :meth:`_find`, while no other thread runs a step."""
         turn = self.turn
         with turn.lock:
@@ -236,7 +236,7 @@ class CompiledGraph:
 
     def _find(
         self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
-    ) -> tuple[Why | None, Any]:
+    ) -> tuple[Fallback | None, Any]:
         """Is there a graph? Look for the recording of the step, for the weights of this call."""
         if context is None:
             key, written = self._auto.key(inputs), self._auto.written
@@ -250,7 +250,7 @@ class CompiledGraph:
             why = self._dropped(binding, key, recording, inputs)
             if why is not None:
                 return why, None
-        elif isinstance(recording, Why):
+        elif isinstance(recording, Fallback):
             return recording, None
         elif binding is not None and recording is not None:
             del binding.recordings[key]  # its graphs have been cleared
@@ -265,7 +265,7 @@ class CompiledGraph:
         recording: Recording,
         context: ForwardContext | None,
         inputs: tuple[Any, ...],
-    ) -> tuple[Why | None, Any]:
+    ) -> tuple[Fallback | None, Any]:
         """Are the inputs those of the capture? Then replay the step, and count it."""
         real = None
         if context is not None:
@@ -275,7 +275,7 @@ class CompiledGraph:
             except GuardError as error:
                 if self._config.on_input_change != "eager":
                     raise
-                return Why(Reason.INPUT_CHANGED, str(error).splitlines()[0]), None
+                return Fallback(Reason.INPUT_CHANGED, str(error).splitlines()[0]), None
         overlap = recording.overlap(inputs)
         if overlap is not None:
             return overlap, None
@@ -298,7 +298,7 @@ class CompiledGraph:
         mode: CUDAGraphMode,
         context: ForwardContext | None,
         inputs: tuple[Any, ...],
-    ) -> tuple[Why | None, Any]:
+    ) -> tuple[Fallback | None, Any]:
         """There is none. Capture the step, or return why this call does not."""
         descriptor = None if context is None else context.batch_descriptor
         descriptor = self._auto.descriptor(inputs) if descriptor is None else descriptor
@@ -316,7 +316,7 @@ class CompiledGraph:
 
     def _capture(
         self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
-    ) -> tuple[Why | None, Any]:
+    ) -> tuple[Fallback | None, Any]:
         """Run and record a step; where a FULL graph is refused, as a PIECEWISE one."""
         if self.before_capture is not None:
             self.before_capture()
@@ -350,8 +350,8 @@ class CompiledGraph:
         return None, outcome.result
 
     def _capture_pieces(
-        self, why: Why, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
-    ) -> tuple[Why | None, Any]:
+        self, why: Fallback, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
+    ) -> tuple[Fallback | None, Any]:
         """After a FULL capture that failed before anything ran: the same step, piece by piece."""
         self._ledger.degraded(why)
         if batch.own_context:
@@ -363,7 +363,7 @@ class CompiledGraph:
         return self._capture(binding, key, replace(batch, mode=PIECEWISE), inputs)
 
     def _without_graphs(
-        self, why: Why, context: ForwardContext | None, inputs: tuple[Any, ...]
+        self, why: Fallback, context: ForwardContext | None, inputs: tuple[Any, ...]
     ) -> Any:
         """Run the step plain, and count why."""
         if why.reason is Reason.EAGER_REGION and self._needs_grad(inputs):
@@ -401,7 +401,7 @@ class CompiledGraph:
 
     def _dropped(
         self, binding: Binding, key: Hashable, recording: Recording, inputs: tuple[Any, ...]
-    ) -> Why | None:
+    ) -> Fallback | None:
         """Drop a step that reads a result of other weights, where that result lies elsewhere now.
 
         As after those weights were replaced, and their step was captured again.
@@ -412,10 +412,10 @@ class CompiledGraph:
         path = recording.path(recording.chained[0][0])
         if not recording.reads_results(inputs):
             detail = f"{path} was a result of other weights at capture, and is not now"
-            return Why(Reason.INPUT_CHANGED, detail)
+            return Fallback(Reason.INPUT_CHANGED, detail)
         if binding.dropped[key] >= _MOST_DROPPED:
             detail = f"{path} was captured at {_MOST_DROPPED} addresses, and lies elsewhere"
-            return Why(Reason.INPUT_CHANGED, detail)
+            return Fallback(Reason.INPUT_CHANGED, detail)
         self._bindings.drop(binding, key)
         self.turn.forget()
         return None

@@ -11,7 +11,7 @@ from the concrete sizes. Shapes are not known beforehand, so their number is bou
 Whether a step may have a graph, and of which kind: :class:`Admission`.
 
 Everything that can be said of a call before anything runs, apart from what its graphs demand of
-the inputs. The rule: a no is a :class:`~cgcompile.reasons.Why`.
+the inputs. The rule: a no is a :class:`~cgcompile.reasons.Fallback`.
 """
 
 import logging
@@ -30,7 +30,7 @@ from cgcompile.graphs.wrapper import why_never_captured, why_not_captured_yet, w
 from cgcompile.modes import AttentionCGSupport
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
 from cgcompile.passes.split import SplitGraph, Value
-from cgcompile.reasons import VARYING, Ledger, Reason, Why, varying_number
+from cgcompile.reasons import VARYING, Fallback, Ledger, Reason, varying_number
 from cgcompile.runtime.inputs import Roles, full_support
 from cgcompile.runtime.recording import Batch
 from cgcompile.runtime.weight_sets import MOVED, Binding, Bindings, picker
@@ -49,7 +49,7 @@ class Growth:
         if self._grows:
             self._last = [(position, result[item].shape) for position, item in self._grows]
 
-    def why(self, inputs: Sequence[Any]) -> Why | None:
+    def why(self, inputs: Sequence[Any]) -> Fallback | None:
         """Why a step should not be captured: the last result came back; else None."""
         for position, shape in self._last:
             if inputs[position].shape == shape:
@@ -59,7 +59,7 @@ class Growth:
                     "each. Keep it in a buffer of fixed size that the model writes in place: in "
                     "transformers a StaticCache (cache_implementation='static'), not a DynamicCache"
                 )
-                return Why(Reason.GROWING_STATE, detail)
+                return Fallback(Reason.GROWING_STATE, detail)
         return None
 
 
@@ -137,7 +137,7 @@ class AutoDispatch:
             rows = shape[0] if shape else 0
         return BatchDescriptor(num_tokens=max(rows, 0), extra=("auto", self.key(inputs)))
 
-    def why_still_warming(self, binding: Binding, warming: Why) -> Why:
+    def why_still_warming(self, binding: Binding, warming: Fallback) -> Fallback:
         """What to say of a first call of a shape: ``warming``, or that shapes never come again."""
         once = len(binding.seen) - binding.captured
         if once <= 2 * self._config.max_captured_shapes:
@@ -145,18 +145,18 @@ class AutoDispatch:
         detail = (
             f"{once} shapes were seen once: a number changes at every call, or sizes never repeat"
         )
-        return Why(Reason.TOO_MANY_SHAPES, detail)
+        return Fallback(Reason.TOO_MANY_SHAPES, detail)
 
-    def why_not(self, binding: Binding, inputs: tuple[Any, ...]) -> Why | None:
+    def why_not(self, binding: Binding, inputs: tuple[Any, ...]) -> Fallback | None:
         """Why a shape that is not recorded will not be; None if it may be."""
         if self.mode is CUDAGraphMode.NONE:
             support = full_support(self._split).name
             detail = f"a boundary supports {support} only, and no piece may be captured"
-            return Why(Reason.ATTENTION_SUPPORT, detail)
+            return Fallback(Reason.ATTENTION_SUPPORT, detail)
         sizes = self._config.cudagraph_capture_sizes
         if sizes is not None and self._rows is not None and inputs[self._rows] not in sizes:
             detail = f"{inputs[self._rows]} is not in cudagraph_capture_sizes"
-            return Why(Reason.UNLISTED_SIZE, detail)
+            return Fallback(Reason.UNLISTED_SIZE, detail)
         grown = self.growth.why(inputs)
         if grown is not None:
             return grown
@@ -165,7 +165,7 @@ class AutoDispatch:
                 f"{binding.captured} shapes are captured (max_captured_shapes). Pad to fewer "
                 "shapes, or keep what grows in a buffer of fixed size"
             )
-            return Why(Reason.TOO_MANY_SHAPES, detail)
+            return Fallback(Reason.TOO_MANY_SHAPES, detail)
         return None
 
 
@@ -247,7 +247,7 @@ class Admission:
         self._bindings = bindings
         self._ledger = ledger
 
-    def mode_for(self, context: ForwardContext) -> CUDAGraphMode | Why:
+    def mode_for(self, context: ForwardContext) -> CUDAGraphMode | Fallback:
         """The mode of a step under a forward context, or why it has none."""
         mode = context.cudagraph_runtime_mode
         if mode is NONE or mode not in self._served or context.batch_descriptor is None:
@@ -258,7 +258,7 @@ class Admission:
             detail = (
                 f"a boundary supports {self._support.name} only, not {context.batch_descriptor}"
             )
-            why = Why(Reason.ATTENTION_SUPPORT, detail)
+            why = Fallback(Reason.ATTENTION_SUPPORT, detail)
             if self._config.strict or PIECEWISE not in self._served:
                 return why
             self._ledger.degraded(why)
@@ -304,7 +304,7 @@ class Admission:
 
     def why_not_now(
         self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
-    ) -> Why | None:
+    ) -> Fallback | None:
         """Why a step that is not recorded is not captured by this call."""
         why = why_never_captured(self.closed, batch.descriptor)
         why = why or self._why_over_limits(binding, batch, inputs)
@@ -314,12 +314,12 @@ class Admission:
         warming = None
         if warmed < max(self._config.num_warmups, binding.unsettled):
             detail = f"call {warmed + 1} of {self._config.num_warmups} before a capture"
-            warming = self._why_still_warming(binding, Why(Reason.WARMING, detail), batch)
+            warming = self._why_still_warming(binding, Fallback(Reason.WARMING, detail), batch)
         return why_not_captured_yet(warming)
 
     def _why_over_limits(
         self, binding: Binding, batch: Batch, inputs: tuple[Any, ...]
-    ) -> Why | None:
+    ) -> Fallback | None:
         """Return why one more step is too many; without a context, of an unlisted size too."""
         why = self._auto.why_not(binding, inputs) if batch.own_context else None
         if why is not None:
@@ -328,30 +328,30 @@ class Admission:
         recaptures = not batch.own_context and self._config.on_input_change == "recapture"
         if recaptures and binding.captured >= limit:
             detail = f"{limit} steps are captured (max_captured_shapes); on_input_change"
-            return Why(Reason.TOO_MANY_SHAPES, detail)
+            return Fallback(Reason.TOO_MANY_SHAPES, detail)
         limit = self._config.max_bindings
         if not binding.captured and self._bindings.captured >= limit:
             detail = f"{limit} sets of weights or written inputs have graphs (max_bindings)"
-            return Why(Reason.TOO_MANY_BINDINGS, detail)
+            return Fallback(Reason.TOO_MANY_BINDINGS, detail)
         return None
 
-    def _why_still_warming(self, binding: Binding, warming: Why, batch: Batch) -> Why:
+    def _why_still_warming(self, binding: Binding, warming: Fallback, batch: Batch) -> Fallback:
         """``warming``, or why it does not end: what must stay is another at every call."""
         if binding.moved_in_a_row >= MOVED:
             many = f"{binding.moved_in_a_row} calls in a row"
             detail = f"{self._moving('has other memory')} ({many})"
-            return Why(Reason.TOO_MANY_BINDINGS, detail)
+            return Fallback(Reason.TOO_MANY_BINDINGS, detail)
         idle = self._bindings.idle
         if idle > max(_MOVING, self._config.max_bindings):
             detail = f"{idle} sets of weights or written inputs were seen once: "
             detail += self._moving("is a new tensor")
-            return Why(Reason.TOO_MANY_BINDINGS, detail)
+            return Fallback(Reason.TOO_MANY_BINDINGS, detail)
         varying = self._why_varying(binding, batch)
         if varying is not None:
             return varying
         return self._auto.why_still_warming(binding, warming) if batch.own_context else warming
 
-    def _why_varying(self, binding: Binding, batch: Batch) -> Why | None:
+    def _why_varying(self, binding: Binding, batch: Batch) -> Fallback | None:
         """Return why no key repeats: a number that is not a size is another one at each call."""
         in_key = batch.own_context or self._config.on_input_change == "recapture"
         if binding.new_in_a_row <= VARYING or not in_key:

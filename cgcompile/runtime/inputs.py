@@ -43,7 +43,7 @@ from cgcompile.config import CUDAGraphMode
 from cgcompile.graphs.arena import span
 from cgcompile.passes.nodes import is_cpu_scalar, is_symbolic_number, storages, tensors
 from cgcompile.passes.split import SplitGraph, Value
-from cgcompile.reasons import EXPECTED, Reason, Why
+from cgcompile.reasons import EXPECTED, Fallback, Reason
 
 
 class Frozen:
@@ -181,10 +181,10 @@ def full_support(split: SplitGraph) -> AttentionCGSupport:
     return min((piece.support for piece in split.pieces), default=AttentionCGSupport.ALWAYS)
 
 
-def _why_eager(split: SplitGraph) -> Why:
+def _why_eager(split: SplitGraph) -> Fallback:
     """Why a graph of eager pieces alone is not captured: what ``strict`` refuses comes first."""
     found = [
-        Why(why.reason, f"every piece runs eager; {piece.name}: {why.detail}")
+        Fallback(why.reason, f"every piece runs eager; {piece.name}: {why.detail}")
         for piece in split.pieces
         for why in piece.why
         if why.reason is not Reason.NO_KERNEL
@@ -192,14 +192,14 @@ def _why_eager(split: SplitGraph) -> Why:
     return next((why for why in found if why.reason not in EXPECTED), found[0])
 
 
-def why_never(split: SplitGraph, wanted: CUDAGraphMode, has_device: bool) -> Why | None:
+def why_never(split: SplitGraph, wanted: CUDAGraphMode, has_device: bool) -> Fallback | None:
     """Why no call of a graph is captured, whatever it is given; None if it may be."""
     if wanted is CUDAGraphMode.NONE:
-        return Why(Reason.MODE_NONE, "cudagraph_mode is NONE")
+        return Fallback(Reason.MODE_NONE, "cudagraph_mode is NONE")
     captured = any(piece.capture for piece in split.pieces)
     whys = [why.reason for piece in split.pieces for why in piece.why]
     if not captured and all(reason is Reason.NO_KERNEL for reason in whys):
-        return Why(Reason.NO_KERNEL, "this graph launches no kernel")
+        return Fallback(Reason.NO_KERNEL, "this graph launches no kernel")
     if not captured and full_support(split) is AttentionCGSupport.NEVER:
         return _why_eager(split)
     if not has_device:
@@ -207,9 +207,9 @@ def why_never(split: SplitGraph, wanted: CUDAGraphMode, has_device: bool) -> Why
             f"tensors are on {str(split.device)!r}; graphs need a CUDA device, or "
             "capture_device='host' (CGCOMPILE_CAPTURE_DEVICE=host) for a recorder on the CPU"
         )
-        return Why(Reason.NO_DEVICE, detail)
+        return Fallback(Reason.NO_DEVICE, detail)
     unsupported = unsupported_input(split)
-    return Why(Reason.UNSUPPORTED_INPUT, unsupported) if unsupported else None
+    return Fallback(Reason.UNSUPPORTED_INPUT, unsupported) if unsupported else None
 
 
 class Overlaps:
@@ -225,7 +225,7 @@ class Overlaps:
         self._keys = {place: compat.storage_key(each.meta) for place, each in found}
         self._written = frozenset(place for place, each in found if each.written)
 
-    def why(self, inputs: Sequence[Any]) -> Why | None:
+    def why(self, inputs: Sequence[Any]) -> Fallback | None:
         """Why pieces must not run compiled, nor be captured; None if memory is as it was traced.
 
         Costs 0.2 us for each tensor of a graph that writes one of its inputs, else nothing.
@@ -239,7 +239,7 @@ class Overlaps:
         for one, other in _overlapping(stretches):
             if self._keys[one] != self._keys[other] and not self._written.isdisjoint((one, other)):
                 detail = f"{self._named(other)} is memory that the step writes"
-                return Why(Reason.UNSUPPORTED_INPUT, f"{detail}, and of {self._named(one)}")
+                return Fallback(Reason.UNSUPPORTED_INPUT, f"{detail}, and of {self._named(one)}")
         return None
 
     def _near_written(self, inputs: Sequence[Any]) -> list[tuple[int, int, int]]:

@@ -28,7 +28,7 @@ from cgcompile.graphs.wrapper import Captured, CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.passes.nodes import raised_at, tensors
 from cgcompile.passes.split import Piece
 from cgcompile.pieces.compilers import Runnable
-from cgcompile.reasons import Reason, Why
+from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.program import Call, Program, arguments
 from cgcompile.runtime.recording import Recording
 from cgcompile.runtime.returns import returned_names
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
     """
 
     recording: Recording | None
-    why: Why | None
+    why: Fallback | None
     ran: bool
     result: Any
 
@@ -124,7 +124,7 @@ def _record_full(
     except Exception as error:
         return Outcome(None, _why(program, error, "the step", ""), False, None)
     if captured is None:
-        return Outcome(None, Why(Reason.GRADIENTS, "a result requires grad"), False, None)
+        return Outcome(None, Fallback(Reason.GRADIENTS, "a result requires grad"), False, None)
     captured.entry.sequence.batch = str(recording.batch.shown)
     result = captured.run()
     full.keep(captured.entry)
@@ -149,15 +149,15 @@ def _storages(
     return SameStorages(what, lasting, name_of)
 
 
-def _why(program: Program, error: Exception, what: str, where: str) -> Why:
+def _why(program: Program, error: Exception, what: str, where: str) -> Fallback:
     """Why a capture failed; with ``strict`` that is raised, and the failure is its cause."""
     first = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, CaptureBusyError):
-        why = Why(Reason.CAPTURE_BUSY, first)
+        why = Fallback(Reason.CAPTURE_BUSY, first)
     else:
         line = raised_at(error)  # in an op of the user's; a compiled piece has no lines
         at = "" if line is None else f" ({line})"
-        why = Why(Reason.CAPTURE_FAILED, f"{what}{where}: {type(error).__name__}: {first}{at}")
+        why = Fallback(Reason.CAPTURE_FAILED, f"{what}{where}: {type(error).__name__}: {first}{at}")
     if program.config.strict:
         raise DispatchError.strict(
             what="the compiled step", reason=why.reason.value, detail=why.detail
@@ -177,7 +177,7 @@ class _Recorder:
     def __init__(
         self, program: Program, wrappers: Mapping[int, CUDAGraphWrapper], recording: Recording
     ) -> None:
-        self.why: Why | None = None
+        self.why: Fallback | None = None
         self._program = program
         self._wrappers = wrappers
         self._recording = recording
@@ -345,7 +345,7 @@ class _Recorder:
             self.why = _why(self._program, error, piece.name, f" ({piece.where})")
             return None
         if captured is None:
-            self.why = Why(Reason.GRADIENTS, f"a result of {piece.name} requires grad")
+            self.why = Fallback(Reason.GRADIENTS, f"a result of {piece.name} requires grad")
             return None
         own = set(captured.starts).difference(self._fixed, (0,))
         self._pool_memory |= own

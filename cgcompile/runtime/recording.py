@@ -20,7 +20,7 @@ from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.sequence import GraphSequence, Slot, StepObserver
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.pieces.stitch import restoring_grad_mode
-from cgcompile.reasons import Reason, Why
+from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.inputs import Roles
 from cgcompile.runtime.program import Program
 from cgcompile.runtime.returns import Given, Returns
@@ -168,17 +168,17 @@ class Recording:
     def _where(self, position: int) -> tuple[str, str, str]:
         return "the compiled step", str(self.batch.descriptor), self.path(position)
 
-    def overlap(self, inputs: Sequence[Any]) -> Why | None:
+    def overlap(self, inputs: Sequence[Any]) -> Fallback | None:
         """Why a copied input must not be copied this time: it is memory that the step writes."""
         if not self._written_memory:
             return None
         for position, _ in self._copied:
             if inputs[position].untyped_storage().data_ptr() in self._written_memory:
                 path = self._where(position)[2]
-                return Why(Reason.UNSUPPORTED_INPUT, f"{path} is memory that the step writes")
+                return Fallback(Reason.UNSUPPORTED_INPUT, f"{path} is memory that the step writes")
         return None
 
-    def own_memory(self, inputs: Sequence[Any], keeps: Callable[[int], bool]) -> Why | None:
+    def own_memory(self, inputs: Sequence[Any], keeps: Callable[[int], bool]) -> Fallback | None:
         """Why these inputs cannot be captured: one is a result whose memory is not held.
 
         Args:
@@ -190,10 +190,10 @@ class Recording:
             if not keeps(address(inputs[position])):
                 path = self._where(position)[2]
                 detail = f"{path} is a result of this graph, which the next step overwrites"
-                return Why(Reason.UNSUPPORTED_INPUT, f"{detail}: clone it")
+                return Fallback(Reason.UNSUPPORTED_INPUT, f"{detail}: clone it")
         return None
 
-    def passing(self, inputs: Sequence[Any], plain: Callable[[int], bool]) -> Why | None:
+    def passing(self, inputs: Sequence[Any], plain: Callable[[int], bool]) -> Fallback | None:
         """Why these inputs cannot be captured: one is a result that lies elsewhere at every step.
 
         Args:
@@ -204,7 +204,7 @@ class Recording:
             if plain(address(inputs[position])):
                 path = self.path(position)
                 detail = f"{path} is a result of a step without a graph: its memory does not stay"
-                return Why(Reason.UNSUPPORTED_INPUT, detail)
+                return Fallback(Reason.UNSUPPORTED_INPUT, detail)
         return None
 
     def follows(self, inputs: Sequence[Any]) -> bool:

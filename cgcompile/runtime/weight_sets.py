@@ -21,7 +21,7 @@ from cgcompile.config import CUDAGraphMode
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.capture import captured_elsewhere
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
-from cgcompile.reasons import Why
+from cgcompile.reasons import Fallback
 from cgcompile.runtime.program import Program
 from cgcompile.runtime.recording import Recording
 
@@ -65,10 +65,10 @@ class Binding:
         self.dropped: Counter[Hashable] = Counter()
         self._whole = whole
         self._forget = forget
-        self.recordings: dict[Hashable, Recording | Why] = {}
+        self.recordings: dict[Hashable, Recording | Fallback] = {}
         self.seen: dict[Hashable, int] = {}
         self.new_in_a_row = self._served = 0
-        self.varying: Why | None = None
+        self.varying: Fallback | None = None
         self._held: list[torch.UntypedStorage] = []
         self.starts: dict[int, int] = {}
         self._addresses = compat.Addresses((), ())

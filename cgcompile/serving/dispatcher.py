@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import BatchError
 from cgcompile.modes import AttentionCGSupport, CUDAGraphMode
-from cgcompile.reasons import Reason, Why
+from cgcompile.reasons import Fallback, Reason
 from cgcompile.serving.plan import (
     FULL,
     NONE,
@@ -58,7 +58,7 @@ class Dispatched(NamedTuple):
 
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
-    why: Why | None = None
+    why: Fallback | None = None
 
 
 class Slot:
@@ -82,12 +82,12 @@ class Slot:
             for row in self.rows:
                 row.settle()
 
-    def why_not(self) -> Why:
+    def why_not(self) -> Fallback:
         """Why it is not dispatched, if it is not ready."""
         mode, descriptor, _ = self.result
         what = f"{mode.name} {descriptor}"
         detail = f"was refused: {self.refused}" if self.refused else "is planned and not captured"
-        return Why(Reason.NOT_CAPTURED, f"{what} {detail}")
+        return Fallback(Reason.NOT_CAPTURED, f"{what} {detail}")
 
 
 class _Ladder(NamedTuple):
@@ -95,7 +95,7 @@ class _Ladder(NamedTuple):
 
     shapes: Sequence[BatchDescriptor]
     steps: list[int]
-    oversize: Why  # made once, not at each step
+    oversize: Fallback  # made once, not at each step
 
     @classmethod
     def of(
@@ -105,7 +105,7 @@ class _Ladder(NamedTuple):
         sizes = [(shape.num_reqs or 0) if by_requests else shape.num_tokens for shape in shapes]
         steps = [bisect_left(sizes, number) for number in range(sizes[-1] + 1)]
         detail = f"more than {sizes[-1]} {what}: no graph is as large"
-        return cls(shapes, steps, Why(Reason.OVERSIZE, detail))
+        return cls(shapes, steps, Fallback(Reason.OVERSIZE, detail))
 
 
 class Row:
@@ -307,10 +307,10 @@ def allowed_modes(
 
 log = logging.getLogger(__name__)
 
-_MODE_NONE = Why(Reason.MODE_NONE, "the mode of the dispatcher is NONE")
-_EMPTY = Why(Reason.EMPTY_BATCH, "the batch has no tokens")
-_NO_FULL = Why(Reason.MODE_EXCLUDED, "the caller excludes FULL for this batch")
-_NO_PIECEWISE = Why(Reason.MODE_EXCLUDED, "the caller excludes PIECEWISE for this batch")
+_MODE_NONE = Fallback(Reason.MODE_NONE, "the mode of the dispatcher is NONE")
+_EMPTY = Fallback(Reason.EMPTY_BATCH, "the batch has no tokens")
+_NO_FULL = Fallback(Reason.MODE_EXCLUDED, "the caller excludes FULL for this batch")
+_NO_PIECEWISE = Fallback(Reason.MODE_EXCLUDED, "the caller excludes PIECEWISE for this batch")
 
 
 class CudagraphDispatcher:
@@ -351,7 +351,7 @@ class CudagraphDispatcher:
     Attributes:
         mode: the mode after resolution.
         asked: the mode that was wanted.
-        degraded: what was lost on the way, as :class:`~cgcompile.reasons.Why`; empty if nothing.
+        degraded: what was lost on the way, as ``Fallback``; empty if nothing.
         limits: ``max_num_reqs`` and ``max_num_tokens``.
         query_lens: the lengths of uniform decode that have graphs, or would have if attention let
             them.
@@ -413,7 +413,7 @@ class CudagraphDispatcher:
         self.query_lens = tuple(ladders.decode)
         self._max_num_reqs = max_num_reqs
         too_many = f"more than max_num_reqs = {max_num_reqs} requests"
-        self._too_many_reqs = Why(Reason.OVERSIZE, too_many)
+        self._too_many_reqs = Fallback(Reason.OVERSIZE, too_many)
         self._mixed_why = self._why_mixed(resolution)
         self._variants = Variants(LoraCases() if lora is None else lora, axes)
         self.axes = self._variants.axes
@@ -428,14 +428,14 @@ class CudagraphDispatcher:
         self.only_captured = only_captured
 
     @staticmethod
-    def _why_mixed(resolution: Resolution) -> Why | None:
+    def _why_mixed(resolution: Resolution) -> Fallback | None:
         """Return why a batch other than uniform decode has a lesser mode; None if it has not."""
         mode, why = resolution.mode, resolution.mixed_why
         if mode is NONE:
             return _MODE_NONE
         if why is not None or mode is not CUDAGraphMode.FULL_DECODE_ONLY:
             return why
-        return Why(Reason.MIXED_BATCH, f"mode {mode.name} has graphs for decode alone")
+        return Fallback(Reason.MIXED_BATCH, f"mode {mode.name} has graphs for decode alone")
 
     @property
     def only_captured(self) -> bool:
@@ -588,7 +588,7 @@ class CudagraphDispatcher:
                 return self._without_full(variant, unlisted, num_tokens, piecewise)
             tables = self._tables[variant]
         slot = self._find_full(tables, num_tokens, num_reqs, max_query_len, uniform_decode)
-        why: Why | None
+        why: Fallback | None
         if slot is not None:
             if full and slot.ready:
                 return slot.result
@@ -611,7 +611,7 @@ class CudagraphDispatcher:
         return _plain(num_tokens, why)
 
     def _without_full(
-        self, variant: Variant | None, why: Why | None, num_tokens: int, piecewise: bool
+        self, variant: Variant | None, why: Fallback | None, num_tokens: int, piecewise: bool
     ) -> Dispatched:
         """Dispatch a batch whose adapters and axes no FULL graph has."""
         assert why is not None
@@ -664,7 +664,7 @@ class CudagraphDispatcher:
         num_reqs: int | None,
         max_query_len: int | None,
         uniform_decode: bool,
-    ) -> Why | None:
+    ) -> Fallback | None:
         """Why no FULL graph serves the batch; None if none was asked for."""
         decode_why = self._resolution.decode_why
         if tables.mixed is not None:
@@ -682,9 +682,9 @@ class CudagraphDispatcher:
         if row is not None:
             return row.oversize
         detail = f"decode of {query_len} tokens a request; graphs: {self._lengths}"
-        return Why(Reason.QUERY_LENGTH, detail)
+        return Fallback(Reason.QUERY_LENGTH, detail)
 
 
-def _plain(num_tokens: int, why: Why) -> Dispatched:
+def _plain(num_tokens: int, why: Fallback) -> Dispatched:
     # index(): a scheduler may count in NumPy, and a descriptor wants whole numbers.
     return Dispatched(NONE, BatchDescriptor(operator.index(num_tokens)), why)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from cgcompile.descriptor import BatchDescriptor, allows_full
 from cgcompile.errors import BatchError, ConfigError
 from cgcompile.modes import AttentionCGSupport, CUDAGraphMode
-from cgcompile.reasons import Reason, Why
+from cgcompile.reasons import Fallback, Reason
 from cgcompile.settings import (
     LARGEST_TABLE,
     checked,
@@ -215,7 +215,7 @@ class Variants:
 
     def serving(
         self, has_lora: bool, active: int, extra: tuple[Any, ...]
-    ) -> tuple[Variant | None, Why | None]:
+    ) -> tuple[Variant | None, Fallback | None]:
         """Return the variant that serves a batch, and why it has no FULL graph, or no graph.
 
         A reason beside a variant: PIECEWISE graphs alone serve the batch.
@@ -224,7 +224,7 @@ class Variants:
         if loras is None:
             limit = max(self._lora.counts, default=0)
             detail = f"{active or 'some'} active LoRA adapters; graphs have at most {limit}"
-            return None, Why(Reason.UNLISTED_VARIANT, detail)
+            return None, Fallback(Reason.UNLISTED_VARIANT, detail)
         if type(extra) is not tuple or len(extra) != len(self.axes):
             raise BatchError.axes(extra=extra, names=[axis.name for axis in self.axes])
         values, why = [], None
@@ -234,7 +234,7 @@ class Variants:
             except LookupError:
                 graphs = ", ".join(map(repr, axis.values))
                 detail = f"axis {axis.name!r} is {value!r}; graphs have {graphs}"
-                why = Why(Reason.UNLISTED_VARIANT, detail)
+                why = Fallback(Reason.UNLISTED_VARIANT, detail)
                 if not axis.full_only:
                     return None, why
                 values.append(None)
@@ -263,11 +263,11 @@ class Resolution(NamedTuple):
     query_lens: tuple[int, ...]  # lengths of uniform decode that may take FULL graphs
     bounded: bool  # graphs for decode of several lengths, up to a bound, may be FULL
     # why batches other than uniform decode have a lesser mode than asked for, or None
-    mixed_why: Why | None = None
-    decode_why: Why | None = None  # why (some) decode batches have, or None
+    mixed_why: Fallback | None = None
+    decode_why: Fallback | None = None  # why (some) decode batches have, or None
 
     @property
-    def whys(self) -> tuple[Why, ...]:
+    def whys(self) -> tuple[Fallback, ...]:
         """The reasons of all lesser modes; empty if the mode is the wanted one."""
         return tuple(why for why in (self.mixed_why, self.decode_why) if why is not None)
 
@@ -304,10 +304,10 @@ def resolve_mode(
     wanted, mixed_why, decode_why = mode, None, None
     about = f"attention support is {support.name}" + (f" ({support_why})" if support_why else "")
     if mode is FULL and support is not _ALWAYS:
-        mixed_why = Why(Reason.ATTENTION_SUPPORT, f"{about}; FULL for any batch needs ALWAYS")
+        mixed_why = Fallback(Reason.ATTENTION_SUPPORT, f"{about}; FULL for any batch needs ALWAYS")
         mode = BOTH if piecewise else DECODE_ONLY
     elif mode is BOTH and not piecewise:
-        mixed_why = Why(
+        mixed_why = Fallback(
             Reason.NOT_PIECEWISE, "the model is neither compiled piecewise nor breakable"
         )
         mode = DECODE_ONLY
@@ -319,7 +319,7 @@ def resolve_mode(
         refused += ["mixed lengths"] if bounded and support is not _ALWAYS else []
         if refused:
             detail = f"{about}; no FULL graph for decode of {', '.join(refused)}"
-            decode_why = Why(Reason.ATTENTION_SUPPORT, detail)
+            decode_why = Fallback(Reason.ATTENTION_SUPPORT, detail)
         if not lengths and not (bounded and support is _ALWAYS):
             mode = PIECEWISE
     if mode is PIECEWISE and not piecewise:

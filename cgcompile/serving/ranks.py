@@ -28,7 +28,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import AgreementError
 from cgcompile.modes import CUDAGraphMode
-from cgcompile.reasons import Reason, Why
+from cgcompile.reasons import Fallback, Reason
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, allowed_modes
 from cgcompile.serving.plan import FULL, NONE, PIECEWISE
 from cgcompile.settings import require_kind
@@ -145,8 +145,8 @@ class Exchange:
 
 
 _MODES = (NONE, PIECEWISE, FULL)
-_IDLE = Why(Reason.EMPTY_BATCH, "this rank has no tokens; another one has")
-_OTHERS = Why(Reason.OTHER_RANK, "another rank can take no more than this")
+_IDLE = Fallback(Reason.EMPTY_BATCH, "this rank has no tokens; another one has")
+_OTHERS = Fallback(Reason.OTHER_RANK, "another rank can take no more than this")
 _BITS = 60  # flags in one number
 _WORD = (1 << _BITS) - 1
 _NO_LORA = -1

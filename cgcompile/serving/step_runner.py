@@ -42,7 +42,7 @@ from cgcompile.graphs.wrapper import (
     gradients_due,
     why_not_here,
 )
-from cgcompile.reasons import EXPECTED, Counters, Reason, Why
+from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.serving.batch import AllHooks, Batch, GraphHooks, Metadata
 from cgcompile.serving.buffers import OutputBuffers, Outputs, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, check_numbers
@@ -208,7 +208,7 @@ class StepRunner:
         self._baked: dict[BatchDescriptor, MetadataGuard] = {}
         self._sizes = (0, 0)  # of the step that runs, padded
         self.across: torch.Tensor | None = None
-        self.ran_plain: Why | None = None
+        self.ran_plain: Fallback | None = None
         found = capture_device(device, config.capture_device) if graphs else None
         self.pool = None if found is None else GraphPool(found)
         whole = Whole(model, self._whole)
@@ -315,7 +315,7 @@ class StepRunner:
             return None
         return self.full.entry_of(FULL, descriptor)
 
-    def _why_not_here(self) -> Why | None:
+    def _why_not_here(self) -> Fallback | None:
         """As of a wrapper; whether gradients are due in grad mode depends on the call."""
         return why_not_here(gradients=not self._inference_mode and torch.is_grad_enabled())
 
@@ -358,7 +358,7 @@ class StepRunner:
 
 
 _FLAGS = (bool, type(None))
-_WARMING = Why(Reason.WARMING, "the first step of a graph; the next one captures it")
+_WARMING = Fallback(Reason.WARMING, "the first step of a graph; the next one captures it")
 
 
 class CapturedGraphs:
@@ -450,7 +450,7 @@ class CapturedGraphs:
         *,
         agreed: bool,
         strict: bool,
-    ) -> tuple[Any, Why | None]:
+    ) -> tuple[Any, Fallback | None]:
         """Run a step on its graph; or capture that, after one warming step.
 
         Args:
@@ -481,14 +481,14 @@ class CapturedGraphs:
                 raise
             # Of a whole step nothing has run yet.
             self._dispatcher.refused(mode, descriptor, str(error).splitlines()[0])
-            why = Why(Reason.CAPTURE_FAILED, str(error).splitlines()[0])
+            why = Fallback(Reason.CAPTURE_FAILED, str(error).splitlines()[0])
             plain = BatchDescriptor(batch.num_tokens)
             return steps.step(batch, CUDAGraphMode.NONE, plain), why
         after = steps.counters
         if after.captures > before.captures:
             self.add(mode, descriptor)
         reasons = after.plain - before.plain
-        return result, next((Why(each, after.details[each]) for each in reasons), None)
+        return result, next((Fallback(each, after.details[each]) for each in reasons), None)
 
     def full(
         self, num_tokens: int, uniform: bool | None, loras: int, extra: tuple[Any, ...]

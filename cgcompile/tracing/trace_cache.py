@@ -22,7 +22,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.errors import RecompileError, TraceError
 from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
 from cgcompile.locks import new_lock
-from cgcompile.reasons import VARYING, Why, varying_number
+from cgcompile.reasons import VARYING, Fallback, varying_number
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.fast_path import ANOTHER, Turn
 from cgcompile.runtime.inputs import Frozen
@@ -153,7 +153,7 @@ def _held(tensor: torch.Tensor) -> torch.Tensor:
 _RESTARTS = 4  # of one trace, where a compiler requests them
 
 # Runs a call without a trace: (name, fallback, function) -> its result.
-RunPlain = Callable[[str, Why, Callable[[], Any]], Any]
+RunPlain = Callable[[str, Fallback, Callable[[], Any]], Any]
 
 # Compiles a graph: (graph, its example inputs, how many trailing inputs are frozen) -> callable.
 Compile = Callable[[fx.GraphModule, list[Any], int], Callable[..., Any]]
@@ -336,7 +336,7 @@ class Traces:
                     return variant
         return self._made(args, kwargs, [each for each in dims if each not in small])
 
-    def _varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Why | None:
+    def _varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fallback | None:
         """Return the fallback of a call that differs from all traces in a number alone.
 
         That is, ``VARYING`` such traces have served one call only. A number that recurs that often
