@@ -137,7 +137,7 @@ def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     }
     private = found["private"]
     assert len(private) > 80
-    assert private["torch._dynamo.guards"] is True
+    assert private["torch._dynamo.guards.CheckFunctionManager"] is True
     assert main(["env"]) == 0
     out = capsys.readouterr().out
     assert f"cgcompile: {cgcompile.__version__}\n" in out

@@ -7,7 +7,38 @@ observes, and changes nothing.
 """
 
 from cgcompile.debug.bisect import Bisection, bisect
+from cgcompile.debug.compare import Difference
 from cgcompile.debug.coverage import Coverage, coverage
+from cgcompile.debug.doctor import Diagnosis, doctor
 from cgcompile.debug.explain import Explanation, explain
+from cgcompile.debug.findings import Finding
+from cgcompile.debug.profile import Profile, profile, timeline
 from cgcompile.debug.report import Overview, report
 from cgcompile.debug.verify import Check, Verification, verify
+from cgcompile.graphs.profiling import tracing_ranges
+from cgcompile.graphs.timeline import CaptureRecord
+from cgcompile.reasons import Counters
+
+__all__ = [
+    "Bisection",
+    "CaptureRecord",
+    "Check",
+    "Counters",
+    "Coverage",
+    "Diagnosis",
+    "Difference",
+    "Explanation",
+    "Finding",
+    "Overview",
+    "Profile",
+    "Verification",
+    "bisect",
+    "coverage",
+    "doctor",
+    "explain",
+    "profile",
+    "report",
+    "timeline",
+    "tracing_ranges",
+    "verify",
+]

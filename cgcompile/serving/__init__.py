@@ -4,6 +4,7 @@ Reaches capture through ``cgcompile.graphs`` alone, so that all of it works on a
 never compiled. Sizes, dispatcher and statistics are plain Python: they need no torch.
 """
 
+from cgcompile.graphs.pinned_buffers import HostStaging
 from cgcompile.serving.batch import Batch, GraphHooks, Metadata
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, is_uniform_decode
@@ -34,6 +35,7 @@ __all__ = [
     "FittedSizes",
     "GraphHooks",
     "GraphMemory",
+    "HostStaging",
     "InputBuffer",
     "LoraCases",
     "MemoryPlan",

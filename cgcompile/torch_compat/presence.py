@@ -25,6 +25,7 @@ PRIVATE_NAMES: tuple[tuple[str, str, str], ...] = (
     ("torch._C", "_cuda_getCurrentRawStream _cuda_getCurrentStream _cuda_getDevice", _ALL),
     ("torch._C", "_cuda_isCurrentStreamCapturing _cuda_memorySnapshot _cuda_setStream", _ALL),
     ("torch._C", "_cuda_endAllocateToPool _cuda_releasePool", "2.11"),
+    ("torch._C", "_host_emptyCache", _ALL),
     ("torch._C", "_current_graph_task_id _dispatch_get_all_op_names", _ALL),
     ("torch._C", "_get_sdp_priority_order _is_any_autocast_enabled _set_grad_enabled", _ALL),
     ("torch._C", "_set_storage_data_ptr_access_error_msg", _ALL),
@@ -40,7 +41,7 @@ PRIVATE_NAMES: tuple[tuple[str, str, str], ...] = (
     ("torch._dynamo.eval_frame", "OptimizedModule innermost_backend set_enable_dynamic", _ALL),
     ("torch._dynamo.exc", "RestartAnalysis SkipFrame TensorifyScalarRestartAnalysis", _ALL),
     ("torch._dynamo.exc", "TorchDynamoException", _ALL),
-    ("torch._dynamo.guards", "CheckFunctionManager", _ALL),
+    ("torch._dynamo.guards", "CheckFunctionManager GuardManagerWrapper", _ALL),
     ("torch._dynamo.source", "ConstantSource", _ALL),
     ("torch._dynamo.symbolic_convert", "TensorifyState", _ALL),
     ("torch._dynamo.utils", "CleanupHook counters dynamo_timed get_metrics_context", _ALL),
@@ -98,6 +99,7 @@ PRIVATE_ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("a module of settings", "_config", _ALL),
     ("CheckFunctionManager", "_weakrefs", _ALL),
     ("the metrics context of Dynamo", "_metrics", _ALL),
+    ("inspect, of Python", "_shadowed_dict_from_mro_tuple", _ALL),
 )
 
 
