@@ -552,7 +552,7 @@ class CaptureError(CGCompileError, RuntimeError):
         "the capture ended with unjoined work: a stream that forked from the capturing one is not "
         "joined, so nothing says when a replay may go on.",
         "Join it within forward, and before each break: "
-        "torch.cuda.current_stream().wait_stream(side). cgcompile.doctor names the line.",
+        "torch.cuda.current_stream().wait_stream(side). cgcompile.debug.doctor names the line.",
     )
     swallowed = Template(
         "capture of {what}: {name} raised {error:type}, and the program went on: what came after "

@@ -16,13 +16,13 @@ def marked_line(code: Any, marker: str) -> int:
     return found[0]
 
 
-def examine(model: Any, *args: Any, **more: Any) -> cgcompile.Diagnosis:
+def examine(model: Any, *args: Any, **more: Any) -> cgcompile.debug.Diagnosis:
     with torch.inference_mode():
-        return cgcompile.doctor(model, *args, **more)
+        return cgcompile.debug.doctor(model, *args, **more)
 
 
 def found(
-    diagnosis: cgcompile.Diagnosis, kind: str, code: Any, marker: str
+    diagnosis: cgcompile.debug.Diagnosis, kind: str, code: Any, marker: str
 ) -> cgcompile.debug.findings.Finding:
     """The one finding of a kind on the marked line."""
     line = marked_line(code, marker)
@@ -34,5 +34,5 @@ def found(
     return alike[0]
 
 
-def worse_than_notes(diagnosis: cgcompile.Diagnosis) -> list[str]:
+def worse_than_notes(diagnosis: cgcompile.debug.Diagnosis) -> list[str]:
     return [str(each) for each in diagnosis.findings if each.severity != "note"]

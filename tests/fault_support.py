@@ -7,8 +7,8 @@ from typing import Any
 
 from doctor_support import marked_line
 
-from cgcompile import BatchDescriptor, CUDAGraphMode, Diagnosis, set_forward_context
-from cgcompile.debug import compare, findings
+from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
+from cgcompile.debug import Diagnosis, compare, findings
 
 ROWS = 6
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE

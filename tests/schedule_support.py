@@ -27,12 +27,12 @@ from cgcompile import (
     CompilationConfig,
     CUDAGraphMode,
     SplittingOp,
-    allow_capture,
     set_forward_context,
 )
 from cgcompile.context import current_forward_context
 from cgcompile.descriptor import allows_full
 from cgcompile.errors import AddressChangedError, CaptureError, DispatchError, HostValueChangedError
+from cgcompile.graphs import allow_capture
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.reasons import EXPECTED, Counters, Reason
 

@@ -10,20 +10,17 @@ from torch import nn
 import cgcompile
 from cgcompile import (
     BatchDescriptor,
-    Boundaries,
     BreakableCUDAGraphCapture,
     BreakableCUDAGraphWrapper,
     CompilationConfig,
-    CudagraphDispatcher,
     CudaGraphManager,
     CUDAGraphMode,
     CUDAGraphWrapper,
-    HostStaging,
     SplittingOp,
     capture_all,
     eager_break_during_capture,
-    get_cudagraph_sizes,
 )
+from cgcompile.boundaries import Boundaries
 from cgcompile.encoder import EncoderCudaGraphManager
 from cgcompile.errors import (
     AgreementError,
@@ -40,11 +37,14 @@ from cgcompile.serving import (
     Agreement,
     Axis,
     Batch,
+    CudagraphDispatcher,
     GraphHooks,
+    HostStaging,
     InputBuffer,
     LoraCases,
     StaticInputs,
     checked_sizes,
+    get_cudagraph_sizes,
     padding_share,
 )
 
@@ -197,7 +197,7 @@ CALLS = {
     "agreement": (lambda: Agreement(3), ConfigError),
     "agreement, group": (lambda: Agreement(dispatcher(), 3), ConfigError),
     "agreement without ranks": (lambda: Agreement(dispatcher()), AgreementError),
-    "ranges": (lambda: cgcompile.tracing_ranges("x").__enter__(), ConfigError),
+    "ranges": (lambda: cgcompile.debug.tracing_ranges("x").__enter__(), ConfigError),
     "a captured graph": (lambda: dispatcher().captured(FULL, [1]), BatchError),
 }
 
@@ -312,7 +312,7 @@ def test_tables_are_bounded(number: int) -> None:
 def test_flags_are_booleans() -> None:
     for call in (
         lambda: cgcompile.DynamicDim("x"),
-        lambda: cgcompile.allow_capture("no"),
+        lambda: cgcompile.graphs.allow_capture("no"),
         lambda: cgcompile.CUDAGraphOptions(gc_disable="no"),
         lambda: dispatcher().dispatch(2, 2, uniform_decode=float("nan")),
         lambda: dispatcher().dispatch(2, float("nan")),

@@ -161,7 +161,7 @@ def explanation() -> Any:
 
 @functools.cache
 def overview() -> Any:
-    return cgcompile.report(manager())
+    return cgcompile.debug.report(manager())
 
 
 @functools.cache
@@ -221,9 +221,12 @@ CALLS: dict[str, Valid] = {
     "Backend.capture": lambda: (backend().capture, {"step": lambda batch: None, "batches": []}),
     "Backend.invalidate": lambda: (backend().invalidate, {"reason": "other weights"}),
     "BatchDescriptor": lambda: (cgcompile.BatchDescriptor, {"num_tokens": 2}),
-    "Boundaries": lambda: (cgcompile.Boundaries, {"entries": ("aten::mm",)}),
-    "Boundaries.match": lambda: (cgcompile.Boundaries().match, {"node": first_node()}),
-    "Boundaries.match_call": lambda: (cgcompile.Boundaries().match_call, {"function": len}),
+    "Boundaries": lambda: (cgcompile.boundaries.Boundaries, {"entries": ("aten::mm",)}),
+    "Boundaries.match": lambda: (cgcompile.boundaries.Boundaries().match, {"node": first_node()}),
+    "Boundaries.match_call": lambda: (
+        cgcompile.boundaries.Boundaries().match_call,
+        {"function": len},
+    ),
     "BreakableCUDAGraphCapture": lambda: (cgcompile.BreakableCUDAGraphCapture, {"device": "cpu"}),
     "BreakableCUDAGraphCapture.add_eager": lambda: (added, {"function": lambda: None}),
     "BreakableCUDAGraphWrapper": lambda: (
@@ -241,14 +244,14 @@ CALLS: dict[str, Valid] = {
         cgcompile.compile(MODEL, CONFIG).invalidate,
         {"reason": "other weights"},
     ),
-    "Counters": lambda: (cgcompile.Counters, {}),
+    "Counters": lambda: (cgcompile.debug.Counters, {}),
     "Bisection.to_json": lambda: (
-        cgcompile.Bisection("m", "", (), "", None, (), 0).to_json,
+        cgcompile.debug.Bisection("m", "", (), "", None, (), 0).to_json,
         {},
     ),
-    "Difference.to_json": lambda: (cgcompile.Difference().to_json, {}),
-    "Finding.to_json": lambda: (cgcompile.Finding("k", "note", "m", "f", "-").to_json, {}),
-    "Profile.to_json": lambda: (cgcompile.Profile().to_json, {}),
+    "Difference.to_json": lambda: (cgcompile.debug.Difference().to_json, {}),
+    "Finding.to_json": lambda: (cgcompile.debug.Finding("k", "note", "m", "f", "-").to_json, {}),
+    "Profile.to_json": lambda: (cgcompile.debug.Profile().to_json, {}),
     "Coverage.to_json": lambda: (cgcompile.coverage(manager()).to_json, {}),
     "CudaGraphManager": lambda: (
         serving.CudaGraphManager,
@@ -306,16 +309,16 @@ CALLS: dict[str, Valid] = {
         {"mode": FULL, "descriptor": DESCRIPTOR, "why": "no memory"},
     ),
     "Diagnosis.of": lambda: (
-        cgcompile.Diagnosis.of,
+        cgcompile.debug.Diagnosis.of,
         {"model": "m", "device": "cpu", "findings": []},
     ),
-    "Diagnosis.of_error": lambda: (cgcompile.Diagnosis.of_error, {"error": ValueError("x")}),
-    "Diagnosis.of_kind": lambda: (cgcompile.Diagnosis("m", "cpu").of_kind, {"kind": "sync"}),
+    "Diagnosis.of_error": lambda: (cgcompile.debug.Diagnosis.of_error, {"error": ValueError("x")}),
+    "Diagnosis.of_kind": lambda: (cgcompile.debug.Diagnosis("m", "cpu").of_kind, {"kind": "sync"}),
     "Diagnosis.to_html": lambda: (
-        cgcompile.Diagnosis("m", "cpu").to_html,
+        cgcompile.debug.Diagnosis("m", "cpu").to_html,
         {"path": f"{folder()}/page.html"},
     ),
-    "Diagnosis.to_json": lambda: (cgcompile.Diagnosis("m", "cpu").to_json, {}),
+    "Diagnosis.to_json": lambda: (cgcompile.debug.Diagnosis("m", "cpu").to_json, {}),
     "DynamicDim": lambda: (cgcompile.DynamicDim, {"dim": 0, "name": "tokens"}),
     "EncoderCudaGraphConfig": lambda: (
         encoder.EncoderCudaGraphConfig,
@@ -345,9 +348,9 @@ CALLS: dict[str, Valid] = {
     "Explanation.to_html": lambda: (explanation().to_html, {"path": f"{folder()}/page.html"}),
     "Explanation.to_json": lambda: (explanation().to_json, {}),
     "ForwardContext": lambda: (cgcompile.ForwardContext, {}),
-    "HostStaging": lambda: (cgcompile.HostStaging, {"buffer": torch.zeros(4)}),
+    "HostStaging": lambda: (cgcompile.serving.HostStaging, {"buffer": torch.zeros(4)}),
     "HostStaging.fill": lambda: (
-        cgcompile.HostStaging(torch.zeros(4)).fill,
+        cgcompile.serving.HostStaging(torch.zeros(4)).fill,
         {"rows": torch.ones(2)},
     ),
     "Overview.to_html": lambda: (overview().to_html, {"path": f"{folder()}/page.html"}),
@@ -358,13 +361,13 @@ CALLS: dict[str, Valid] = {
         {"device_type": "cpu"},
     ),
     "Verification.to_html": lambda: (
-        cgcompile.Verification("m", ()).to_html,
+        cgcompile.debug.Verification("m", ()).to_html,
         {"path": f"{folder()}/page.html"},
     ),
-    "Verification.to_json": lambda: (cgcompile.Verification("m", ()).to_json, {}),
-    "allow_capture": lambda: (entered(cgcompile.allow_capture), {"allowed": True}),
+    "Verification.to_json": lambda: (cgcompile.debug.Verification("m", ()).to_json, {}),
+    "allow_capture": lambda: (entered(cgcompile.graphs.allow_capture), {"allowed": True}),
     "bisect": lambda: (
-        cgcompile.bisect,
+        cgcompile.debug.bisect,
         {"model": MODEL, "inputs": (X,), "config": CONFIG, "sets": 1},
     ),
     "capture_all": lambda: (
@@ -373,28 +376,31 @@ CALLS: dict[str, Valid] = {
     ),
     "compile": lambda: (cgcompile.compile, {"model": MODEL, "config": CONFIG}),
     "coverage": lambda: (cgcompile.coverage, {"model": manager()}),
-    "doctor": lambda: (cgcompile.doctor, {"model": MODEL, "*": X, "config": CONFIG}),
+    "doctor": lambda: (cgcompile.debug.doctor, {"model": MODEL, "*": X, "config": CONFIG}),
     "eager_break_during_capture": lambda: (
         cgcompile.eager_break_during_capture,
         {"function": lambda: None},
     ),
     "explain": lambda: (cgcompile.explain, {"model": MODEL, "*": X, "config": CONFIG}),
     "get_cudagraph_sizes": lambda: (
-        cgcompile.get_cudagraph_sizes,
+        cgcompile.serving.get_cudagraph_sizes,
         {"capture_sizes": (2, 4), "max_num_reqs": 4, "max_num_tokens": 8, "cudagraph_mode": FULL},
     ),
     "GraphPool": lambda: (cgcompile.GraphPool, {"device": "cpu"}),
     "override_forward_context": lambda: (
-        entered(cgcompile.override_forward_context),
+        entered(cgcompile.context.override_forward_context),
         {"context": cgcompile.ForwardContext()},
     ),
-    "profile": lambda: (entered(cgcompile.profile), {"target": manager()}),
-    "report": lambda: (cgcompile.report, {"target": manager(), "path": f"{folder()}/page.html"}),
+    "profile": lambda: (entered(cgcompile.debug.profile), {"target": manager()}),
+    "report": lambda: (
+        cgcompile.debug.report,
+        {"target": manager(), "path": f"{folder()}/page.html"},
+    ),
     "runtime": lambda: (cgcompile.runtime, {"compiled": torch.compile(MODEL, backend=backend())}),
     "set_forward_context": lambda: (entered(cgcompile.set_forward_context), {}),
-    "timeline": lambda: (cgcompile.timeline, {"target": manager()}),
+    "timeline": lambda: (cgcompile.debug.timeline, {"target": manager()}),
     "tracing_ranges": lambda: (
-        entered(cgcompile.tracing_ranges),
+        entered(cgcompile.debug.tracing_ranges),
         {"push": len, "pop": lambda: None},
     ),
     "update_weights": lambda: (
@@ -472,7 +478,7 @@ CALLS: dict[str, Valid] = {
     "check_disabled": lambda: (passes.check_disabled, {"disabled": (), "theirs": ()}),
     "split_graph": lambda: (
         passes.split_graph,
-        {"gm": graph(), "boundaries": cgcompile.Boundaries()},
+        {"gm": graph(), "boundaries": cgcompile.boundaries.Boundaries()},
     ),
 }
 
@@ -578,7 +584,7 @@ def modes() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         gc.isenabled(),
-        cgcompile.is_forward_context_available(),
+        cgcompile.context.is_forward_context_available(),
         MODEL(X).requires_grad,
     )
 
@@ -652,5 +658,7 @@ def test_steps_check_no_annotations(monkeypatch: pytest.MonkeyPatch) -> None:
     tower.execute(IMAGES)
     assert target.dispatcher.is_captured(FULL, target.dispatched(batch).descriptor)
     assert called == []
-    cgcompile.Boundaries().match(first_node())  # a checked method, so that this test can fail
+    cgcompile.boundaries.Boundaries().match(
+        first_node()
+    )  # a checked method, so that this test can fail
     assert called[-1:] == ["Boundaries.match"]

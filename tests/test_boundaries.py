@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from cases import library, soft
 from torch import fx
 
-from cgcompile import AttentionCGSupport, Boundaries, SplittingOp, eager_region
+from cgcompile import AttentionCGSupport, SplittingOp, eager_region
+from cgcompile.boundaries import Boundaries
 from cgcompile.errors import BoundaryError
 
 

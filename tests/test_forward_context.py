@@ -18,10 +18,9 @@ from cgcompile import (
     CUDAGraphMode,
     ForwardContext,
     get_forward_context,
-    is_forward_context_available,
-    override_forward_context,
     set_forward_context,
 )
+from cgcompile.context import is_forward_context_available, override_forward_context
 from cgcompile.errors import BatchError, ForwardContextError
 
 

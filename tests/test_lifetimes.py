@@ -89,7 +89,7 @@ class Subject:
         found = self(size)
         assert_same(found, self.model(self.buffers[size].clone()))
 
-    def capture(self, sizes: Any = SIZES, check: bool = True) -> cgcompile.BulkCapture:
+    def capture(self, sizes: Any = SIZES, check: bool = True) -> cgcompile.graphs.BulkCapture:
         run = self.check if check else self
         if self.compiled:
             return self.target.capture(run, sizes)

@@ -48,7 +48,7 @@ Item = tuple[int, int]
 
 @dataclass(frozen=True)
 class Bisection(Result):
-    """What :func:`cgcompile.bisect` found; ``print`` it.
+    """What :func:`cgcompile.debug.bisect` found; ``print`` it.
 
     Attributes:
         subject: what was looked at.

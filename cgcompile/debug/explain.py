@@ -236,7 +236,7 @@ class ModeReport:
 
     Attributes:
         asked: the ``cudagraph_mode`` of the settings.
-        result: what :class:`cgcompile.CudagraphDispatcher` makes of it for such boundaries.
+        result: what :class:`cgcompile.serving.CudagraphDispatcher` makes of it for such boundaries.
         without_context: the runtime mode of a call without a forward context.
         support: how far the least able boundary goes into a FULL graph; None if nothing was traced.
         lost: why ``result`` is less than was asked for; empty if it is not.

@@ -1,4 +1,4 @@
-"""One thing that :func:`cgcompile.doctor` found, as a value: :class:`Finding`.
+"""One thing that :func:`cgcompile.debug.doctor` found, as a value: :class:`Finding`.
 
 What to do about each kind of finding, and how bad it is: :func:`finding`.
 
@@ -92,8 +92,8 @@ _ADVICE: dict[str, Advice] = {
         "model.to(...), or copy it into a buffer on the device before the step."
     ),
     "device_copy": Advice(
-        "Copy before the step, into a buffer that stays (cgcompile.HostStaging does it from "
-        "pinned memory); make constants in __init__ and register_buffer them."
+        "Copy before the step, into a buffer that stays (cgcompile.serving.HostStaging does it "
+        "from pinned memory); make constants in __init__ and register_buffer them."
     ),
     "other_device": Advice(
         "Put all of the model on one device, or compile the part of each device on its own."

@@ -199,7 +199,7 @@ def profile(
 
     ::
 
-        with cgcompile.profile(model) as found:
+        with cgcompile.debug.profile(model) as found:
             for batch in batches:
                 model(batch)
         print(found)

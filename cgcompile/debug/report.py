@@ -1,4 +1,4 @@
-"""``cgcompile.report(model, path)``: one page about a model that runs. It looks, changes nothing.
+"""One HTML page about a model that runs: :func:`report`. Read-only.
 
 Pieces come from the split of each compiled graph, recorded steps and their times from what captured
 them, batches from the statistics of managers, settings from the configuration, versions from the
@@ -111,7 +111,7 @@ class Count(NamedTuple):
 
 @dataclass(frozen=True)
 class CountersReport:
-    """What all calls did: as :class:`cgcompile.Counters`, as plain values."""
+    """What all calls did: as :class:`cgcompile.debug.Counters`, as plain values."""
 
     calls: int
     captures: int

@@ -506,7 +506,9 @@ def _verify_located(
         subject.outcome(subject.call, call)
     if watcher.differences:
         return replace(watcher.differences[0][1], inputs=number)
-    detail = "the uncompiled pieces give it as well: a pass or the trace; cgcompile.bisect tells"
+    detail = (
+        "the uncompiled pieces give it as well: a pass or the trace; cgcompile.debug.bisect tells"
+    )
     return located("tracing", difference, real_rows(), Difference(detail=detail), number)
 
 

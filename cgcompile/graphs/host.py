@@ -168,7 +168,7 @@ class HostPool:
         return tensor.untyped_storage()
 
 
-# -------------------------------------------------------------- rules, also for cgcompile.doctor
+# -------------------------------------------------------------- rules, also for debug.doctor
 
 aten = torch.ops.aten
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}

@@ -23,7 +23,8 @@ from host_time import Decoder, attention, define_attention
 from rivals.timing import memory
 
 import cgcompile
-from cgcompile import BatchDescriptor, BulkCapture, CUDAGraphMode, set_forward_context
+from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
+from cgcompile.graphs import BulkCapture
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 128, 160, 192, 224, 256)
 

@@ -34,6 +34,7 @@ from rivals.decoder import OP, Decoder, Dims, Steps, make_decoder
 from torch import nn
 
 import cgcompile
+from cgcompile.compile import CompiledModel
 from cgcompile.tracing.trace_cache import Rules, Traces
 
 WAYS = (
@@ -109,7 +110,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     compiled = counted["inductor"]["fxgraph_cache_miss"]
     compiled += counted["aot_autograd"]["autograd_cache_miss"]
     row: dict[str, Any] = {"total": total, "difference": largest, "compiled": compiled}
-    if isinstance(call, cgcompile.CompiledModel):
+    if isinstance(call, CompiledModel):
         row["about"] = str(call.traces[0].start)
     return row
 

@@ -11,7 +11,7 @@ loop without any bookkeeping: through the dispatcher, or the op's Python functio
 (``impl``). Each row is interleaved with its floor, in bursts of steps that do not wait for the
 device, which is idle before each burst; medians of the time of a step are compared. Rows:
 
-* ``sequence``: what a replay runs, alone: :class:`cgcompile.GraphSequence`;
+* ``sequence``: what a replay runs, alone: :class:`cgcompile.graphs.GraphSequence`;
 * ``compiled graph``: what ``torch.compile`` calls, with the forward context, the guards and a look
   at the address of every weight; the context is made once and entered for each step;
 * ``with a new context``: the same, the forward context made for each step;

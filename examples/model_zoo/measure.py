@@ -262,7 +262,7 @@ def named(error: BaseException) -> str:
     kind, text = type(found).__name__, lines[0].strip() if lines else ""
     where = ""
     if isinstance(found, CaptureError) or _in_capture(error):
-        (finding,) = cgcompile.Diagnosis.of_error(found).findings
+        (finding,) = cgcompile.debug.Diagnosis.of_error(found).findings
         places = [finding.op] if finding.op not in ("-", "") else []
         places += [finding.source.where] if finding.source is not None else []
         where = f"{' at '.join(places)}: " if places else ""

@@ -30,16 +30,11 @@ from verify_support import (
 )
 
 import cgcompile
-from cgcompile import (
-    BatchDescriptor,
-    BreakableCUDAGraphWrapper,
-    CUDAGraphMode,
-    bisect,
-    set_forward_context,
-)
+from cgcompile import BatchDescriptor, BreakableCUDAGraphWrapper, CUDAGraphMode, set_forward_context
 from cgcompile import (
     torch_compat as compat,
 )
+from cgcompile.debug import bisect
 from cgcompile.debug.bisect import minimal
 from cgcompile.debug.compare import Tolerance
 from cgcompile.debug.locate import PieceMode, run_step

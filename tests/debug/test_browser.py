@@ -31,7 +31,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for size in (2, 2, 2, 5, 5):
             model(torch.randn(size, 4))
     path = tmp_path_factory.mktemp("page") / "report.html"
-    cgcompile.report(model, path)
+    cgcompile.debug.report(model, path)
     return path
 
 

@@ -9,7 +9,7 @@ from doctor_support import examine
 from expecttest import assert_expected_inline
 from torch import nn
 
-from cgcompile import Diagnosis
+from cgcompile.debug import Diagnosis
 from cgcompile.debug.findings import Finding
 
 

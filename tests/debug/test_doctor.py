@@ -120,7 +120,7 @@ class OnMeta(nn.Module):
         return rows * self.scale, x[place], moved, longest
 
 
-def on_meta() -> cgcompile.Diagnosis:
+def on_meta() -> cgcompile.debug.Diagnosis:
     return examine(OnMeta(), torch.ones(6, 4, device="meta"), torch.tensor([2, 3]))
 
 

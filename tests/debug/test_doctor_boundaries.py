@@ -168,11 +168,11 @@ def test_another_stream() -> None:
 
     x = torch.ones(2)
     notes = Notes(Way.SPLIT, _call.__code__)
-    boundaries, memory = cgcompile.Boundaries(), Snapshot([x])
+    boundaries, memory = cgcompile.boundaries.Boundaries(), Snapshot([x])
     case = Case(notes, boundaries, x.device, memory, lambda: stream[0])
     with Watch(case):
         model(x)
-    assert found(cgcompile.Diagnosis.of("model", "cpu", notes), "side_stream", model, "side")
+    assert found(cgcompile.debug.Diagnosis.of("model", "cpu", notes), "side_stream", model, "side")
     assert len(list(notes)) == 1
 
 
@@ -282,7 +282,7 @@ def test_attention_of_torch_is_registered() -> None:
 
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
         with mode():
-            diagnosis = cgcompile.doctor(Dense(), torch.randn(2, 4, 8))
+            diagnosis = cgcompile.debug.doctor(Dense(), torch.randn(2, 4, 8))
         assert not worse_than_notes(diagnosis), str(diagnosis)
         assert diagnosis.findings == ()
 

@@ -8,8 +8,9 @@ from doctor_support import found, marked_line
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, CUDAGraphMode, Diagnosis
+from cgcompile import BatchDescriptor, CUDAGraphMode
 from cgcompile.config import CompilationConfig
+from cgcompile.debug import Diagnosis
 from cgcompile.errors import AddressChangedError, CaptureError, DispatchError
 
 
@@ -102,7 +103,7 @@ def test_a_capture_that_fell_back(hidden: None) -> None:
             assert torch.equal(model(x), torch.full((3,), 3.0))
     assert backend.counters.replays == 0
     for asked in (backend, model):
-        diagnosis = cgcompile.doctor(asked)
+        diagnosis = cgcompile.debug.doctor(asked)
         (seen,) = diagnosis.findings
         assert (seen.kind, seen.op) == ("host_sync", "aten.item.default")
         assert seen.source.line == marked_line(longest, "inside")
@@ -128,7 +129,7 @@ def test_other_reasons_of_a_handle() -> None:
         for size in (2, 3, 4):
             for _ in range(3):
                 model(torch.ones(size))
-    (seen,) = cgcompile.doctor(backend).findings
+    (seen,) = cgcompile.debug.doctor(backend).findings
     assert (seen.kind, seen.severity, seen.count) == ("too_many_shapes", "break", 6)
     assert "max_captured_shapes" in seen.fix
 
@@ -138,7 +139,7 @@ def test_a_wrapper_that_did_well_has_nothing_to_say() -> None:
         nn.ReLU(), CompilationConfig(capture_device="host"), CUDAGraphMode.FULL, name="relu"
     )
     capture(model, torch.ones(2))
-    assert str(cgcompile.doctor(model)) == "relu: nothing found"
+    assert str(cgcompile.debug.doctor(model)) == "relu: nothing found"
 
 
 def test_errors_that_are_not_ours() -> None:

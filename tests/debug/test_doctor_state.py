@@ -83,7 +83,7 @@ def test_nothing_is_changed(device: str, mode) -> None:
     x_before, out_before = x.clone(), out.clone()
     random = generators.get_rng_state()
     with mode():
-        diagnosis = cgcompile.doctor(model, x, out)
+        diagnosis = cgcompile.debug.doctor(model, x, out)
     assert diagnosis.of_kind("growing_state")
     assert torch.equal(generators.get_rng_state(), random)
     assert torch.equal(x, x_before)
@@ -269,15 +269,15 @@ def test_grad_mode() -> None:
         def forward(self, x):  # <forward>
             return x * self.scale
 
-    diagnosis = cgcompile.doctor(Scales(), torch.ones(2))
+    diagnosis = cgcompile.debug.doctor(Scales(), torch.ones(2))
     seen = found(diagnosis, "gradients", Scales.forward, "forward")
     assert (seen.op, seen.severity) == ("self.scale", "break")
     frozen = Scales().requires_grad_(False)
-    assert cgcompile.doctor(frozen, torch.ones(2)).findings == ()
-    (seen,) = cgcompile.doctor(frozen, torch.ones(2, requires_grad=True)).findings
+    assert cgcompile.debug.doctor(frozen, torch.ones(2)).findings == ()
+    (seen,) = cgcompile.debug.doctor(frozen, torch.ones(2, requires_grad=True)).findings
     assert (seen.kind, seen.op) == ("gradients", "input 0")
     with torch.no_grad():
-        assert cgcompile.doctor(Scales(), torch.ones(2)).findings == ()
+        assert cgcompile.debug.doctor(Scales(), torch.ones(2)).findings == ()
 
 
 def test_weights_of_inference_mode() -> None:
@@ -286,10 +286,10 @@ def test_weights_of_inference_mode() -> None:
         model, frozen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
     x = torch.ones(1, 2)
     assert examine(model, x).findings == ()
-    assert cgcompile.doctor(frozen, x).findings == ()
+    assert cgcompile.debug.doctor(frozen, x).findings == ()
     with torch.no_grad():
-        assert cgcompile.doctor(model, x).findings == ()
-    seen = cgcompile.doctor(frozen, x.requires_grad_())
+        assert cgcompile.debug.doctor(model, x).findings == ()
+    seen = cgcompile.debug.doctor(frozen, x.requires_grad_())
     assert [each.kind for each in seen.findings] == ["inference_tensor", "gradients"]
     assert "cannot be saved for backward" in seen.findings[0].message
     assert not seen.ok

@@ -73,7 +73,7 @@ def test_a_piece_and_its_values() -> None:
     assert (totals.static.traced, totals.crossing.traced) == (weights, sum_of(found))
 
 
-def sum_of(found: cgcompile.Explanation) -> int:
+def sum_of(found: cgcompile.debug.Explanation) -> int:
     return sum(piece.bytes_out.traced for piece in found.pieces)
 
 

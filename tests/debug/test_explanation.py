@@ -64,7 +64,9 @@ def with_support(support: AttentionCGSupport, **more: Any) -> CompilationConfig:
 def test_the_mode_is_the_one_of_the_dispatcher(support: AttentionCGSupport, mode: str) -> None:
     asked = cgcompile.CUDAGraphMode[mode]
     found = explain(Decoder(1), inputs(), config=with_support(support, cudagraph_mode=mode)).modes
-    dispatcher = cgcompile.CudagraphDispatcher(asked, [1, 2], max_num_reqs=2, support=support)
+    dispatcher = cgcompile.serving.CudagraphDispatcher(
+        asked, [1, 2], max_num_reqs=2, support=support
+    )
     assert (found.asked, found.result) == (mode, dispatcher.mode.name)
     assert [why.reason for why in found.lost] == [w.reason.value for w in dispatcher.degraded]
     assert found.support == support.name

@@ -16,14 +16,8 @@ from torch import nn
 from verify_support import Workspace, attention, built, config, rows
 
 import cgcompile
-from cgcompile import (
-    BreakableCUDAGraphWrapper,
-    CUDAGraphWrapper,
-    Diagnosis,
-    bisect,
-    explain,
-    verify,
-)
+from cgcompile import BreakableCUDAGraphWrapper, CUDAGraphWrapper, explain, verify
+from cgcompile.debug import Diagnosis, bisect
 from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
 from cgcompile.reasons import Reason
 

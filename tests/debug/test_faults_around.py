@@ -15,7 +15,8 @@ from torch import nn
 from verify_support import config, rows
 
 import cgcompile
-from cgcompile import Backend, BatchDescriptor, CUDAGraphWrapper, Diagnosis, bisect
+from cgcompile import Backend, BatchDescriptor, CUDAGraphWrapper
+from cgcompile.debug import Diagnosis, bisect
 from cgcompile.errors import AddressChangedError, AgreementError, CaptureError, DispatchError
 from cgcompile.reasons import Reason
 from cgcompile.serving.ranks import Agreement
@@ -184,10 +185,10 @@ def test_a_dynamic_cache() -> None:
                 compiled(x, cache)
         return backend
 
-    (seen,) = cgcompile.doctor(served(DynamicCache())).findings
+    (seen,) = cgcompile.debug.doctor(served(DynamicCache())).findings
     assert (seen.kind, "StaticCache" in seen.message) == (Reason.GROWING_STATE.value, True)
     backend = served(static)
-    assert cgcompile.doctor(backend).findings == ()
+    assert cgcompile.debug.doctor(backend).findings == ()
     assert backend.counters.replays >= 4
 
 
@@ -210,8 +211,8 @@ def test_a_buffer_that_was_made_in_inference_mode() -> None:
     with torch.inference_mode():
         model = Steps()
     with torch.no_grad():
-        diagnosis = cgcompile.doctor(model, x)
-        assert cgcompile.doctor(Steps(), x).findings == ()
+        diagnosis = cgcompile.debug.doctor(model, x)
+        assert cgcompile.debug.doctor(Steps(), x).findings == ()
         with pytest.raises(RuntimeError, match="outside InferenceMode") as caught:
             model(x)
     assert found(diagnosis, "inference_tensor", Steps.forward, "write").severity == "error"
@@ -233,6 +234,9 @@ def test_grad_mode_after_a_capture_in_inference_mode() -> None:
         with torch.no_grad():
             wrapper(x)
     assert (wrapper.counters.plain, wrapper.counters.replays) == ({Reason.GRADIENTS: 1}, 1)
-    (seen,) = cgcompile.doctor(wrapper).findings
+    (seen,) = cgcompile.debug.doctor(wrapper).findings
     assert (seen.kind, "inference_mode()" in seen.fix) == ("gradients", True)
-    assert found(cgcompile.doctor(model, x), "gradients", Steps.forward, "forward").fix == seen.fix
+    assert (
+        found(cgcompile.debug.doctor(model, x), "gradients", Steps.forward, "forward").fix
+        == seen.fix
+    )

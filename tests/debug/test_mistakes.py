@@ -10,7 +10,8 @@ from torch import nn
 from verify_support import config
 
 import cgcompile
-from cgcompile import CompilationConfig, Diagnosis, verify
+from cgcompile import CompilationConfig, verify
+from cgcompile.debug import Diagnosis
 from cgcompile.errors import ArgumentsError, CaptureError, CGCompileError, ConfigError
 
 
@@ -51,9 +52,9 @@ MODEL = "expected a module, a bound method of one, or a function."
     ("name", "call"),
     [
         ("verify", lambda model: verify(model, X)),
-        ("bisect", lambda model: cgcompile.bisect(model, X)),
+        ("bisect", lambda model: cgcompile.debug.bisect(model, X)),
         ("explain", lambda model: cgcompile.explain(model, X)),
-        ("doctor", lambda model: cgcompile.doctor(model, X)),
+        ("doctor", lambda model: cgcompile.debug.doctor(model, X)),
     ],
 )
 def test_no_model(name: str, call: Any) -> None:
@@ -74,7 +75,7 @@ SIZES = "positive whole numbers, as a sequence or as text '1,2,4'."
             "verify: sets = 0; expected a whole number from 1 to 1048576.",
         ),
         (
-            lambda m: cgcompile.bisect(m, X, sets=0),
+            lambda m: cgcompile.debug.bisect(m, X, sets=0),
             "bisect: sets = 0; expected a whole number from 1 to 1048576.",
         ),
         (
@@ -99,12 +100,12 @@ SIZES = "positive whole numbers, as a sequence or as text '1,2,4'."
             "settings.",
         ),
         (
-            lambda m: cgcompile.doctor(m, X, config="eager"),
+            lambda m: cgcompile.debug.doctor(m, X, config="eager"),
             "doctor: config = 'eager'; expected a CompilationConfig, a Backend, or a mapping of "
             "settings.",
         ),
         (
-            lambda m: cgcompile.doctor(m, prepare=3),
+            lambda m: cgcompile.debug.doctor(m, prepare=3),
             "doctor: prepare = 3; expected a function that makes the inputs of a call.",
         ),
         (
@@ -139,7 +140,7 @@ def test_sizes_may_be_one_number_or_text() -> None:
 def test_inputs_that_the_model_does_not_take(args: Any, why: str) -> None:
     takes = "takes (x: torch.Tensor, scale: float = 1.0) -> torch.Tensor, and cannot be called with"
     model = Model()
-    for name, look in (("Model.forward", cgcompile.explain), ("Model", cgcompile.doctor)):
+    for name, look in (("Model.forward", cgcompile.explain), ("Model", cgcompile.debug.doctor)):
         said = refused(ArgumentsError, lambda look=look: look(model, *args))
         assert said == f"{name} {takes} these inputs: {why}."
         with pytest.raises(TypeError):
@@ -154,7 +155,9 @@ def test_a_type_error_of_the_model_is_a_finding() -> None:
     def adds(x: torch.Tensor) -> Any:
         return x + [1] @ 3  # type: ignore[operator]
 
-    (found,) = [each for each in cgcompile.doctor(adds, X).findings if each.severity == "error"]
+    (found,) = [
+        each for each in cgcompile.debug.doctor(adds, X).findings if each.severity == "error"
+    ]
     assert (found.kind, found.op) == ("forward_raised", "TypeError")
     assert found.source is not None
     assert "[1] @ 3" in found.source.code
@@ -200,12 +203,12 @@ def test_a_page_about_one_of_two_dimensions() -> None:
     model = cgcompile.compile(TwoSizes().eval(), CONFIG, dynamic_dims=DIMS)
     with torch.inference_mode():
         model(*TWO)
-    said = refused(ConfigError, lambda: cgcompile.report(model, sizes=[8]))
+    said = refused(ConfigError, lambda: cgcompile.debug.report(model, sizes=[8]))
     assert said.startswith("sizes: they are sizes of one dynamic dimension")
-    assert refused(ConfigError, lambda: cgcompile.report(model, sizes="a,b")).startswith(
+    assert refused(ConfigError, lambda: cgcompile.debug.report(model, sizes="a,b")).startswith(
         "report: sizes = 'a,b'; expected positive"
     )
-    found = cgcompile.report(model, sizes="8", capture_dim="x.size()[0]")
+    found = cgcompile.debug.report(model, sizes="8", capture_dim="x.size()[0]")
     assert found.graphs[0].pieces[0].bytes_out.at == ((8, 8 * D * 4),)
 
 
@@ -229,7 +232,7 @@ def test_a_profile_of_anyone() -> None:
     with torch.inference_mode():
         for _ in range(2):
             model(X)
-        with cgcompile.profile() as found:
+        with cgcompile.debug.profile() as found:
             model(X)
     assert found.steps == 1
 

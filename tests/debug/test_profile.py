@@ -98,7 +98,7 @@ def test_every_batch_and_every_step_is_counted(device: str) -> None:
     for _ in range(2):
         compiled(y)
     before = backend.counters.replays
-    with cgcompile.profile(compiled) as found:
+    with cgcompile.debug.profile(compiled) as found:
         for each in (x, y, x, x):
             assert_same(compiled(each), model(each))
     assert backend.counters.replays == before + 4
@@ -122,7 +122,7 @@ def test_a_slow_break_shows(hook: Callable[[Any], None]) -> None:
         return x
 
     hook(slow)
-    with cgcompile.profile(compiled) as found:
+    with cgcompile.debug.profile(compiled) as found:
         compiled(x)
     first, middle, last = found.segments
     assert middle.share == found.break_share > first.share + last.share
@@ -132,14 +132,14 @@ def test_replays_outside_of_the_context_are_not_touched() -> None:
     model, compiled, backend, x = ready("cpu")
     (recording,) = backend.graphs[-1].recordings
     steps = recording.sequence.steps
-    with cgcompile.profile(backend) as found:
+    with cgcompile.debug.profile(backend) as found:
         compiled(x)
         assert recording.sequence.steps is steps
     assert OBSERVERS.get() == ()
     new = batch("cpu")
     assert_same(compiled(new), model(new))
     assert found.steps == 1
-    with cgcompile.profile(backend) as again:
+    with cgcompile.debug.profile(backend) as again:
         compiled(x)
     assert (found.steps, again.steps) == (1, 1)
 
@@ -147,7 +147,7 @@ def test_replays_outside_of_the_context_are_not_touched() -> None:
 def test_graphs_that_are_recorded_inside_count_from_their_first_replay() -> None:
     model, compiled, backend = compiled_model(Hooked, "cpu", **HOOKED)
     x = batch("cpu")
-    with cgcompile.profile(backend) as found:
+    with cgcompile.debug.profile(backend) as found:
         for _ in range(4):
             assert_same(compiled(x), model(x))
     assert (backend.counters.captures, backend.counters.replays, found.steps) == (1, 2, 2)
@@ -157,13 +157,13 @@ def test_only_the_target_counts() -> None:
     _, compiled, backend, x = ready("cpu")
     _, other, other_backend, y = ready("cpu")
     with (
-        cgcompile.profile(compiled) as one,
-        cgcompile.profile(other_backend) as two,
-        cgcompile.profile() as all_of_them,
+        cgcompile.debug.profile(compiled) as one,
+        cgcompile.debug.profile(other_backend) as two,
+        cgcompile.debug.profile() as all_of_them,
     ):
         compiled(x), other(y), other(y)
     assert (one.steps, two.steps, all_of_them.steps) == (1, 2, 3)
-    with cgcompile.profile(backend.graphs[-1]) as graph:
+    with cgcompile.debug.profile(backend.graphs[-1]) as graph:
         in_thread(lambda: compiled(x))
         assert graph.steps == 0, "another thread is not seen"
         compiled(x), other(y)
@@ -175,14 +175,14 @@ def test_wrappers_and_raw_captures(device: str) -> None:
     wrapper = BreakableCUDAGraphWrapper(cut_once, CONFIG)
     with step(4, PIECEWISE):
         wrapper(x)
-        with cgcompile.profile(wrapper) as found:
+        with cgcompile.debug.profile(wrapper) as found:
             torch.testing.assert_close(wrapper(x), cut_once(x))
     assert [each.kind for each in found.segments] == ["graph", "eager", "graph"]
     assert found.segments[0].batch == "num_tokens=4"
     capture = BreakableCUDAGraphCapture(device=device)
     with capture:
         result = cut_once(x)
-    with cgcompile.profile(capture) as found:
+    with cgcompile.debug.profile(capture) as found:
         capture.replay()
     torch.testing.assert_close(result, cut_once(x))
     assert [each.name for each in found.segments] == [
@@ -197,7 +197,7 @@ def test_managers(kind: str) -> None:
     made = manager("FULL", kind)
     made.capture()
     given = requests(3, 2)
-    with cgcompile.profile(made) as found:
+    with cgcompile.debug.profile(made) as found:
         result = made.run(given)
     model = made.model
     torch.testing.assert_close(result, eager(getattr(model, "_orig_mod", model), given))
@@ -211,7 +211,7 @@ def test_a_step_that_raises_is_not_counted(hook: Callable[[Any], None]) -> None:
     def refuse(x: torch.Tensor) -> torch.Tensor:
         raise Asked("break")
 
-    with cgcompile.profile(backend) as found:
+    with cgcompile.debug.profile(backend) as found:
         hook(refuse)
         with pytest.raises(Asked):
             compiled(x)
@@ -223,7 +223,7 @@ def test_a_step_that_raises_is_not_counted(hook: Callable[[Any], None]) -> None:
 
 def test_a_profile_keeps_no_graph_alive() -> None:
     _, compiled, backend, x = ready("cpu")
-    with cgcompile.profile(backend) as found:
+    with cgcompile.debug.profile(backend) as found:
         compiled(x)
     life = weakref.ref(backend.graphs[-1].recordings[0].sequence)
     backend.release()
@@ -235,10 +235,10 @@ def test_a_profile_keeps_no_graph_alive() -> None:
 
 def test_bad_targets_are_refused_before_anything_is_measured() -> None:
     with pytest.raises(ConfigError, match="Linear"):
-        cgcompile.profile(nn.Linear(2, 2))
+        cgcompile.debug.profile(nn.Linear(2, 2))
     if not torch.cuda.is_available():
         with pytest.raises(CaptureError, match="no graphs here"):
-            cgcompile.profile(device_times=True)
+            cgcompile.debug.profile(device_times=True)
     assert OBSERVERS.get() == ()
 
 
@@ -260,7 +260,7 @@ def test_the_profile_of_the_readme_works(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.gpu
 def test_times_of_the_device() -> None:
     model, compiled, backend, x = ready("cuda")
-    with cgcompile.profile(backend, device_times=True) as found:
+    with cgcompile.debug.profile(backend, device_times=True) as found:
         for _ in range(3):
             assert_same(compiled(x), model(x))
     assert found.steps == 3
@@ -278,7 +278,7 @@ def test_a_task_that_goes_on_after_the_profile_is_not_measured_any_more() -> Non
             await left.wait()
             compiled(x)
 
-        with cgcompile.profile(backend) as found:
+        with cgcompile.debug.profile(backend) as found:
             task = asyncio.create_task(served())
             await asyncio.sleep(0)
         inside = found.steps
@@ -294,7 +294,7 @@ def test_a_task_that_goes_on_after_the_profile_is_not_measured_any_more() -> Non
 def test_a_thread_in_a_copy_of_the_context_is_not_measured() -> None:
     _, compiled, backend, x = ready("cpu")
     before = backend.counters.replays
-    with cgcompile.profile(backend) as found:
+    with cgcompile.debug.profile(backend) as found:
         context = contextvars.copy_context()
         in_thread(lambda: context.run(torch.no_grad()(compiled), x))
         compiled(x)
@@ -304,7 +304,7 @@ def test_a_thread_in_a_copy_of_the_context_is_not_measured() -> None:
 
 def test_a_profile_that_is_kept_keeps_no_model() -> None:
     model, compiled, backend, x = ready("cpu")
-    with cgcompile.profile(compiled) as found:
+    with cgcompile.debug.profile(compiled) as found:
         compiled(x)
     alive = weakref.ref(backend)
     del model, compiled, backend

@@ -20,7 +20,7 @@ from cgcompile.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
-def overview() -> cgcompile.Overview:
+def overview() -> cgcompile.debug.Overview:
     """A manager of a compiled decoder that has run decode, mixed and one oversize batch."""
     served = manager(kind="compiled")
     served.capture()
@@ -28,14 +28,14 @@ def overview() -> cgcompile.Overview:
         served.run(requests(*[1] * count, decode=True))
     for count in (3, 9, 30):
         served.run(requests(count - 2, 2))
-    found = cgcompile.report(served)
+    found = cgcompile.debug.report(served)
     assert found.counters.replays == served.counters.replays == 6
     assert sum(dict(found.memory).values()) == served.graph_memory().total > 0
     return found
 
 
 @pytest.fixture(scope="module")
-def page(overview: cgcompile.Overview) -> Page:
+def page(overview: cgcompile.debug.Overview) -> Page:
     return Page(render("overview", overview.to_dict()))
 
 
@@ -62,7 +62,9 @@ def exact(row: dict[str, tuple[str, list[str]]], column: str) -> Any:
 # ---------------------------------------------------------------- the page against the value
 
 
-def test_recorded_steps_are_those_of_the_value(page: Page, overview: cgcompile.Overview) -> None:
+def test_recorded_steps_are_those_of_the_value(
+    page: Page, overview: cgcompile.debug.Overview
+) -> None:
     found = overview.to_dict()["steps"]
     assert len(found) == 9  # four FULL sizes of decode, five PIECEWISE ones
     columns = {
@@ -81,7 +83,7 @@ def test_recorded_steps_are_those_of_the_value(page: Page, overview: cgcompile.O
         }
 
 
-def test_pieces_are_those_of_the_value(page: Page, overview: cgcompile.Overview) -> None:
+def test_pieces_are_those_of_the_value(page: Page, overview: cgcompile.debug.Overview) -> None:
     for number, graph in enumerate(overview.to_dict()["graphs"]):
         suffix = f"#{number}" if number else ""
         pieces = graph["pieces"]
@@ -100,7 +102,7 @@ def test_pieces_are_those_of_the_value(page: Page, overview: cgcompile.Overview)
         assert titles[2].startswith("piece_1, eager, 1 ops; splitting_op: cgserve::attend")
 
 
-def test_timeline_is_that_of_the_value(page: Page, overview: cgcompile.Overview) -> None:
+def test_timeline_is_that_of_the_value(page: Page, overview: cgcompile.debug.Overview) -> None:
     found = overview.to_dict()["timeline"]
     assert [each["batch"] for each in found] == [each.batch for each in overview.timeline]
     rows = page.rows("timeline")
@@ -115,7 +117,7 @@ def test_timeline_is_that_of_the_value(page: Page, overview: cgcompile.Overview)
         assert [title for title in drawing if title.startswith(f"{record['batch']}: ")]
 
 
-def test_coverage_is_that_of_the_value(page: Page, overview: cgcompile.Overview) -> None:
+def test_coverage_is_that_of_the_value(page: Page, overview: cgcompile.debug.Overview) -> None:
     found = overview.to_dict()["coverage"]
     assert found["total"] == 7
     assert found["on_graphs"] == 6
@@ -134,7 +136,7 @@ def test_coverage_is_that_of_the_value(page: Page, overview: cgcompile.Overview)
 
 
 def test_counters_and_memory_are_those_of_the_value(
-    page: Page, overview: cgcompile.Overview
+    page: Page, overview: cgcompile.debug.Overview
 ) -> None:
     found = overview.to_dict()
     (line,) = [each for each in page.text.splitlines() if " calls: " in each]
@@ -150,7 +152,7 @@ def test_counters_and_memory_are_those_of_the_value(
     ]
 
 
-def test_no_number_comes_from_elsewhere(page: Page, overview: cgcompile.Overview) -> None:
+def test_no_number_comes_from_elsewhere(page: Page, overview: cgcompile.debug.Overview) -> None:
     """Numbers of the page are leaves of the value, lengths of its lists, or sums over them."""
     known: set[Any] = set()
 
@@ -222,7 +224,7 @@ def test_what_users_name_is_text(tmp_path: Path) -> None:
     compiled = cgcompile.compile(model, compiler="eager", capture_device="host")
     with torch.inference_mode():
         compiled(torch.randn(2, 4, 8))
-    overview = cgcompile.report(compiled, tmp_path / "deep" / "page.html")
+    overview = cgcompile.debug.report(compiled, tmp_path / "deep" / "page.html")
     text = (tmp_path / "deep" / "page.html").read_text(encoding="utf-8")
     assert overview.title == name
     assert "<script" not in text
@@ -250,7 +252,7 @@ def test_long_lists_are_folded() -> None:
         for size in range(2, 22):
             for _ in range(2):
                 compiled(torch.randn(size, 4, 8))
-    overview = cgcompile.report(compiled)
+    overview = cgcompile.debug.report(compiled)
     found = Page(render("overview", overview.to_dict()))
     assert len(found.rows("steps")) == 16
     assert len(found.rows("more-steps")) == 4
@@ -298,7 +300,7 @@ def run_model(request: pytest.FixtureRequest) -> tuple[Any, str]:
 
 def test_every_door(run_model: tuple[Any, str]) -> None:
     target, door = run_model
-    overview = cgcompile.report(target, title="mine")
+    overview = cgcompile.debug.report(target, title="mine")
     assert overview.title == "mine"
     (step,) = overview.steps
     assert (step.batch, step.mode, step.graphs, step.breaks) == ("num_tokens=2", "PIECEWISE", 2, 1)
@@ -329,7 +331,7 @@ def test_an_encoder_manager() -> None:
     encoder.capture()
     encoder.execute(images((4, 4), (4, 6)))
     encoder.execute(images((16, 16)))
-    overview = cgcompile.report(encoder)
+    overview = cgcompile.debug.report(encoder)
     assert overview.kind == "EncoderCudaGraphManager"
     assert overview.coverage.unit == "items"
     assert overview.coverage.total == 3
@@ -350,7 +352,7 @@ def test_settings_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.inference_mode():
         for _ in range(2):
             compiled(torch.randn(2, 4, 8))
-    overview = cgcompile.report(compiled)
+    overview = cgcompile.debug.report(compiled)
     origins = {each.name: (each.value, each.origin) for each in overview.settings}
     assert origins["compiler"] == ("eager", "options")
     assert origins["num_warmups"] == (0, "environment")
@@ -363,7 +365,7 @@ def test_settings_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_nothing_has_run() -> None:
-    overview = cgcompile.report(cgcompile.compile(Attends(), compiler="eager"))
+    overview = cgcompile.debug.report(cgcompile.compile(Attends(), compiler="eager"))
     assert overview.steps == overview.timeline == overview.graphs == ()
     assert overview.notes == ("Nothing was compiled yet: call the model, then ask again.",)
     text = Page(render("overview", overview.to_dict())).text
@@ -373,9 +375,9 @@ def test_nothing_has_run() -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="found a Linear"):
-        cgcompile.report(nn.Linear(2, 2), tmp_path / "page.html")
+        cgcompile.debug.report(nn.Linear(2, 2), tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
     model = cgcompile.compile(Attends(), compiler="eager")
     with pytest.raises(OSError, match="file"):
-        cgcompile.report(model, tmp_path / "file" / "page.html")
+        cgcompile.debug.report(model, tmp_path / "file" / "page.html")

@@ -96,7 +96,7 @@ def test_right_models_are_right(pack: Any) -> None:
     assert found.ok, str(found)
     assert (found.checks[0].compared, found.replays) == (3, 3)
     assert found.checks[0].uncompared == ()
-    assert cgcompile.bisect(model, x, config=config()).ok
+    assert cgcompile.debug.bisect(model, x, config=config()).ok
 
 
 def test_padded_and_breakable_runs_are_compared() -> None:
@@ -176,7 +176,7 @@ def test_what_nobody_can_compare_is_said_and_blames_nobody(tmp_path: Path) -> No
     assert found.to_dict()["checks"][0]["uncompared"] == ["['it'] (an Empty object)"]
     page = found.to_html(tmp_path / "page.html").read_text()
     assert "not compared: [&#39;it&#39;] (an Empty object)" in page
-    told = cgcompile.bisect(model, x, config=config(), sets=1)
+    told = cgcompile.debug.bisect(model, x, config=config(), sets=1)
     assert told.ok
     assert told.steps[-1] == "not compared: ['it'] (an Empty object)"
 

@@ -105,14 +105,18 @@ def raises(board: Board, x: torch.Tensor) -> None:
     raise KeyError
 
 
-def watched(model: Callable[[Board, torch.Tensor], None], way: Way) -> cgcompile.Diagnosis:
+def watched(model: Callable[[Board, torch.Tensor], None], way: Way) -> cgcompile.debug.Diagnosis:
     notes, board, x = Notes(way, watched.__code__), Board(), torch.ones(2)
     case = Case(
-        notes, cgcompile.Boundaries(), torch.device("cuda"), Snapshot([x]), lambda: board.now
+        notes,
+        cgcompile.boundaries.Boundaries(),
+        torch.device("cuda"),
+        Snapshot([x]),
+        lambda: board.now,
     )
     with suppress(KeyError), Watch(case):
         model(board, x)
-    return cgcompile.Diagnosis.of("model", "cuda", notes)
+    return cgcompile.debug.Diagnosis.of("model", "cuda", notes)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def state(model: Counts) -> list[torch.Tensor]:
     return [each.detach().clone() for each in model.tensors]
 
 
-@pytest.mark.parametrize("look", [cgcompile.verify, cgcompile.bisect])
+@pytest.mark.parametrize("look", [cgcompile.verify, cgcompile.debug.bisect])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_a_model_writes_of_its_own(look: Any, compiled: bool) -> None:
     model, x = built(Counts, "cpu"), rows("cpu")
@@ -75,7 +75,7 @@ def test_what_a_model_writes_of_its_own(look: Any, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
-@pytest.mark.parametrize("look", [cgcompile.verify, cgcompile.bisect])
+@pytest.mark.parametrize("look", [cgcompile.verify, cgcompile.debug.bisect])
 def test_what_the_model_of_a_wrapper_writes(look: Any, kind: Any) -> None:
     model, x = built(Counts, "cpu"), rows("cpu")
     wrapper = kind(model, config(), FULL)

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 import cgcompile
+from cgcompile.compile import CompiledModel
 
 WIDTH = 64
 COUNTS = {
@@ -128,7 +129,7 @@ class Soak:
             if step % 100 == 0:
                 torch.testing.assert_close(result, plain(x))
 
-    def serve(self, model: cgcompile.CompiledModel, steps: int) -> None:
+    def serve(self, model: CompiledModel, steps: int) -> None:
         """Warm up, capture, and replay in all other steps."""
         before = model.backend.counters
         self.run(model, model.unwrap(), steps)

@@ -35,14 +35,14 @@ from graphs.breakable_support import (
 from cgcompile import (
     BatchDescriptor,
     BreakableCUDAGraphWrapper,
-    BulkCapture,
     CompilationConfig,
-    Counters,
     CUDAGraphWrapper,
     capture_all,
     set_forward_context,
 )
+from cgcompile.debug import Counters
 from cgcompile.errors import DispatchError
+from cgcompile.graphs import BulkCapture
 from cgcompile.graphs.capture import (
     bulk_capture,
     capture_postponed,

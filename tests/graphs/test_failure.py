@@ -7,8 +7,8 @@ import traceback
 import pytest
 import torch
 
-from cgcompile import BatchDescriptor, CUDAGraphMode, override_forward_context, set_forward_context
-from cgcompile.context import current_forward_context
+from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
+from cgcompile.context import current_forward_context, override_forward_context
 from cgcompile.errors import CaptureBusyError, CaptureError
 from cgcompile.graphs.capture import allow_capture, capture, capture_allowed, captured_elsewhere
 from cgcompile.reasons import Reason

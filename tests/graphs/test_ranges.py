@@ -22,8 +22,9 @@ from graphs.breakable_support import (
 from torch import nn
 
 import cgcompile
-from cgcompile import BreakableCUDAGraphWrapper, CompilationConfig, CUDAGraphWrapper, GraphSequence
+from cgcompile import BreakableCUDAGraphWrapper, CompilationConfig, CUDAGraphWrapper
 from cgcompile.errors import CaptureError
+from cgcompile.graphs import GraphSequence
 from cgcompile.graphs.profiling import OBSERVERS
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, Slot
 
@@ -73,7 +74,7 @@ def log() -> Log:
 
 
 def ranges(log: Log) -> Any:
-    return cgcompile.tracing_ranges(log.push, log.pop)
+    return cgcompile.debug.tracing_ranges(log.push, log.pop)
 
 
 def profiled(run: Callable[[], Any]) -> Counter[str]:
@@ -214,7 +215,10 @@ def test_without_nvtx_the_context_is_an_error(log: Log) -> None:
         raise RuntimeError("NVTX functions not installed. Are you sure you have a CUDA build?")
 
     entered = False
-    with pytest.raises(CaptureError, match="no NVTX"), cgcompile.tracing_ranges(push, log.pop):
+    with (
+        pytest.raises(CaptureError, match="no NVTX"),
+        cgcompile.debug.tracing_ranges(push, log.pop),
+    ):
         entered = True
     assert not entered
     assert OBSERVERS.get() == ()
@@ -225,7 +229,7 @@ def test_nvtx_changes_no_result() -> None:
     model, compiled, backend = compiled_model(Hooked, "cuda", **HOOKED)
     for _ in range(2):
         compiled(batch("cuda"))
-    with cgcompile.tracing_ranges():
+    with cgcompile.debug.tracing_ranges():
         x = batch("cuda")
         assert_same(compiled(x), model(x))
     assert backend.counters.replays == 1

@@ -14,7 +14,8 @@ from expecttest import TestCase
 from graphs.breakable_support import Asked, Stack, counted, rand, same, soft, step
 from torch import nn
 
-from cgcompile import BatchDescriptor, BreakableCUDAGraphWrapper, CompilationConfig, GraphSequence
+from cgcompile import BatchDescriptor, BreakableCUDAGraphWrapper, CompilationConfig
+from cgcompile.graphs import GraphSequence
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, Slot
 
 # ---------------------------------------------------------------- sequences made by hand

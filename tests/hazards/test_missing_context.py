@@ -14,7 +14,7 @@ def test_no_context(name: str, device: str) -> None:
 
     @torch.library.custom_op(f"cghazard::slots_{COMPILED.index(name)}", mutates_args=())
     def attend(x: torch.Tensor) -> torch.Tensor:
-        available.append(cgcompile.is_forward_context_available())
+        available.append(cgcompile.context.is_forward_context_available())
         return x * cgcompile.get_forward_context().attn_metadata["factor"]
 
     attend.register_fake(torch.empty_like)

@@ -254,6 +254,6 @@ def test_comparing_tensors_reads_them_on_the_host() -> None:
     sine = graph.call_method("sin", (x,))
     sine.meta["example_value"] = torch.zeros(3)
     graph.output((sine,))
-    predicate = Capturability(torch.fx.GraphModule({}, graph), cgcompile.Boundaries())
+    predicate = Capturability(torch.fx.GraphModule({}, graph), cgcompile.boundaries.Boundaries())
     assert predicate.why_not(same).reason is Reason.HOST_SYNC
     assert predicate.why_not(sine) is None

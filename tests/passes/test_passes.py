@@ -316,7 +316,7 @@ def test_what_cannot_be_left_out_is_said_at_once() -> None:
 
 
 def test_the_pipeline_knows_its_names() -> None:
-    boundaries = cgcompile.Boundaries()
+    boundaries = cgcompile.boundaries.Boundaries()
     assert [make(boundaries).name for make in PIPELINE.values()] == list(PIPELINE)
     assert set(OPTIONAL) < set(PIPELINE)
     uuids = {make(boundaries).uuid() for make in PIPELINE.values()}

@@ -163,8 +163,8 @@ class Breakable(Variant):
         graphs = self._sequence(self.setup.batches[0]).num_graphs
         return Captured(len(found.captured), found.capture_seconds, graphs, missing)
 
-    def _sequence(self, batch: int) -> cgcompile.GraphSequence:
-        found: cgcompile.GraphSequence = self.wrapper.concrete_cudagraph_entries[
+    def _sequence(self, batch: int) -> cgcompile.graphs.GraphSequence:
+        found: cgcompile.graphs.GraphSequence = self.wrapper.concrete_cudagraph_entries[
             BatchDescriptor(batch)
         ].sequence
         return found
