@@ -296,8 +296,7 @@ class SegmentRecorder(Breaker):
         if not self.is_full:
             own = entry.impl_for(self.pool.device.tensor_type) if not kwargs else None
             silent = compat.returns_nothing(op)
-            given = args, dict(kwargs)
-            return self._between(target_name(op), own or op, given, silent, own is not None)
+            return self._between(target_name(op), own or op, (args, dict(kwargs)), silent)
         if not allows_full(entry.support, self._descriptor):
             raise CaptureError.inside_full(
                 op=entry.name, support=entry.support.name, batch=self._batch
@@ -329,27 +328,21 @@ class SegmentRecorder(Breaker):
         return self._between(name, function, given, False)
 
     def _between(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        given: Arguments,
-        silent: bool,
-        rebinds: bool = True,
+        self, name: str, function: Callable[..., Any], given: Arguments, silent: bool
     ) -> Any:
         """As :meth:`run_eager`; what a ``silent`` function returns is nothing by its schema."""
         if compat.inside_backward():
             error = CaptureError.break_in_backward(name=name)
             self.fail(name, error)
             raise error
-        with self.pause(name, rebinds):
+        with self.pause(name):
             return self._break(name, function, given, silent)
 
     @contextmanager
-    def pause(self, name: str, rebinds: bool = True) -> Iterator[None]:
+    def pause(self, name: str) -> Iterator[None]:
         """End the segment; what runs inside is in none; then begin the next one.
 
-        On an exception the recording is lost. Without ``rebinds``, what runs inside may not rebind
-        fields: an op has its schema, and to read the fields again takes 0.2 ms.
+        On an exception the recording is lost.
         """
         if self._rebinding is not None:
             self._rebinding.end_segment()
@@ -359,7 +352,7 @@ class SegmentRecorder(Breaker):
                 self._refuse_stale_copies()
                 self._bring_back_bridges()
                 yield
-            if rebinds and self._rebinding is not None:
+            if self._rebinding is not None:
                 self._rebinding.begin_segment()
             self._begin()
         except BaseException as error:

@@ -394,45 +394,6 @@ def test_an_eager_break_may_rebind(device: str, rebinds: bool) -> None:
     assert counters.plain[Reason.CAPTURE_FAILED] == (5 if rebinds else 0)
 
 
-class Holds(nn.Module):
-    """Calls a splitting op, whose kernel rebinds a field of the model if told so."""
-
-    def __init__(self, op: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.op, self.state = op, torch.ones(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.op(self.op(x) + 1) * 2
-
-
-@pytest.mark.parametrize("rebinds", [False, True])
-def test_an_op_that_breaks_may_not_rebind(device: str, rebinds: bool) -> None:
-    """Its contract is its schema: fields are not read again after it."""
-    with torch.library._scoped_library("hazard_rebinds", "DEF") as library:
-        library.define("op(Tensor x) -> Tensor")
-        model = Holds(torch.ops.hazard_rebinds.op).to(device)
-
-        def kernel(x: torch.Tensor) -> torch.Tensor:
-            if rebinds:
-                model.state = model.state * 2
-            return x + 1
-
-        library.impl("op", kernel, "CompositeExplicitAutograd")
-        config = settings(device, splitting_ops=("hazard_rebinds::op",))
-        wrapper = cgcompile.BreakableCUDAGraphWrapper(model, config)
-        x = torch.empty(ROWS, WIDTH, device=device)
-        for _ in range(3):
-            with set_forward_context(
-                cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE,
-                batch_descriptor=BatchDescriptor(ROWS),
-            ):
-                torch.testing.assert_close(wrapper(x.uniform_()).clone(), (x + 3) * 2)
-    counters = wrapper.counters
-    assert (counters.captures, counters.replays) == ((0, 0) if rebinds else (1, 2))
-    if rebinds:
-        assert "self.state" in counters.details[Reason.CAPTURE_FAILED]
-
-
 def test_a_function_that_rebinds_what_is_around_it(device: str) -> None:
     state = {"total": torch.zeros(WIDTH, device=device)}
     count = 0
