@@ -224,7 +224,7 @@ def profile(
     if device_times and not torch.cuda.is_available():
         raise CaptureError.no_device(found="cpu")
     if target is None:
-        raise ConfigError.captures_nothing(function="profile", found="NoneType")
+        raise ConfigError.captures_nothing(function="debug.profile", found="NoneType")
     return _measured(Profile(None if target is _ANYONE else target, device_times))
 
 
@@ -252,6 +252,8 @@ def timeline(target: Any) -> tuple[CaptureRecord, ...]:
         ConfigError: the target captures nothing.
     """
     result = [
-        record for each in recorders_of(target, "timeline") for record in each.timeline.records
+        record
+        for each in recorders_of(target, "debug.timeline")
+        for record in each.timeline.records
     ]
     return tuple(sorted(result, key=lambda record: record.start))

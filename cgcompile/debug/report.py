@@ -202,7 +202,7 @@ def report(
         ConfigError: the target captures nothing, or sizes that cannot be.
         OSError: the page cannot be written there.
     """
-    recorders = recorders_of(target, "report")
+    recorders = recorders_of(target, "debug.report")
     wanted = sizes_given("sizes", "report", sizes)
     config = _config_of(target, recorders)
     compiled = [each for each in recorders if isinstance(each, CompiledGraph)]
@@ -305,7 +305,7 @@ def _nodes(sequence: GraphSequence) -> int | None:
 
 def _counters(target: Any) -> CountersReport:
     own = getattr(target, "counters", None)
-    result = own if isinstance(own, Counters) else counters_of(target, "report")
+    result = own if isinstance(own, Counters) else counters_of(target, "debug.report")
 
     def counts(those: Counter[Reason]) -> tuple[Count, ...]:
         named = [(each.value, n, result.details.get(each, "")) for each, n in those.items()]

@@ -191,7 +191,7 @@ def _wrapper_difference(
         if isinstance(segment, EagerSegment):
             replayed.append(copies(named_values((segment.args, dict(segment.kwargs)))))
 
-    wrapper.replay(entry, (args, kwargs), observe)
+    wrapper.replay_entry(entry, (args, kwargs), observe)
     if names != [each.name for each in breaks]:
         raise DispatchError.other_breaks(
             what=wrapper.name, now=names, before=[each.name for each in breaks]

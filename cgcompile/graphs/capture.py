@@ -168,10 +168,10 @@ class _CaptureLock:
         self._lock = new_lock(watch=False)
         self._holder: _LockHolder | None = None
 
-    @contextmanager
-    def hold(
+    def acquire(
         self, what: str, owner: object, wait: float, before: Callable[[], None] | None = None
-    ) -> Iterator[None]:
+    ) -> None:
+        """Take the lock, then call ``before``; raise if it is not free in time."""
         here = self.here() is not None
         if here or not self._lock.acquire(timeout=wait):
             holder = self._holder
@@ -180,11 +180,15 @@ class _CaptureLock:
         try:
             if before is not None:
                 before()
-            self._holder = _LockHolder(threading.get_ident(), os.getpid(), what, owner)
-            yield
-        finally:
-            self._holder = None
+        except BaseException:
             self._lock.release()
+            raise
+        self._holder = _LockHolder(threading.get_ident(), os.getpid(), what, owner)
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._holder = None
+        self._lock.release()
 
     def wait(self, seconds: float) -> bool:
         """Wait until no other thread captures; whether that is so now."""
@@ -204,6 +208,23 @@ class _CaptureLock:
         if holder is None or holder.thread == threading.get_ident():
             return None
         return holder if holder.process == os.getpid() else None
+
+
+class _Held:
+    """Context manager that holds the capture lock; no generator, which a collection would end."""
+
+    __slots__ = ("_request",)
+
+    def __init__(
+        self, what: str, owner: object, wait: float, before: Callable[[], None] | None = None
+    ) -> None:
+        self._request = what, owner, wait, before
+
+    def __enter__(self) -> None:
+        _lock.acquire(*self._request)
+
+    def __exit__(self, *error: object) -> None:
+        _lock.release()
 
 
 _lock = _CaptureLock()
@@ -268,7 +289,7 @@ def capture_turn(
         CaptureBusyError: on entering, a capture runs in this thread, or one in another thread does
             not end in time.
     """
-    return _lock.hold(what, holder, _PATIENCE if wait else 0, before)
+    return _Held(what, holder, _PATIENCE if wait else 0, before)
 
 
 class _NoCollection:
@@ -359,7 +380,7 @@ def releasing() -> Iterator[None]:
     """
     if inside_capture():
         raise CaptureError.release_inside()
-    with _lock.hold(_RELEASE, None, _PATIENCE_OF_RELEASE):
+    with _Held(_RELEASE, None, _PATIENCE_OF_RELEASE):
         try:
             yield
         finally:

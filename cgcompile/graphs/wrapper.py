@@ -48,12 +48,14 @@ from cgcompile.graphs.fields import FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, Transparent, WeightsGuard, modules_of
 from cgcompile.graphs.outputs import LentTree, Passed, can_be_lent, flatten, is_record, rebuilt
 from cgcompile.graphs.pool import LENT, GraphPool
+from cgcompile.graphs.profiling import OBSERVERS, run_observed
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, StepObserver
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.settings import checked_but, require_callable, require_fields
+from cgcompile.torch_compat import is_profiling
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,11 @@ class Captured:
         """
         if not self.executed:
             self.pool.follow_stream()
-            self.entry.graph.replay()
+            sequence = self.entry.sequence
+            if is_profiling() or OBSERVERS.get():
+                run_observed(sequence, sequence.steps)
+            else:
+                self.entry.graph.replay()
         return self.result
 
 
@@ -712,7 +718,7 @@ class CUDAGraphWrapper(Transparent):
             return lambda _: pool.poison_free()
         return lambda inputs: pool.poison(compat.tree_tensors(inputs))
 
-    def replay(
+    def replay_entry(
         self,
         entry: CUDAGraphEntry,
         inputs: Sequence[Any] = (),

@@ -324,6 +324,7 @@ class CompiledGraph:
         self._bindings.reap()
         roles, weights = self._roles[batch.mode], binding.starts
         owner = self._bindings.owner(binding, batch.own_context)
+        self._program.pool.follow_stream()  # a recording copies inputs into shared blocks
         recording = Recording(self._program, roles, batch, inputs, weights, owner)
         overlap = self._overlaps.why(inputs) or recording.overlap(inputs)
         overlap = overlap or recording.own_memory(inputs, partial(self._bindings.keeps, binding))

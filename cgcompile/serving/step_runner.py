@@ -262,7 +262,7 @@ class StepRunner:
         if self._spoils and mode is not NONE:
             self._spoil(mode)
         if entry is not None and "inputs_ready" not in metadata.additional:
-            result = self._rows.replayed(self.full.replay(entry), padded, real)
+            result = self._rows.replayed(self.full.replay_entry(entry), padded, real)
             return self._tracked(result, descriptor) if self._config.debug else result
         run = self._model if mode is NONE else self.full if mode is FULL else self._pieces
         across = metadata.num_tokens_across_dp
@@ -333,7 +333,7 @@ class StepRunner:
             self._inputs.written_by_others()
             if self._spoils:
                 self._spoil(FULL)
-            result = self.hooks.around(lambda: self.full.replay(entry))
+            result = self.hooks.around(lambda: self.full.replay_entry(entry))
         sizes = (descriptor.num_tokens, descriptor.num_reqs or descriptor.num_tokens)
         result = self._rows.replayed(result, sizes, sizes)
         return self._tracked(result, descriptor) if self._config.debug else result

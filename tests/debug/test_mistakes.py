@@ -1,6 +1,7 @@
 """What the functions that look at a model say of things that are none, by the name of each."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -215,9 +216,9 @@ def test_a_page_about_one_of_two_dimensions() -> None:
 # ---------------------------------------------------------------- what captures nothing
 
 
-@pytest.mark.parametrize("name", ["coverage", "report", "timeline", "profile"])
+@pytest.mark.parametrize("name", ["coverage", "debug.report", "debug.timeline", "debug.profile"])
 def test_what_captures_nothing(name: str) -> None:
-    function = getattr(cgcompile, name)
+    function = attrgetter(name)(cgcompile)
     rest = (
         ", which captures nothing; expected a compiled model, its handle (a Backend), a wrapper or "
         "a manager."

@@ -245,7 +245,7 @@ def test_bad_targets_are_refused_before_anything_is_measured() -> None:
 def test_the_profile_of_the_readme_works(capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
     (code,) = re.findall(
-        r"```python\n(with torch\.inference_mode\(\), cgcompile\.profile.*?)```", text, re.S
+        r"```python\n(with torch\.inference_mode\(\), cgcompile\.debug\.profile.*?)```", text, re.S
     )
     _, compiled, _ = compiled_model(Hooked, "cpu", **HOOKED)
     with torch.inference_mode():
