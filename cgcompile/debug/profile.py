@@ -75,7 +75,7 @@ class Profile(Result):
         self._times: list[_Times] = []
         self._known: WeakKeyDictionary[GraphSequence, _Times] = WeakKeyDictionary()
         if target is not None:
-            list(sequences_of(target, "profile"))  # refuses other targets
+            list(sequences_of(target, "debug.profile"))  # refuses other targets
 
     # -------------------------------------------------------------- measuring
 
@@ -102,7 +102,7 @@ class Profile(Result):
             times.marks[-1].append(_mark())
 
     def _begun(self, sequence: GraphSequence) -> _Times | None:
-        if self._target is not None and sequence not in sequences_of(self._target, "profile"):
+        if self._target is not None and sequence not in sequences_of(self._target, "debug.profile"):
             return None
         self._known[sequence] = result = _Times(sequence)
         self._times.append(result)
