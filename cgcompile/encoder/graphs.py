@@ -531,7 +531,7 @@ class EncoderGraphs:
                     return False
             return True
         finally:
-            pool.release()
+            wrapper.clear_all_graphs()
             pool.device.give_back()
 
     def _rehearse(self, key: GraphKey, wrapper: CUDAGraphWrapper) -> int:
