@@ -223,12 +223,13 @@ def test_the_handle_of_what_is_not_traced(kind: str) -> None:
     run(3)
     assert_counts(backend, 2, 1, {WARMING: 2})
     with set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(6)):
-        assert cgcompile.verify(one, inputs[6], sets=1).ok
+        found = cgcompile.verify(one, inputs[6], sets=1)
+    assert (found.ok, found.replays) == (True, 1)
+    assert backend.counters.replays == 1 + 2  # the first to see that it replays
     backend.close_capture()
     backend.invalidate("on purpose")
     run(6)
     assert backend.counters.plain[Reason.CAPTURE_FORBIDDEN] == 1
     backend.release()
-    replays = backend.counters.replays
     run(6), run(6)
-    assert (backend.counters.captures, backend.counters.replays) == (3, replays + 1)
+    assert (backend.counters.captures, backend.counters.replays) == (3, 4)

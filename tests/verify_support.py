@@ -81,7 +81,7 @@ class Stale(nn.Module):
         x = attention(self.first(x))
         y = self.second(x).sin()
         z = torch.ops.cgentry.hooked(y)  # FAULT: stale
-        return attention(z.cos() + x) + 1
+        return attention(z.cos() + x) + 1  # FAULT: stale shows
 
 
 class Shares(nn.Module):

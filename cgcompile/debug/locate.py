@@ -386,7 +386,8 @@ def place_of(piece: Piece, node: fx.Node | None, detail: str = "") -> Difference
     """Return the piece, op and line of a node, as a difference of which no more is known."""
     line = user_line(node) if node is not None and _own_lines(piece) else None
     if line is None and piece.lines:
-        line, detail = piece.lines[0], f"{detail}; the piece begins at that line"
+        line = piece.lines[0]
+        detail = "; ".join(filter(None, (detail, "the piece begins at that line")))
     op = "" if node is None else op_name(node)
     return Difference(piece=piece.name, op=op, line=": ".join(line or ()), detail=detail)
 
@@ -432,7 +433,7 @@ def located(
 ) -> Difference:
     """Return a difference with its stage, place and padding rows: those behind ``real`` ones."""
     padding = tuple(row for row in difference.rows if real is not None and row >= real)
-    detail = "; ".join(filter(None, (difference.detail, place.detail.removeprefix("; "))))
+    detail = "; ".join(filter(None, (difference.detail, place.detail)))
     return replace(
         difference,
         stage=stage,

@@ -146,7 +146,9 @@ def wrapper_place(
         return Difference(detail=str(error).splitlines()[0])
     if difference is None:
         return Difference()
-    return Difference(piece=difference.piece, detail=f"{difference.value}: {difference.detail}")
+    is_result = difference.piece == "the result"  # whose difference is known
+    detail = "" if is_result else f"{difference.value}: {difference.detail}"
+    return Difference(piece=difference.piece, detail=detail)
 
 
 def wrapper_difference(

@@ -132,6 +132,13 @@ def test_any_pieces_may_be_replayed(device: str, kind: Any, way: PieceMode) -> N
 # ---------------------------------------------------------------- replay
 
 
+def made_here(difference: Any) -> None:
+    """The op is the one that makes the value of the piece that is wrong."""
+    assert (difference.op, difference.value) == ("_operator.add", "add")
+    assert difference.line.startswith(marked_line("FAULT: stale shows"))
+    assert difference.detail.endswith("; this op makes the value")
+
+
 @pytest.mark.parametrize("what", ["factor", "table"])
 def test_a_piece_that_has_frozen_something(device: str, hook: Any, what: str) -> None:
     model, x, _old = stale(device, hook, what)
@@ -141,7 +148,7 @@ def test_a_piece_that_has_frozen_something(device: str, hook: Any, what: str) ->
     assert found.finding.rows == tuple(range(6))
     assert found.finding.inputs == 0
     assert torch.equal(x, before)
-    assert "this op makes the value" in found.finding.detail
+    made_here(found.finding)
 
 
 def test_a_full_graph_that_has_frozen_something(device: str, hook: Any) -> None:
@@ -150,6 +157,11 @@ def test_a_full_graph_that_has_frozen_something(device: str, hook: Any) -> None:
     assert found.stage == "replay"
     assert found.pieces == ("the whole step",)
     assert "inputs 0, all replayed: right" in found.steps[1:]  # captured anew nothing is wrong
+    assert (found.finding.piece, found.finding.op) == ("the whole step", "")
+    assert found.finding.rows == tuple(range(6))
+
+
+OVERWRITTEN = "it was right before, and is overwritten; the piece begins at that line"
 
 
 def test_two_pieces_that_are_wrong_together(device: str, hook: Any) -> None:
@@ -160,6 +172,8 @@ def test_two_pieces_that_are_wrong_together(device: str, hook: Any) -> None:
     assert "replayed: piece_0: right" in found.steps
     assert "replayed: piece_2: right" in found.steps
     assert (found.finding.piece, found.finding.value) == ("piece_2", "kept")
+    assert found.finding.line.startswith(marked_line("FAULT: overwrites"))
+    assert found.finding.detail.endswith(f"; {OVERWRITTEN}")
 
 
 class Equal(nn.Module):
@@ -181,12 +195,12 @@ def test_equal_pieces_have_the_line_where_they_begin(hook: Any) -> None:
     found = bisect(built(Equal, "cpu"), rows("cpu"), config=config())
     assert found.pieces == ("piece_0", "piece_2")
     assert "# FAULT: equal" in found.finding.line
-    assert "the piece begins at that line" in found.finding.detail
+    assert found.finding.detail.endswith(f"; {OVERWRITTEN}")
 
 
 def test_a_break_of_a_wrapper(device: str, hook: Any) -> None:
     factor = 1.0
-    hook(lambda x: softmax(x) * factor)  # FAULT: of a wrapper
+    hook(lambda x: softmax(x) * factor)
     settings = cgcompile.CompilationConfig(capture_device="host")
     wrapper = BreakableCUDAGraphWrapper(built(Stale, device), settings, PIECEWISE)
     context = set_forward_context(
@@ -198,6 +212,10 @@ def test_a_break_of_a_wrapper(device: str, hook: Any) -> None:
         factor = 3.0
         found = bisect(wrapper, x)
     assert (found.stage, found.ok) == ("replay", False)
+    # the op is in the segment before that break, and its result among the arguments of the break
+    assert found.finding.piece == "break 1 (aten::scaled_dot_product_attention)"
+    assert "[0][0]: 384 of 384 numbers differ" in found.finding.detail
+    assert found.finding.rows == tuple(range(6))
 
 
 class Broken(nn.Module):
@@ -223,6 +241,7 @@ def test_the_graph_of_several_is_named(device: str, hook: Any) -> None:
     found = bisect(model, x)
     assert (found.stage, found.pieces) == ("replay", ("graph 1 piece_2",))
     assert found.finding.piece == "piece_2"
+    made_here(found.finding)
 
 
 # ---------------------------------------------------------------- compilers
@@ -232,6 +251,8 @@ def test_a_compiler_that_is_wrong(device: str) -> None:
     found = bisect(built(Calculates, device), rows(device), config=config(compiler=miscompiler))
     assert (found.stage, found.pieces) == ("compilation", ("piece_2",))
     assert (found.finding.piece, found.finding.op) == ("piece_2", "torch.exp")
+    assert found.finding.line.startswith(marked_line("FAULT: shows"))
+    assert found.finding.detail.endswith("; this op makes the value")
     assert "all pieces uncompiled: right" in found.steps
     assert "all pieces compiled, not captured: wrong" in found.steps
 
@@ -254,7 +275,7 @@ def test_pieces_that_share_what_a_compiler_made(device: str, hook: Any) -> None:
     found = bisect(built(Equal, device), rows(device), config=config(compiler=shared_output))
     assert (found.stage, found.pieces) == ("compilation", ("piece_0", "piece_2"))
     assert (found.finding.piece, found.finding.value) == ("piece_2", "kept")
-    assert "overwritten" in found.finding.detail
+    assert found.finding.detail.endswith(f"; {OVERWRITTEN}")
 
 
 def test_a_compiler_of_aten_graphs_that_is_wrong(device: str) -> None:
@@ -272,6 +293,7 @@ def test_a_compiler_of_aten_graphs_that_is_wrong(device: str) -> None:
     found = bisect(built(Calculates, device), rows(device), config=config(compiler=compiler))
     assert (found.stage, found.pieces) == ("compilation", ("piece_2",))
     assert found.finding.op == "torch.exp"
+    assert found.finding.line.startswith(marked_line("FAULT: shows"))
 
 
 # ---------------------------------------------------------------- passes and traces

@@ -222,7 +222,9 @@ def test_a_number_that_went_stale() -> None:
     model, x, scale = Weighs(), rows("cpu"), torch.ones(())
     seen = only(changed(1.0, lambda: setattr(model, "scale", 3.0)))
     assert (seen.stage, seen.piece) == ("replay", "the result")
-    assert "numbers differ" in seen.detail
+    assert seen.rows == tuple(range(6))
+    assert seen.largest == pytest.approx(2 * x.sin().abs().max().item())  # 1.0 and 3.0 times it
+    assert seen.detail.startswith("384 of 384 numbers differ, by up to 2")
     assert changed(scale, lambda: scale.fill_(3.0)).ok
     wrapper = CUDAGraphWrapper(model, config())
     with torch.inference_mode(), step():
@@ -241,7 +243,7 @@ class Shares(nn.Module):
     def forward(self, x):
         kept = torch.ops.cgentry.hooked(x.sin())
         y = attention(x)
-        other = torch.ops.cgentry.hooked(y.relu())
+        other = torch.ops.cgentry.hooked(y.relu())  # <other>
         return attention(other) + kept
 
 
@@ -250,6 +252,7 @@ def test_results_that_alias_one_workspace(hook: Any) -> None:
     hook(Workspace(x))  # has one workspace while a graph is captured
     seen = only(verify(model, x, config=config(), sets=1))
     assert (seen.stage, seen.piece, seen.value) == ("replay", "piece_2", "kept")
+    assert seen.line.startswith(at(Shares, "other"))
     assert "it was right before, and is overwritten" in seen.detail
     culprits = bisect(model, x, config=config())
     assert (culprits.stage, culprits.pieces) == ("replay", ("piece_0", "piece_2"))

@@ -214,8 +214,12 @@ def test_what_a_graph_has_frozen(device: str, hook: Any, what: str, mode: str) -
     assert found.stage == "replay"
     assert found.rows == tuple(range(6))
     assert found.largest > 0.1
-    assert found.piece == ("piece_2" if mode == "PIECEWISE" else "the whole step")
-    assert ("this op makes the value" in found.detail) is (mode == "PIECEWISE")
+    if mode == "FULL":  # a CUDA graph cannot be looked into
+        assert (found.piece, found.op, found.line) == ("the whole step", "", "")
+        return
+    assert (found.piece, found.op, found.value) == ("piece_2", "_operator.add", "add")
+    assert found.line.startswith(marked_line("FAULT: stale shows"))
+    assert found.detail.endswith("; this op makes the value")
 
 
 def test_rows_that_are_padding_are_told(hook: Any) -> None:
@@ -226,7 +230,7 @@ def test_rows_that_are_padding_are_told(hook: Any) -> None:
         assert verify(model, x, sets=2).ok
         factor = 3.0
         found = only(verify(model, x, sets=1))
-    assert found.piece == "piece_2"
+    assert (found.piece, found.op) == ("piece_2", "_operator.add")
     assert found.padding_rows == (4, 5)
     assert "rows [4, 5] are padding" in str(found)
 
@@ -234,7 +238,7 @@ def test_rows_that_are_padding_are_told(hook: Any) -> None:
 @pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
 def test_what_a_wrapper_has_frozen(device: str, hook: Any, kind: Any) -> None:
     factor = 1.0
-    hook(lambda x: softmax(x) * factor)  # FAULT: of a wrapper
+    hook(lambda x: softmax(x) * factor)
     mode = FULL if kind is CUDAGraphWrapper else PIECEWISE
     settings = cgcompile.CompilationConfig(capture_device="host")
     wrapper = kind(built(Stale, device), settings, mode)
@@ -247,20 +251,25 @@ def test_what_a_wrapper_has_frozen(device: str, hook: Any, kind: Any) -> None:
     assert found.piece == (
         "the result" if mode is FULL else "break 1 (aten::scaled_dot_product_attention)"
     )
+    assert ("[0][0]: 384 of 384 numbers differ" in found.detail) is (mode is PIECEWISE)
+    assert found.detail.count("numbers differ") == (1 if mode is FULL else 2)
 
 
 def test_a_result_that_a_later_piece_overwrites(device: str, hook: Any) -> None:
     hook(Workspace(rows(device)))
     found = only(verify(built(Shares, device), rows(device), config=config(), sets=1))
     assert (found.stage, found.piece, found.value) == ("replay", "piece_2", "kept")
-    assert "it was right before, and is overwritten" in found.detail
+    assert found.line.startswith(marked_line("FAULT: overwrites"))
+    detail = "it was right before, and is overwritten; the piece begins at that line"
+    assert found.detail.endswith(f"; {detail}")
 
 
 def test_a_piece_that_is_miscompiled(device: str) -> None:
     settings = config(compiler=miscompiler)
     found = only(verify(built(Calculates, device), rows(device), config=settings, sets=1))
     assert (found.stage, found.piece, found.op) == ("compilation", "piece_2", "torch.exp")
-    assert "this op makes the value" in found.detail
+    assert found.line.startswith(marked_line("FAULT: shows"))
+    assert found.detail.endswith("; this op makes the value")
 
 
 def test_a_pass_that_is_wrong() -> None:

@@ -247,16 +247,19 @@ def test_the_order_of_the_items_changes_nothing(
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("ladder", [DOUBLING, CLOSER], ids=["doubling", "closer"])
 def test_against_all_groupings(mix: str, fixed: int, ladder: tuple[int, ...]) -> None:
-    """2 to 10 items: at most a twentieth above the best in the mean."""
+    """Up to 8 items: mostly the best. 9 and 10: at most a twentieth above it in the mean."""
     capacity, costs = Capacity((ladder,), 32), Costs(fixed=fixed, eager_fixed=900)
-    ratios = []
+    few, ratios = [], []
     for seed in range(24):
         count = 9 + seed % 2 if seed % 6 == 0 else 2 + seed % 7
         needs = drawn(mix, count, seed)
         cost = cost_by_budgets(pack(needs, capacity, costs), needs, costs)
         ratio = cost / least_cost(needs, capacity, costs)
         assert ratio > 1 - 1e-9
-        ratios.append(ratio)
+        (few if count <= 8 else ratios).append(ratio)
+    assert max(few) <= 1.1
+    assert sum(few) / len(few) <= 1.01
+    assert sum(ratio < 1 + 1e-6 for ratio in few) >= 0.75 * len(few)
     assert max(ratios) <= 1.25
     assert sum(ratios) / len(ratios) <= 1.05
 
@@ -266,7 +269,7 @@ def test_against_all_groupings(mix: str, fixed: int, ladder: tuple[int, ...]) ->
 def test_many_items_against_simple_rules(mix: str, fixed: int) -> None:
     """First fit in the order of the call, too: no promise for one call, but for all together."""
     capacity, costs = Capacity((DOUBLING,), 32), Costs(fixed=fixed, eager_fixed=900)
-    ours = theirs = 0.0
+    ours = theirs = first = 0.0
     for seed in range(20):
         needs = drawn(mix, 9 + seed, seed)
         cost = cost_by_budgets(pack(needs, capacity, costs), needs, costs)
@@ -278,9 +281,22 @@ def test_many_items_against_simple_rules(mix: str, fixed: int) -> None:
                 next_fit(needs, capacity, defer=True),
             )
         ]
-        assert cost <= min(rules[1:]) + SLACK
-        ours, theirs = ours + cost, theirs + rules[1]
+        assert cost <= min(1.05 * rules[0], *rules[1:]) + SLACK
+        ours, theirs, first = ours + cost, theirs + rules[1], first + rules[0]
+    assert ours <= first + SLACK
     assert ours <= theirs * {0: 0.98, 300: 1, 3000: 1}[fixed] or mix == "equal"
+
+
+def test_neighbours_and_items_far_away_in_the_order() -> None:
+    """Nine items: large ones are filled up with small ones, which lie far away in the order."""
+    needs = [Need((n,)) for n in (1, 2, 3, 4, 5, 95, 96, 97, 98)]
+    costs = Costs(fixed=0, eager_fixed=10**6)
+    found = pack(needs, Capacity(((100, 200),), 3), costs)
+    assert cost_by_budgets(found, needs, costs) == 500
+    found = pack(needs, Capacity(((100,),), 3), costs)
+    assert len(found) == 5
+    for group in found:
+        assert tokens_of(group.items, needs, 0) <= 100
 
 
 def test_large_items_are_filled_up_with_small_ones() -> None:

@@ -1,10 +1,17 @@
 """Steps without graphs run the compiled pieces, under any grad mode and size."""
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
+from cases import CASES
+from support import backend_for, build, mark
 from torch import nn
 
 import cgcompile
+from cgcompile.passes.nodes import storages, value, written_storages
 
 
 class Steps(nn.Module):
@@ -52,3 +59,112 @@ def test_a_step_that_switches_grad_mode_between_its_pieces() -> None:
                 x = torch.randn(2, 4, 8)
                 torch.testing.assert_close(compiled(x), model(x))
                 assert torch.is_grad_enabled() == grad
+
+
+# ---------------------------------------------------------------- what a piece returns and writes
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> Any:
+    return (a @ b,)
+
+
+def two_views(a: torch.Tensor, b: torch.Tensor) -> Any:
+    return (a @ b).chunk(2, -1)
+
+
+def nested(a: torch.Tensor, b: torch.Tensor) -> Any:
+    with torch.no_grad():
+        c = a @ b
+    return c @ b, a @ c
+
+
+def writes(a: torch.Tensor, b: torch.Tensor) -> Any:
+    a.copy_(b)
+    return (a @ b,)
+
+
+def writes_by_an_op(a: torch.Tensor, b: torch.Tensor) -> Any:
+    torch.ops.cgplain.fill(a)
+    return (a @ b,)
+
+
+def writes_only(a: torch.Tensor, b: torch.Tensor) -> Any:
+    a.copy_(b)
+    return ()
+
+
+def an_input_and_a_view_of_it(a: torch.Tensor, b: torch.Tensor) -> Any:
+    return a @ b, a.t(), b
+
+
+def fill(a: torch.Tensor) -> None:
+    a.fill_(2.0)
+
+
+@pytest.fixture
+def op() -> Any:
+    with torch.library._scoped_library("cgplain", "FRAGMENT") as library:
+        library.define("fill(Tensor(a!) a) -> ()")
+        library.impl("fill", fill, "CPU")
+        torch.library.register_fake("cgplain::fill", lambda a: None, lib=library)
+        yield
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        product,
+        two_views,
+        nested,
+        writes,
+        writes_by_an_op,
+        writes_only,
+        an_input_and_a_view_of_it,
+    ],
+)
+def test_results_writes_and_aliases_are_those_of_eager(
+    function: Callable[..., Any], inference: bool, op: None
+) -> None:
+    torch._dynamo.reset()
+    backend = cgcompile.Backend(compiler="inductor")
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for size in (4, 4, 6):
+        with torch.inference_mode() if inference else torch.no_grad():
+            given = [torch.randn(size, size) for _ in range(2)]
+            seen, wanted = ([each.clone() for each in given] for _ in range(2))
+            results, expected = compiled(*seen), function(*wanted)
+        assert len(results) == len(expected)
+        for result, one in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, one)
+            assert result.stride() == one.stride()
+        assert all(map(torch.equal, seen, wanted))
+        memory = [
+            [
+                [one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()]
+                for one in (*values, *inputs)
+                for other in inputs
+            ]
+            for values, inputs in ((results, seen), (expected, wanted))
+        ]
+        assert memory[0] == memory[1]
+    assert backend.counters.calls == (3 if backend.graphs else 0)
+
+
+def test_inputs_that_a_piece_writes() -> None:
+    case = CASES["input_mutated_in_pieces"]
+    backend = backend_for(case, "eager")
+    inputs = case.inputs(6)
+    mark(case, inputs)
+    with torch.no_grad():
+        torch.compile(build(case), backend=backend)(*inputs)
+    (graph,) = backend.graphs
+    written = []
+    for piece in graph.split.pieces:
+        keys = written_storages(piece.module)  # through views as well
+        nodes = piece.module.graph.find_nodes(op="placeholder")
+        pairs = zip(piece.inputs, nodes, strict=True)
+        written.append([name for name, node in pairs if not keys.isdisjoint(storages(value(node)))])
+    (cache,) = (each.name for each in graph.split.inputs if each.written)
+    assert "cache" in cache
+    assert written == [[cache], [], [cache]]

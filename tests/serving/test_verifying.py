@@ -21,7 +21,8 @@ def layouts(device: str) -> list[Batch]:
 def test_graphs_that_hold(device: str) -> None:
     made = manager("FULL", device=device)
     made.capture()
-    assert verify(made, layouts(device), rtol=1e-5, atol=1e-5, refuse=True).ok
+    found = verify(made, layouts(device), rtol=1e-5, atol=1e-5, refuse=True)
+    assert (found.ok, found.replays) == (True, len(LAYOUTS))
     assert made.dispatched(requests(3, device=device)).mode.name == "FULL"
 
 
@@ -52,6 +53,8 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
         made.release()
         made.capture()
         found = verify(made, layouts(device), rtol=1e-5, atol=1e-5, refuse=True)
+        # by check, exact sizes first; the graph of one token has frozen the right numbers
+        assert [each.inputs for each in found.differences] == [1, 2, 5, 0, 3]
         first = next(each for each in found.differences if each.inputs == 0)
         assert first.rows[0] == 0
         assert first.largest > 0.01
@@ -70,9 +73,13 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
 def test_what_never_replays_is_no_proof() -> None:
     """A lazy manager warms, captures, and only then replays."""
     made = manager("FULL", lazily=True)
-    assert verify(made, layouts("cpu"), rtol=1e-5, atol=1e-5, refuse=True).ok
+    found = verify(made, layouts("cpu"), rtol=1e-5, atol=1e-5, refuse=True)
+    assert (found.ok, found.replays) == (True, len(LAYOUTS))
     assert made.counters.replays >= len(LAYOUTS)
-    assert not verify(manager("FULL"), layouts("cpu"), refuse=True).ok
+    found = verify(manager("FULL"), layouts("cpu"), refuse=True)  # without a capture
+    assert (found.ok, found.replays, found.differences) == (False, 0, ())
+    (check,) = found.checks
+    assert check.missing.startswith("batch 0 has no graph: not_captured: FULL")
 
 
 def test_only_a_manager_refuses_graphs() -> None:
