@@ -33,7 +33,7 @@ from cgcompile.errors import PieceCompileError
 from cgcompile.graphs.arena import moved
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.timeline import Timeline
-from cgcompile.passes.nodes import is_symbolic_number, storages, written
+from cgcompile.passes.nodes import is_symbolic_number, storages, value, written_storages
 from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.compilers import Runnable
@@ -146,11 +146,10 @@ def _one(made: Any) -> list[Any]:
 
 
 def written_inputs(piece: Piece) -> list[str]:
-    """The names of the inputs that a piece writes, as far as its graph tells."""
-    graph = piece.module.graph
-    names = dict(zip(graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
-    found = [each for node in graph.nodes for each in written(piece.module, node)]
-    return list(dict.fromkeys(names[node] for node in found if node in names))
+    """Return the names of the inputs whose memory a piece writes, as far as its graph tells."""
+    memory = written_storages(piece.module)  # through views as well
+    names = zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True)
+    return [name for name, node in names if not memory.isdisjoint(storages(value(node)))]
 
 
 def said(piece: Piece) -> str:
