@@ -16,7 +16,7 @@ TESTED = ("2.11", "2.13", "2.15")
 _ALL = " ".join(TESTED)
 
 # (module, names in it, versions that they were tried on). What begins with "_cuda" or "_CUDA" is in
-# builds with CUDA alone, and two others of ``torch._C`` are missing in some builds without it.
+# builds with CUDA alone, and three others of ``torch._C`` are missing in some builds without it.
 PRIVATE_NAMES: tuple[tuple[str, str, str], ...] = (
     ("functorch.compile", "aot_module_simplified make_boxed_func", _ALL),
     ("torch", "_conj _neg_view", _ALL),
