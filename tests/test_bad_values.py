@@ -71,7 +71,14 @@ BAD: dict[str, Callable[[], Any]] = {
 # Called by cgcompile alone, with its own values; a step must not pay for checking them.
 INTERNAL = {
     "Backend": {"adopt", "compile_graph", "recompile_limit_reached", "remember", "run_plain"},
-    "BreakableCUDAGraphWrapper": {"drop", "entries_of", "entry_of", "keep", "record", "replay_entry"},
+    "BreakableCUDAGraphWrapper": {
+        "drop",
+        "entries_of",
+        "entry_of",
+        "keep",
+        "record",
+        "replay_entry",
+    },
     "CUDAGraphEntry": {"check", "result", "serves"},
     "CUDAGraphWrapper": {"drop", "entries_of", "entry_of", "keep", "record", "replay_entry"},
     "CudaGraphManager": {"capture_graph", "record", "run_dummy"},
