@@ -129,7 +129,7 @@ def test_private_torch_only_in_compat(path: Path) -> None:
     if module_of(path).startswith("cgcompile.torch_compat"):
         return
     private = [name for name in imports_of(path) if name.startswith(PRIVATE)]
-    assert not private, f"move {private} behind cgcompile/compat/"
+    assert not private, f"move {private} behind cgcompile/torch_compat/"
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             hidden = node.value.id == "torch" and node.attr.startswith("_")

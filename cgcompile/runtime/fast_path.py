@@ -1,12 +1,11 @@
-"""The shortest way through a compiled graph: a step that was replayed, once more.
+"""Fast path of a compiled graph: repeat a replayed step after a minimal list of checks.
 
-An engine asks for the same few steps all day, each under a context of its own. What a call replayed
-is remembered with everything that was worked out for it; a later call that asks for it goes through
-one list of questions, and then it runs. What is not asked here costs nothing, so whatever has a
-longer way (copied inputs, a policy other than ``on_input_change="raise"``, an observer) is never
-remembered. A host step costs about as much as it has calls and touches objects, so the list is the
-text of one generated function, :func:`step_source`. :class:`Again` puts what a compiled graph asks
-of its inputs before it; ``tracing/shortcut.py`` what is asked of the arguments of a whole model.
+An engine repeats a few steps, each under a new forward context. After a replay, everything that was
+computed for the call is kept in a :class:`Again`. A later call for the same step runs one generated
+function, :func:`step_source`, that checks and replays: host time is about proportional to the calls
+made and the objects touched. Steps that need more (copied inputs, a policy other than
+``on_input_change="raise"``, an observer) are never kept, so they add no checks here. :class:`Again`
+checks the inputs of a graph; ``tracing/fast_path.py`` the arguments of a whole model.
 """
 
 import textwrap
