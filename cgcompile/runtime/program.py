@@ -283,7 +283,8 @@ class Uses:
 
     Attributes:
         made: names of the values that pieces make.
-        read: names that graphs read at a fixed address, or that must be there for the caller.
+        captured: names that captured pieces read.
+        read: these, and with a context those that the caller gets at a fixed address.
         returned: names that the caller gets.
         originals: names of results that the caller gets as the eager piece made them, even where
             graphs read a copy: nothing writes them.
@@ -304,10 +305,11 @@ class Uses:
         }
         unwritten = {name for name in self.returned & eager.keys() if not values[name].written}
         self.originals = self._apart(split, unwritten, eager) if own else set()
-        self.read = {name for piece in split.pieces if piece.capture for name in piece.inputs}
-        self.read -= split.cpu_scalars  # graphs read a copy on the device
+        self.captured = {name for piece in split.pieces if piece.capture for name in piece.inputs}
+        self.captured -= split.cpu_scalars  # graphs read a copy on the device
+        self.read = set(self.captured)
         if not own:
-            self.read |= self.returned  # the next graph may read it where it lies
+            self.read |= self.returned  # the next graph may read it at that address
         self.live = {name for piece in split.pieces if not piece.capture for name in piece.inputs}
         self.live |= self.returned | split.cpu_scalars
         self.last = {name: piece.index for piece in split.pieces for name in piece.inputs}

@@ -10,7 +10,7 @@ entries, and between them the eager pieces, bound to what the graphs before them
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -196,6 +196,7 @@ class _Recorder:
         lasting = {starts[p] for p in (*roles.static, *roles.read, *roles.written)}
         constants = tensors(list(program.split.constants.values()))
         self._fixed = lasting.union(map(address, constants)) - {0}
+        self._moving = set(starts) - self._fixed - {0}  # memory of the other inputs
 
     def run(self) -> Any:
         pieces = self._program.split.pieces
@@ -370,20 +371,37 @@ class _Recorder:
             values = dict(zip(piece.inputs, given, strict=True))
             made = call.leaves(call.function(*arguments(call, values.__getitem__)))
             frame, uses = self._recording.frame, self._uses
-            across = crossings(places, made, uses.read, uses.returned, self._fixed, frame)
-            self._append(piece, call, made, across)
+            aliases = self._aliases_of_inputs(piece, made)
+            read = uses.read - (aliases - uses.captured)
+            across = crossings(places, made, read, uses.returned, self._fixed, frame)
+            self._append(piece, call, made, across, uses.originals | aliases)
             return made
 
         return run
 
-    def _append(self, piece: Piece, call: Call, made: list[Any], across: Bridged) -> None:
+    def _aliases_of_inputs(self, piece: Piece, made: Sequence[Any]) -> set[str]:
+        """Return the results that are memory of an input; the caller gets them uncopied."""
+        pairs = zip(piece.outputs, made, strict=True)
+        aliases = {
+            name for name, x in pairs if isinstance(x, torch.Tensor) and address(x) in self._moving
+        }
+        return aliases & self._uses.returned
+
+    def _append(
+        self,
+        piece: Piece,
+        call: Call,
+        made: list[Any],
+        across: Bridged,
+        originals: Collection[str] = (),
+    ) -> None:
         """Record an eager piece that has run; its results cross, here as at every replay."""
         uses, bridged = self._uses, across.replaced
         args = arguments(call, self._source)
         kept = [
             (item, self._slot(made[item]))
             for item, name in enumerate(piece.outputs)
-            if name in bridged and name in uses.originals
+            if name in bridged and name in originals
         ]
         for crossing in across.crossings:
             crossing(made)

@@ -1,5 +1,9 @@
 """Results that share memory share it in every replay, however many weight sets there are."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
 import torch
 from hazard_support import settings
 from torch import nn
@@ -34,4 +38,49 @@ def test_results_of_several_weight_sets_share_memory(device: str) -> None:
             part.zero_()
             view.zero_()
             torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    assert backend.counters.replays >= 4
+
+
+def alias_beside(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """Return memory of an input that no captured piece reads."""
+    doubled = state * 2
+    with cgcompile.eager_region():
+        same = x[:]
+    state.copy_(doubled + 1)
+    return same
+
+
+def alias_read(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """Return memory of an input that a captured piece reads by another name."""
+    with cgcompile.eager_region():
+        same = x[:]
+    state.copy_(same + 1)
+    return same
+
+
+@pytest.mark.parametrize("context", [True, False], ids=["context", "no_context"])
+@pytest.mark.parametrize("entry_point", ["torch.compile", "cgcompile.compile"])
+@pytest.mark.parametrize("step", [alias_beside, alias_read])
+def test_a_result_of_an_eager_region_stays_the_input(
+    step: Callable[..., torch.Tensor], entry_point: str, context: bool, device: str
+) -> None:
+    torch._dynamo.reset()
+    backend = cgcompile.Backend(settings(device, cudagraph_mode="PIECEWISE"))
+    if entry_point == "torch.compile":
+        compiled = torch.compile(step, backend=backend)
+    else:
+        compiled = cgcompile.compile(step, backend)
+    x, state = torch.zeros(4, 8, device=device), torch.zeros(4, 8, device=device)
+    forward = set_forward_context(
+        cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=BatchDescriptor(4)
+    )
+    for _ in range(6):
+        x.copy_(torch.randn(4, 8))
+        state.copy_(torch.randn(4, 8))
+        expected_state = state.clone()
+        step(x, expected_state)
+        with torch.no_grad(), forward if context else nullcontext():
+            same = compiled(x, state)
+        assert same.data_ptr() == x.data_ptr()
+        torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
     assert backend.counters.replays >= 4
