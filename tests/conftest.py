@@ -118,8 +118,8 @@ def without_gradients() -> Iterator[None]:
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Sets what the operator of ``entry_support.Hooked`` does."""
-    from entry_support import Hook
+    """Sets what the operator of ``lib.entry.Hooked`` does."""
+    from lib.entry import Hook
 
     def put(function: Any) -> None:
         monkeypatch.setattr(Hook, "function", staticmethod(function))

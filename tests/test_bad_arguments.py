@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from encoder_support import patches
+from lib.encoders import patches
 from torch import nn
 
 import cgcompile

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_support import patches
+from lib.encoders import patches
 from torch import fx, nn
 
 import cgcompile

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import library, soft
+from lib.cases import library, soft
 from torch import fx
 
 from cgcompile import AttentionCGSupport, SplittingOp, eager_region

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_support import HERE, runner
+from lib.command_line import HERE, runner
 
 from cgcompile.cli import main
 

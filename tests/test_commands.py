@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_support import runner
 from expecttest import TestCase
-from page_support import Page
+from lib.command_line import Page, runner
 
 import cgcompile
 from cgcompile.cli import main
@@ -42,10 +41,10 @@ bytes 1280 B (1.2 KiB) cross
       1152 B (1.1 KiB) static
 mode  FULL_AND_PIECEWISE; without a forward context FULL; boundaries allow FULL graphs: ALWAYS
 piece    kind      ops  same as  bytes out  where, why
-piece_0  captured  5    -        768        command_support.py:N in forward: q, k, v = self.qkv(...
-piece_1  eager     1    -        256        command_support.py:N in forward: return self.out(tor...
+piece_0  captured  5    -        768        command_line.py:N in forward: q, k, v = self.qkv(x)....
+piece_1  eager     1    -        256        command_line.py:N in forward: return self.out(torch....
           splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
-piece_2  captured  2    -        256        command_support.py:N in forward: return self.out(tor...
+piece_2  captured  2    -        256        command_line.py:N in forward: return self.out(torch....
 set   splitting_ops = ('aten::relu',) (options)
 set   cache_dir = 'off' (environment)
 note  all tensors are on the CPU, so copies between host and device cannot be told: make the model
@@ -150,7 +149,7 @@ def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_module_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "command_support:pair"]) == 0
+    assert main(["explain", "lib.command_line:pair"]) == 0
     assert capsys.readouterr().out.startswith("Net: 3 pieces: 2 captured, 1 eager")
 
 

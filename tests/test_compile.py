@@ -7,10 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES
-from compile_support import GUARDS, SHAPES, check, compiled, rows
-from entry_support import HOOKED, WARMING, Hooked, assert_counts, assert_same, batch, made
-from support import build
+from lib.asserts import build
+from lib.cases import CASES
+from lib.entry import (
+    GUARDS,
+    HOOKED,
+    SHAPES,
+    WARMING,
+    Hooked,
+    assert_counts,
+    assert_same,
+    batch,
+    check,
+    compiled,
+    made,
+    rows,
+)
 from torch import nn
 
 import cgcompile

@@ -4,10 +4,19 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, D
-from compile_support import check, compiled, rows
-from entry_support import WARMING, assert_counts, assert_same, assert_steps, backend_for, batch
-from support import build
+from lib.asserts import build
+from lib.cases import CASES, D
+from lib.entry import (
+    WARMING,
+    assert_counts,
+    assert_same,
+    assert_steps,
+    backend_for,
+    batch,
+    check,
+    compiled,
+    rows,
+)
 from torch import nn
 
 import cgcompile

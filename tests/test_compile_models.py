@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from compile_support import compiled
-from entry_support import WARMING, assert_counts, assert_same
-from generate_support import VOCABULARY
-from generate_support import build as language_model
+from lib.entry import WARMING, assert_counts, assert_same, compiled
+from lib.language_models import VOCABULARY
+from lib.language_models import build as language_model
 
 from cgcompile.errors import TraceError
 

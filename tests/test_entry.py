@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, D, DecoderLayer
-from entry_support import (
+from lib.asserts import build
+from lib.cases import CASES, D, DecoderLayer
+from lib.entry import (
     EAGER_ATTEND,
     HOOKED,
     WARMING,
@@ -30,7 +31,6 @@ from entry_support import (
     made,
     marked,
 )
-from support import build
 from torch import nn
 
 import cgcompile
@@ -728,7 +728,7 @@ def test_a_capture_that_fails_runs_plain_and_spares_other_shapes(device: str, ho
     )
     assert modes(backend) == [PIECEWISE]
     detail = backend.counters.details[Reason.CAPTURE_FAILED]
-    assert "piece_2 (entry_support.py:" in detail
+    assert "piece_2 (entry.py:" in detail
     assert "not permitted when stream is capturing" in detail
 
 
@@ -797,7 +797,7 @@ def test_a_step_inside_of_its_own_replay_is_refused(device: str, hook: Any) -> N
 
 INSIDE_ITS_OWN_CAPTURE = """
 import sys, torch
-from entry_support import Hook, Hooked, batch, compiled_model, marked
+from lib.entry import Hook, Hooked, batch, compiled_model, marked
 
 torch.set_grad_enabled(False)
 device, usual, calls = sys.argv[1], Hook.function, []

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, D
-from entry_support import (
+from lib.asserts import build
+from lib.cases import CASES, D
+from lib.entry import (
     HOOKED,
     WARMING,
     ByContext,
@@ -26,7 +27,6 @@ from entry_support import (
     made,
     marked,
 )
-from support import build
 from torch import nn
 
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode, set_forward_context

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import D, DecoderLayer
-from entry_support import (
+from lib.cases import D, DecoderLayer
+from lib.entry import (
     HOOKED,
     WARMING,
     Hook,

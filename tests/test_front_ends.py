@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from entry_support import WARMING, assert_counts
-from graphs.breakable_support import assert_counters, copies
+from lib.breakable import assert_counters, copies
+from lib.entry import WARMING, assert_counts
 from torch import nn
 
 import cgcompile

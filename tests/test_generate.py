@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from generate_support import MODELS, NEW_TOKENS, build, compile_config, generate, prompt
+from lib.language_models import MODELS, NEW_TOKENS, build, compile_config, generate, prompt
 
 from cgcompile.backend import backend
 from cgcompile.reasons import Counters, Reason

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import D
-from entry_support import (
+from lib.breakable import assert_counters
+from lib.cases import D
+from lib.entry import (
     HOOKED,
     WARMING,
     Hooked,
@@ -25,7 +26,6 @@ from entry_support import (
     made,
     marked,
 )
-from graphs.breakable_support import assert_counters
 from torch import nn
 
 from cgcompile import (

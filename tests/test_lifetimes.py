@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import D, library
-from entry_support import Hooked, assert_same, backend_for, made
-from graphs.breakable_support import FULL, PIECEWISE, Asked, churn, in_thread, operators, step
+from lib.breakable import FULL, PIECEWISE, Asked, churn, in_thread, operators, step
+from lib.cases import D, library
+from lib.entry import Hooked, assert_same, backend_for, made
 from torch import nn
 
 import cgcompile

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from generate_support import VOCABULARY, build
-from support import Several
+from lib.asserts import Several
+from lib.language_models import VOCABULARY, build
 from transformers import ViTConfig, ViTForImageClassification
 
 import cgcompile

@@ -3,7 +3,7 @@
 A step is a batch of a menu (mode, size, uniform or not, an extra axis), with fresh metadata and
 new numbers, under no_grad or in inference mode, from this thread or another one. Between steps
 weights are written, replaced and moved, memory is allocated and freed, graphs are released. Some
-steps carry a fault. ``schedule_support.Engine`` says of each step what it must do: a replay, a
+steps carry a fault. ``lib.schedules.Engine`` says of each step what it must do: a replay, a
 capture, a plain run for a reason, an error of one class; and compares with eager.
 """
 
@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from schedule_support import (
+from lib.schedules import (
     FULL,
     PIECEWISE,
     Batch,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from entry_support import HOOKED, assert_counts, assert_same, backend_for, batch, operators
+from lib.entry import HOOKED, assert_counts, assert_same, backend_for, batch, operators
 from torch import nn
 
 from cgcompile import (

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import D, library
 from expecttest import TestCase
-from graphs.breakable_support import Stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-from verify_support import (
+from lib.breakable import Stack
+from lib.cases import D, library
+from lib.faulty_models import (
     Calculates,
     Good,
     Mixes,
@@ -28,6 +27,7 @@ from verify_support import (
     rows,
     softmax,
 )
+from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, BreakableCUDAGraphWrapper, CUDAGraphMode, set_forward_context

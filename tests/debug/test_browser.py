@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from page_support import Page
+from lib.command_line import Page
 
 import cgcompile
 

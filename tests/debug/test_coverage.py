@@ -5,12 +5,12 @@ import random
 from collections import Counter
 from typing import Any
 
-import manager_support as ms
 import pytest
 import torch
-from encoder_support import H, Rows, config, manager, rows
 from expecttest import assert_expected_inline
-from observe_support import names_of
+from lib import manager as ms
+from lib.debug import names_of
+from lib.encoders import H, Rows, config, manager, rows
 from torch import nn
 
 import cgcompile

@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
-from doctor_support import examine
 from expecttest import assert_expected_inline
+from lib.debug import examine
 from torch import nn
 
 from cgcompile.debug import Diagnosis

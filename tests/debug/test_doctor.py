@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from doctor_support import examine, found
+from lib.debug import examine, found
 from torch import nn
 
 import cgcompile

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from doctor_support import examine, found, worse_than_notes
+from lib.debug import examine, found, worse_than_notes
 from torch import nn
 
 import cgcompile

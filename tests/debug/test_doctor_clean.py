@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from doctor_support import examine, worse_than_notes
+from lib.debug import examine, worse_than_notes
 from torch import nn
 
 import cgcompile

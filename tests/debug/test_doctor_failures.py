@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from doctor_support import found, marked_line
+from lib.debug import found, marked_line
 from torch import nn
 
 import cgcompile

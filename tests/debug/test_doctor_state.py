@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from doctor_support import examine, found, worse_than_notes
+from lib.debug import examine, found, worse_than_notes
 from torch import nn
 
 import cgcompile

@@ -5,13 +5,13 @@ import resource
 from collections import Counter
 from typing import Any
 
-import cases
-import observe_support
+import lib.cases
+import lib.debug
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from observe_support import CALLS, Branches, D, Decoder, Raises, Reads, inputs, meta, shown
-from support import build, mark, split_texts
+from lib.asserts import build, mark, split_texts
+from lib.debug import CALLS, Branches, D, Decoder, Raises, Reads, inputs, meta, shown
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -32,13 +32,13 @@ bytes 3840*s0 B (15.0 KiB as traced, 8: 30.0 KiB, 1: 3.8 KiB) cross
 size  1 <= s0, s0 = x.size()[0], traced with 4
 mode  FULL_AND_PIECEWISE; without a forward context FULL; boundaries allow FULL graphs: ALWAYS
 piece    kind      ops  same as  bytes out  where, why
-piece_0  captured  5    -        576*s0     observe_support.py:N in forward: q, k, v = self.qkv(...
-piece_1  eager     1    -        192*s0     observe_support.py:N in forward: return x + self.out...
+piece_0  captured  5    -        576*s0     debug.py:N in forward: q, k, v = self.qkv(x).chunk(3...
+piece_1  eager     1    -        192*s0     debug.py:N in forward: return x + self.out(F.scaled_...
           splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
-piece_2  captured  7    -        768*s0     observe_support.py:N in forward: return x + self.out...
+piece_2  captured  7    -        768*s0     debug.py:N in forward: return x + self.out(F.scaled_...
 piece_3 .. piece_6  the same 2 pieces 2 times more
-piece_7  eager     1    piece_1  192*s0     observe_support.py:N in forward: return x + self.out...
-piece_8  captured  2    -        192*s0     observe_support.py:N in forward: return x + self.out...
+piece_7  eager     1    piece_1  192*s0     debug.py:N in forward: return x + self.out(F.scaled_...
+piece_8  captured  2    -        192*s0     debug.py:N in forward: return x + self.out(F.scaled_...
 set   cache_dir = 'off' (environment)
 note  meta tensors stand for tensors of the device that captures""",
     )
@@ -54,7 +54,7 @@ def test_a_piece_and_its_values() -> None:
     assert "scaled_dot_product_attention" in why.detail
     assert attention.support == "ALWAYS"
     (line,) = attention.source
-    assert re.fullmatch(r"observe_support\.py:\d+ in forward", line.where)
+    assert re.fullmatch(r"debug\.py:\d+ in forward", line.where)
     assert "F.scaled_dot_product_attention(q, k, v)" in line.code
     q = next(each for each in attention.inputs if each.shape is not None)
     assert (q.shape, q.dtype, q.device, q.static) == (("s0", "3", "16"), "f32", "cpu", False)
@@ -132,7 +132,7 @@ CASE_REASONS = {
 
 @pytest.mark.parametrize("name", CASE_REASONS)
 def test_it_is_the_split_of_torch_compile(name: str) -> None:
-    case = cases.CASES[name]
+    case = lib.cases.CASES[name]
     given = case.inputs(case.sizes[0])
     mark(case, given)
     found = explain(build(case), *given, config=case.settings)
@@ -215,7 +215,7 @@ def test_nothing_is_run_and_nothing_is_left() -> None:
     tensors = [x, *model.parameters()]
 
     def state() -> Any:
-        names = {name for name in vars(observe_support) if name.startswith("__")}
+        names = {name for name in vars(lib.debug) if name.startswith("__")}
         config = torch._dynamo.config.save_config_portable()
         return names, [dict(each.__dict__) for each in tensors], config, torch.get_rng_state().sum()
 

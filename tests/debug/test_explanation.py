@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from observe_support import (
+from lib.debug import (
     Branches,
     Decoder,
     Reads,

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import D
-from doctor_support import examine, found, worse_than_notes
-from fault_support import PIECEWISE, ROWS, at, only, step
+from lib.cases import D
+from lib.debug import PIECEWISE, ROWS, at, examine, found, only, step, worse_than_notes
+from lib.faulty_models import Workspace, attention, built, config, rows
 from torch import nn
-from verify_support import Workspace, attention, built, config, rows
 
 import cgcompile
 from cgcompile import BreakableCUDAGraphWrapper, CUDAGraphWrapper, explain, verify

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import D
-from doctor_support import examine, found, marked_line, worse_than_notes
-from fault_support import FULL, only_finding, step
-from manager_support import dispatcher
-from rank_support import said
+from lib.cases import D
+from lib.debug import FULL, examine, found, marked_line, only_finding, step, worse_than_notes
+from lib.faulty_models import config, rows
+from lib.manager import dispatcher
+from lib.ranks import said
 from torch import nn
-from verify_support import config, rows
 
 import cgcompile
 from cgcompile import Backend, BatchDescriptor, CUDAGraphWrapper

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import D
+from lib.cases import D
+from lib.faulty_models import config
 from torch import nn
-from verify_support import config
 
 import cgcompile
 from cgcompile import CompilationConfig, verify

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from entry_support import HOOKED, Hooked, assert_same, batch, compiled_model, marked
 from expecttest import TestCase
-from graphs.breakable_support import (
+from lib.breakable import (
     PIECEWISE,
     Asked,
     eager_break_during_capture,
@@ -23,7 +22,8 @@ from graphs.breakable_support import (
     soft,
     step,
 )
-from manager_support import eager, manager, requests
+from lib.entry import HOOKED, Hooked, assert_same, batch, compiled_model, marked
+from lib.manager import eager, manager, requests
 from torch import nn
 
 import cgcompile

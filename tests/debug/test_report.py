@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_support import config as encoder_config
-from encoder_support import images, patches
-from manager_support import manager, requests
-from page_support import Page
+from lib.command_line import Page
+from lib.encoders import config as encoder_config
+from lib.encoders import images, patches
+from lib.manager import manager, requests
 from torch import nn
 
 import cgcompile
@@ -95,7 +95,7 @@ def test_pieces_are_those_of_the_value(page: Page, overview: cgcompile.debug.Ove
         assert sum(exact(row, "times") for row in first) == len(pieces)
         assert len(first) == graph["totals"]["distinct"]
         assert "splitting_op cgserve::attend" in first[1]["why, and where"][0]
-        assert "manager_support.py:" in first[0]["why, and where"][0]
+        assert "manager.py:" in first[0]["why, and where"][0]
         label, titles = page.drawings[number]
         assert label == f"The pieces of graph {number} in order: 3 captured, 2 eager"
         assert len(titles) == 1 + len(pieces)

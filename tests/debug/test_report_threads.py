@@ -5,7 +5,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from entry_support import HOOKED, Hooked, batch, compiled_model, marked
+from lib.entry import HOOKED, Hooked, batch, compiled_model, marked
 
 import cgcompile
 from cgcompile.runtime.recording import Recording

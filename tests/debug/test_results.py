@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import D
+from lib.cases import D
+from lib.faulty_models import config
 from torch import nn
-from verify_support import config
 
 import cgcompile
 from cgcompile import CUDAGraphMode, CUDAGraphWrapper, set_forward_context, verify

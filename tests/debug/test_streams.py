@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from doctor_support import examine, found, marked_line
-from fault_support import only_finding
+from lib.debug import examine, found, marked_line, only_finding
 from torch import nn
 
 import cgcompile

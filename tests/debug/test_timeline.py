@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_support import manager as encoder_manager
-from entry_support import HOOKED, Hook, Hooked, assert_same, batch, compiled_model, marked
-from graphs.breakable_support import FULL, PIECEWISE, Asked, rand, step
-from manager_support import manager
+from lib.breakable import FULL, PIECEWISE, Asked, rand, step
+from lib.encoders import manager as encoder_manager
+from lib.entry import HOOKED, Hook, Hooked, assert_same, batch, compiled_model, marked
+from lib.manager import manager
 from torch import nn
 
 import cgcompile

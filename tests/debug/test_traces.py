@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from entry_support import HOOKED, Hooked, assert_same, batch, compiled_model
-from graphs.breakable_support import FULL, rand, step
+from lib.breakable import FULL, rand, step
+from lib.entry import HOOKED, Hooked, assert_same, batch, compiled_model
 
 import cgcompile
 from cgcompile import CompilationConfig, CUDAGraphWrapper, Reason
@@ -37,7 +37,7 @@ NAMES = {
 PROGRAM = """
 import sys; sys.path.insert(0, "tests")
 import torch
-from entry_support import HOOKED, Hooked, batch, compiled_model
+from lib.entry import HOOKED, Hooked, batch, compiled_model
 model, compiled, backend = compiled_model(Hooked, "cpu", **HOOKED)
 x = batch("cpu")
 with torch.no_grad():

@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import D
 from expecttest import TestCase
-from manager_support import manager, requests
-from torch import nn
-from verify_support import (
+from lib.cases import D
+from lib.faulty_models import (
     Calculates,
     Good,
     Mixes,
@@ -25,6 +23,8 @@ from verify_support import (
     rows,
     softmax,
 )
+from lib.manager import manager, requests
+from torch import nn
 
 import cgcompile
 from cgcompile import (

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import D
-from fault_support import FULL, step
+from lib.cases import D
+from lib.debug import FULL, step
+from lib.faulty_models import LAYOUT, attention, built, config, rows
 from torch import nn
-from verify_support import LAYOUT, attention, built, config, rows
 
 import cgcompile
 from cgcompile import BreakableCUDAGraphWrapper, CUDAGraphWrapper

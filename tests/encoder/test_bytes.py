@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_support import (
+from lib.encoders import (
     BUDGETS,
     C,
     DualPath,

@@ -5,10 +5,12 @@ import logging
 import threading
 from typing import Any
 
-import manager_support
+import lib.manager
 import pytest
 import torch
-from encoder_support import (
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lib.encoders import (
     BUDGETS,
     TABLES,
     C,
@@ -25,9 +27,7 @@ from encoder_support import (
     rows,
     videos,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from manager_support import requests
+from lib.manager import requests
 
 import cgcompile
 from cgcompile.encoder import Costs, EncoderCudaGraphManager, GraphKey, PatchEncoder
@@ -564,7 +564,7 @@ def test_a_shared_pool_is_smaller_than_two() -> None:
 
 
 def test_the_pools_of_encoder_and_decoder_are_separate(device: str) -> None:
-    decoder = manager_support.manager(device=device)
+    decoder = lib.manager.manager(device=device)
     decoder.capture()
     model = patches(device)
     made = manager(model, device)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_support import (
+from lib.oracles import (
     CLOSER,
     DOUBLING,
     MIXES,

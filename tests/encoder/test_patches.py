@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_support import TABLES, C, H, Tower, check, close, images, manager, patches, videos
+from lib.encoders import TABLES, C, H, Tower, check, close, images, manager, patches, videos
 
 from cgcompile.encoder import EncoderItemSpec, PatchEncoder, PatchOffsets, PatchTable
 from cgcompile.encoder.patches import frame_offsets

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_support import DualPath, H, Merges, Rows, close, dual, manager, rows
+from lib.encoders import DualPath, H, Merges, Rows, close, dual, manager, rows
 
 from cgcompile.encoder import (
     EncoderCaptureAxis,

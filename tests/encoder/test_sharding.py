@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lib.ranks
 import pytest
-import rank_support
 import torch
-from encoder_support import DualPath, H, Merges, close, dual, images, manager, one_by_one, patches
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.encoders import DualPath, H, Merges, close, dual, images, manager, one_by_one, patches
 
 from cgcompile.encoder import Sharder, shares_by_load
 from cgcompile.errors import EncoderShardError
@@ -141,7 +141,7 @@ def said(
     gpus = torch.cuda.device_count() if request.param == "cuda" else 0
     work = on_host if request.param == "cpu" else on_devices
     folder: Path = tmp_path_factory.mktemp("ranks")
-    return rank_support.said(work, gpus if gpus > 1 else RANKS, folder, 120, nccl=gpus > 1)
+    return lib.ranks.said(work, gpus if gpus > 1 else RANKS, folder, 120, nccl=gpus > 1)
 
 
 def test_every_rank_has_all_results(said: list[dict[str, Any]]) -> None:

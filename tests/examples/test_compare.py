@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import readme_table
 import torch
-from example_support import EXAMPLES, run
+from lib.examples import EXAMPLES, run
 from rivals import report
 from rivals.budget import budget
 from rivals.bytecode import bytecode_in

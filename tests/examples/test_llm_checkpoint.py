@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from lib.examples import serve, with_caches
 from llm_engine.checkpoint import CheckpointError, load_llama
 from llm_engine.drafts import NgramDraft
 from llm_engine.judge import plain_logits
 from llm_engine.model import Llama
 from llm_engine.scheduler import Request
-from llm_support import serve, with_caches
 
 transformers = pytest.importorskip("transformers")
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from lib.examples import runner, serve, tiny_llama, workload
 from llm_engine.drafts import ModelDraft, NgramDraft, NgramIndex, RandomDraft
 from llm_engine.engine import Engine
 from llm_engine.scheduler import Request
-from llm_support import runner, serve, tiny_llama, workload
 
 
 @pytest.mark.parametrize(

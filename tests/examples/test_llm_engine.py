@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lib.examples import BLOCK_SIZE, VOCABULARY, WIDTH, runner, serve, tiny_llama, workload
 from llm_engine.drafts import NgramDraft, RandomDraft
 from llm_engine.engine import Drafted
 from llm_engine.judge import Parting, partings, plain_logits
@@ -13,7 +14,6 @@ from llm_engine.model import shallow_copy
 from llm_engine.report import Model, Run, broken_promises
 from llm_engine.runner import Tally, decode_batch, ladder
 from llm_engine.scheduler import Pressure, Request
-from llm_support import BLOCK_SIZE, VOCABULARY, WIDTH, runner, serve, tiny_llama, workload
 
 from cgcompile.serving import capture_sizes
 

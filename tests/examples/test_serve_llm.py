@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from example_support import load, run
+from lib.examples import load, run
 
 TINY = ["--device", "cpu", "--layers", "1", "--hidden", "32", "--intermediate", "32"]
 TINY += ["--requests", "6", "--max-reqs", "4", "--budget", "16", "--draft-tokens", "2"]

@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from towers.dual_path import DeepseekOcr2Tower
-from towers.fixed_items import audio_items, items_of, vision_items
-from towers_support import (
+from lib.towers import (
     KINDS,
     assert_close,
     images,
@@ -15,6 +13,8 @@ from towers_support import (
     plain_results,
     randomised,
 )
+from towers.dual_path import DeepseekOcr2Tower
+from towers.fixed_items import audio_items, items_of, vision_items
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,

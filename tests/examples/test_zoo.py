@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from example_support import EXAMPLES, load
 from expecttest import assert_expected_inline
+from lib.examples import EXAMPLES, load
 from model_zoo import table
 from model_zoo.catalogue import CATALOGUE, ENTRIES
 from model_zoo.compare import Mismatch, compare

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cases import library
-from hazard_support import COMPILED, MANAGERS, WRAPPERS, front_end
-from hazard_support import ROWS as MANAGED_ROWS
+from lib.cases import library
+from lib.front_ends import COMPILED, MANAGERS, WRAPPERS, front_end
+from lib.front_ends import ROWS as MANAGED_ROWS
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._pytree import tree_leaves

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, D
-from support import backend_for, build, check_against_eager, mark, split_texts
+from lib.asserts import backend_for, build, check_against_eager, mark, split_texts
+from lib.cases import CASES, D
 from torch import nn
 
 import cgcompile

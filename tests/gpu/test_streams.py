@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from entry_support import EAGER_ATTEND, assert_same, batch, compiled_case
+from lib.entry import EAGER_ATTEND, assert_same, batch, compiled_case
 
 from cgcompile import (
     BatchDescriptor,

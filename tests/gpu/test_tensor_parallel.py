@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_support import (
+from lib.ranks import (
     FORCED,
     Shard,
     batches,
@@ -19,8 +19,8 @@ from parallel_support import (
     manager_of,
     model_of,
     other_inputs,
+    said,
 )
-from rank_support import said
 
 from cgcompile.serving.ranks import Agreement
 

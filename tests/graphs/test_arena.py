@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from entry_support import HOOKED, Hooked, assert_same, batch, compiled_model, marked
-from graphs.breakable_support import counted, rand, same, soft, step
+from lib.breakable import counted, rand, same, soft, step
+from lib.entry import HOOKED, Hooked, assert_same, batch, compiled_model, marked
 from torch import nn
 
 from cgcompile import BreakableCUDAGraphWrapper, CompilationConfig

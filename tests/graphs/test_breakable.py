@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import library
-from graphs.breakable_support import (
+from lib.asserts import compiling_elsewhere
+from lib.breakable import (
     FULL,
     NONE,
     PIECEWISE,
@@ -36,7 +36,7 @@ from graphs.breakable_support import (
     soft,
     step,
 )
-from support import compiling_elsewhere
+from lib.cases import library
 from torch import nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 

@@ -9,18 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from entry_support import (
-    HOOKED,
-    Hooked,
-    assert_counts,
-    assert_same,
-    batch,
-    compiled_case,
-    compiled_model,
-    marked,
-)
 from expecttest import TestCase
-from graphs.breakable_support import (
+from lib.breakable import (
     FULL,
     NONE,
     PIECEWISE,
@@ -30,6 +20,16 @@ from graphs.breakable_support import (
     rand,
     same,
     soft,
+)
+from lib.entry import (
+    HOOKED,
+    Hooked,
+    assert_counts,
+    assert_same,
+    batch,
+    compiled_case,
+    compiled_model,
+    marked,
 )
 
 from cgcompile import (

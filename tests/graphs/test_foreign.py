@@ -8,7 +8,7 @@ from typing import Any
 import piecewise_cuda_graphs as rival
 import pytest
 import torch
-from graphs.breakable_support import FULL, SIZE, Asked, rand, same, soft, step
+from lib.breakable import FULL, SIZE, Asked, rand, same, soft, step
 
 import cgcompile
 from cgcompile.errors import CaptureError

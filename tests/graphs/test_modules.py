@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import calls_of
+from lib.asserts import calls_of
 from torch import nn
 
 from cgcompile import (

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from entry_support import HOOKED, Hooked, assert_same, backend_for, batch, compiled_model, marked
-from graphs.breakable_support import (
+from lib.breakable import (
     FULL,
     PIECEWISE,
     Asked,
@@ -19,6 +18,7 @@ from graphs.breakable_support import (
     soft,
     step,
 )
+from lib.entry import HOOKED, Hooked, assert_same, backend_for, batch, compiled_model, marked
 from torch import nn
 
 import cgcompile

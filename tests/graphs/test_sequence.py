@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import library
-from entry_support import HOOKED, Hooked, assert_same, batch, compiled_model, marked
 from expecttest import TestCase
-from graphs.breakable_support import Asked, Stack, counted, rand, same, soft, step
+from lib.breakable import Asked, Stack, counted, rand, same, soft, step
+from lib.cases import library
+from lib.entry import HOOKED, Hooked, assert_same, batch, compiled_model, marked
 from torch import nn
 
 from cgcompile import BatchDescriptor, BreakableCUDAGraphWrapper, CompilationConfig

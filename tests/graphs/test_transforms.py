@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs.breakable_support import rand, step
+from lib.breakable import rand, step
 
 from cgcompile import BreakableCUDAGraphWrapper, CompilationConfig, eager_break_during_capture
 from cgcompile.errors import CaptureError

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, D, library
-from entry_support import (
+from lib.breakable import FULL, PIECEWISE, Asked, Stack, counted, rand, same, soft, step
+from lib.cases import CASES, D, library
+from lib.entry import (
     HOOKED,
     Hooked,
     assert_same,
@@ -20,8 +21,7 @@ from entry_support import (
     made,
     marked,
 )
-from entry_support import ByContext as ScaledByContext
-from graphs.breakable_support import FULL, PIECEWISE, Asked, Stack, counted, rand, same, soft, step
+from lib.entry import ByContext as ScaledByContext
 from torch import nn
 
 from cgcompile import (

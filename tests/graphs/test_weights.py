@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import D
-from entry_support import assert_counts, assert_same, assert_steps, batch, compiled_model, marked
-from graphs.breakable_support import PIECEWISE, assert_calls, assert_counters, rand
+from lib.breakable import PIECEWISE, assert_calls, assert_counters, rand
+from lib.cases import D
+from lib.entry import assert_counts, assert_same, assert_steps, batch, compiled_model, marked
 from torch import nn
 
 from cgcompile import BreakableCUDAGraphWrapper, CGCompileError, CompilationConfig, update_weights

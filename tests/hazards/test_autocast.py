@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hazard_support import COMPILED, FRONT_ENDS, ROWS, WIDTH, front_end
+from lib.front_ends import COMPILED, FRONT_ENDS, ROWS, WIDTH, front_end
 from torch import nn
 
 from cgcompile.errors import CGCompileError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_support import COMPILED, FRONT_ENDS, ROWS, WIDTH, front_end, settings
+from lib.front_ends import COMPILED, FRONT_ENDS, ROWS, WIDTH, front_end, settings
 from torch import nn
 
 import cgcompile

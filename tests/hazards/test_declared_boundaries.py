@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hazard_support import COMPILED, ROWS, WIDTH, compiled, settings
+from lib.front_ends import COMPILED, ROWS, WIDTH, compiled, settings
 
 import cgcompile
 from cgcompile.reasons import Reason

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from hazard_support import COMPILED, WIDTH, front_end
+from lib.front_ends import COMPILED, WIDTH, front_end
 from torch import nn
 
 from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_support import COMPILED, FRONT_ENDS, ROWS, WIDTH, front_end
+from lib.front_ends import COMPILED, FRONT_ENDS, ROWS, WIDTH, front_end
 from torch import nn
 
 import cgcompile

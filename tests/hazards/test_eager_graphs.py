@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_support import COMPILED, WIDTH, compiled, settings
+from lib.front_ends import COMPILED, WIDTH, compiled, settings
 
 import cgcompile
 from cgcompile.errors import DispatchError

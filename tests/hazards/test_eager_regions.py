@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_support import COMPILED, FRONT_ENDS, MANAGERS, ROWS, WIDTH, front_end, settings, wrapped
+from lib.front_ends import COMPILED, FRONT_ENDS, MANAGERS, ROWS, WIDTH, front_end, settings, wrapped
 from torch import nn
 
 import cgcompile

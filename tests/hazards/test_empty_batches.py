@@ -5,7 +5,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from hazard_support import WIDTH, settings
+from lib.front_ends import WIDTH, settings
 
 import cgcompile
 from cgcompile.errors import TraceError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from hazard_support import WIDTH, settings
+from lib.front_ends import WIDTH, settings
 from torch import nn
 
 import cgcompile

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hazard_support import FRONT_ENDS, MANAGERS, ROWS, WIDTH, WRAPPERS, front_end, settings
+from lib.front_ends import FRONT_ENDS, MANAGERS, ROWS, WIDTH, WRAPPERS, front_end, settings
 from torch import nn
 
 import cgcompile

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hazard_support import COMPILED, ROWS, WIDTH, compiled, settings
+from lib.front_ends import COMPILED, ROWS, WIDTH, compiled, settings
 
 STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "constant size": lambda x: (x * 2)[:, : int(x[0, 0].item()) * 0 + 4],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_support import WIDTH, compiled, settings
+from lib.front_ends import WIDTH, compiled, settings
 from torch import nn
 
 from cgcompile import AttentionCGSupport, SplittingOp

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hazard_support import COMPILED, ROWS, WIDTH, compiled, settings
+from lib.front_ends import COMPILED, ROWS, WIDTH, compiled, settings
 
 import cgcompile
 from cgcompile.errors import ForwardContextError

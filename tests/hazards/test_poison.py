@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hazard_support import FRONT_ENDS, ROWS, WIDTH, front_end, settings
+from lib.front_ends import FRONT_ENDS, ROWS, WIDTH, front_end, settings
 from torch import nn
 
 import cgcompile

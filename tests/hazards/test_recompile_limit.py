@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_support import ROWS, WIDTH, settings
+from lib.front_ends import ROWS, WIDTH, settings
 
 import cgcompile
 from cgcompile.errors import DispatchError

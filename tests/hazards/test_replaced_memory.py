@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hazard_support import COMPILED, ROWS, WIDTH, WRAPPERS, front_end, settings
+from lib.front_ends import COMPILED, ROWS, WIDTH, WRAPPERS, front_end, settings
 from torch import nn
 
 import cgcompile

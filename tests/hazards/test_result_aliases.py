@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hazard_support import settings
+from lib.front_ends import settings
 from torch import nn
 
 import cgcompile

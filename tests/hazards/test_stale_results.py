@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_support import (
+from lib.front_ends import (
     COMPILED,
     FRONT_ENDS,
     ROWS,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_support import COMPILED, FRONT_ENDS, ROWS, WIDTH, WRAPPERS, front_end, settings
+from lib.front_ends import COMPILED, FRONT_ENDS, ROWS, WIDTH, WRAPPERS, front_end, settings
 from torch import nn
 
 import cgcompile
@@ -215,7 +215,7 @@ FORKS = """
     import os, sys, threading, time
     sys.path.insert(0, {tests!r})
     import torch
-    from hazard_support import front_end
+    from lib.front_ends import front_end
     from torch import nn
     from cgcompile.locks import _locks
 

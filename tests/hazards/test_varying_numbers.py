@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_support import COMPILED, ROWS, WIDTH, compiled, settings
+from lib.front_ends import COMPILED, ROWS, WIDTH, compiled, settings
 from torch import nn
 
 import cgcompile

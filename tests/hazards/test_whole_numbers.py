@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hazard_support import ROWS, WIDTH, front_end
+from lib.front_ends import ROWS, WIDTH, front_end
 from torch import nn
 
 from cgcompile import BatchDescriptor, CompilationConfig, set_forward_context

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import D
 from expecttest import TestCase
+from lib.cases import D
 from torch import nn
 
 import cgcompile

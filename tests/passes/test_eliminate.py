@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from elimination_support import removed, run
-from support import compiled_graph
+from lib.asserts import compiled_graph
+from lib.elimination import removed, run
 from torch import nn
 
 import cgcompile

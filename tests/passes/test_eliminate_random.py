@@ -8,10 +8,10 @@ from collections import Counter
 
 import torch
 import torch.nn.functional as F
-from cases import D
-from elimination_support import removed, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lib.cases import D
+from lib.elimination import removed, run
 from torch import nn
 
 Step = tuple[str, int, int]

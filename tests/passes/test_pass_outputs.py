@@ -4,7 +4,7 @@ import operator
 
 import pytest
 import torch
-from cases import D
+from lib.cases import D
 from torch import fx, nn
 
 import cgcompile

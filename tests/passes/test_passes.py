@@ -7,9 +7,9 @@ import os
 
 import pytest
 import torch
-from cases import CASES, D, Decoder
 from expecttest import TestCase
-from support import build
+from lib.asserts import build
+from lib.cases import CASES, D, Decoder
 from torch import fx, nn
 
 import cgcompile

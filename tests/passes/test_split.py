@@ -4,9 +4,9 @@ To accept a change on purpose: ``EXPECTTEST_ACCEPT=1 python -m pytest tests/pass
 """
 
 import torch
-from cases import CASES
 from expecttest import TestCase
-from support import backend_for, build, split_texts
+from lib.asserts import backend_for, build, split_texts
+from lib.cases import CASES
 
 
 class SplitSnapshots(TestCase):

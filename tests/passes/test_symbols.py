@@ -3,10 +3,10 @@
 import pytest
 import sympy
 import torch
-from cases import CASES, D
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import build, compiled_graph, mark
+from lib.asserts import build, compiled_graph, mark
+from lib.cases import CASES, D
 
 import cgcompile
 from cgcompile.errors import ConfigError, SymbolError

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, D, Decoder
-from support import build
+from lib.asserts import build
+from lib.cases import CASES, D, Decoder
 from torch import nn
 
 import cgcompile

@@ -1,8 +1,8 @@
 """Every case against eager, at three batch sizes including 1, with each compiler of pieces."""
 
 import pytest
-from cases import CASES
-from support import check_against_eager, check_each_against_eager
+from lib.asserts import check_against_eager, check_each_against_eager
+from lib.cases import CASES
 
 # C++ compilation of each piece takes seconds, so Inductor gets the cases in which a compiler is
 # most likely to disagree; the GPU suite runs it over all of them.

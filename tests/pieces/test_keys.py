@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import D, Decoder
+from lib.cases import D, Decoder
 
 import cgcompile
 from cgcompile import torch_compat as compat
@@ -59,7 +59,7 @@ def X(*sizes: int, **more) -> torch.Tensor:
 STABLE = """
 import sys; sys.path.insert(0, "tests")
 import torch, cgcompile
-from cases import Decoder
+from lib.cases import Decoder
 model, backend = Decoder(3).eval(), cgcompile.Backend(compiler="aot")
 x = torch.randint(0, 32, (6, 4))
 torch._dynamo.mark_dynamic(x, 0)

@@ -10,10 +10,10 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import D, library
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
-from support import clone
+from lib.asserts import clone
+from lib.cases import D, library
 from torch import nn
 
 import cgcompile

@@ -5,11 +5,11 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, D, Decoder
 from expecttest import assert_expected_inline
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support import build, check_against_eager
+from lib.asserts import build, check_against_eager
+from lib.cases import CASES, D, Decoder
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
-from cases import D, Decoder
 from expecttest import TestCase
-from support import compiled_graph
+from lib.asserts import compiled_graph
+from lib.cases import D, Decoder
 
 import cgcompile
 from cgcompile.pieces.stitch import Step

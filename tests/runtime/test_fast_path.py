@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from again_support import FULL, NONE, PIECEWISE, ROWS, Engine
-from entry_support import Hook
-from support import watched
+from lib.asserts import watched
+from lib.entry import Hook
+from lib.fast_paths import FULL, NONE, PIECEWISE, ROWS, Engine
 
 import cgcompile
 from cgcompile import BatchDescriptor

@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import CASES, D
-from support import build
+from lib.asserts import build
+from lib.cases import CASES, D
 from torch.autograd import forward_ad
 
 import cgcompile

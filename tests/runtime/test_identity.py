@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from entry_support import Hook, Hooked, operators
+from lib.entry import Hook, Hooked, operators
 from torch import nn
 
 import cgcompile

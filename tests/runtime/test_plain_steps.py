@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES
-from support import backend_for, build, mark
+from lib.asserts import backend_for, build, mark
+from lib.cases import CASES
 from torch import nn
 
 import cgcompile

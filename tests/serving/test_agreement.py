@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from rank_support import said
+from lib.ranks import said
 
 from cgcompile.config import CUDAGraphMode
 from cgcompile.descriptor import BatchDescriptor

@@ -5,10 +5,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from dispatch_support import Batch, Mode, decode, dispatcher, short
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import watched
+from lib.asserts import watched
+from lib.oracles import Batch, Mode, decode, dispatcher, short
 
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode
 from cgcompile.errors import BatchError, ConfigError

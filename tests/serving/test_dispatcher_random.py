@@ -1,8 +1,8 @@
 """Random ladders and batches: the tables answer as a search through all planned graphs would."""
 
-from dispatch_support import ALWAYS, Batch, Mode, dispatcher, reference
 from hypothesis import event, given
 from hypothesis import strategies as st
+from lib.oracles import ALWAYS, Batch, Mode, dispatcher, reference
 
 from cgcompile import AttentionCGSupport, BatchDescriptor
 from cgcompile.errors import ConfigError

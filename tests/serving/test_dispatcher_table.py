@@ -1,7 +1,7 @@
 """Every cell of mode x kind of batch, to be read. To accept a change: ``EXPECTTEST_ACCEPT=1``."""
 
-from dispatch_support import ALWAYS, EVERY_MODE, Batch, Mode, decode, dispatcher, short
 from expecttest import assert_expected_inline
+from lib.oracles import ALWAYS, EVERY_MODE, Batch, Mode, decode, dispatcher, short
 
 from cgcompile import AttentionCGSupport
 from cgcompile.serving.plan import Axis, LoraCases

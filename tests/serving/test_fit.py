@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optimum_support import best_ladder
+from lib.oracles import best_ladder
 
 from cgcompile.errors import SizesError
 from cgcompile.serving.sizes import (

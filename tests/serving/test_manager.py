@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from manager_support import (
+from lib.manager import (
     FULL,
     INPUTS,
     MAX_REQS,

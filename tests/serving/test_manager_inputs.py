@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from manager_support import (
+from lib.manager import (
     FULL,
     INPUTS,
     NONE,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from manager_support import (
+from lib.manager import (
     FULL,
     INPUTS,
     NONE,
@@ -19,7 +19,7 @@ from manager_support import (
     manager,
     requests,
 )
-from rank_support import said
+from lib.ranks import said
 
 from cgcompile import BatchDescriptor, get_forward_context, verify
 from cgcompile.errors import AgreementError, BatchError, ManagerError

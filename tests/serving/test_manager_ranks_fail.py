@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from manager_support import FULL, Decoder, dispatcher, eager, manager, metadata, requests
-from rank_support import said
+from lib.manager import FULL, Decoder, dispatcher, eager, manager, metadata, requests
+from lib.ranks import said
 from torch import nn
 
 from cgcompile.errors import AddressChangedError, AgreementError, InputBufferError, ManagerError

@@ -5,10 +5,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import manager_support as support
 import pytest
 import torch
-from manager_support import FULL, PIECEWISE, manager, requests
+from lib import manager as support
+from lib.manager import FULL, PIECEWISE, manager, requests
 from torch import nn
 
 import cgcompile

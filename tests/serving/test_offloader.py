@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from manager_support import NONE, D, manager
+from lib.manager import NONE, D, manager
 from torch import nn
 
 from cgcompile.serving.batch import Batch, GraphHooks, Metadata

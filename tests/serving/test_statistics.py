@@ -3,8 +3,8 @@
 import json
 import threading
 
-from dispatch_support import Batch, Mode, decode, dispatcher
 from expecttest import assert_expected_inline
+from lib.oracles import Batch, Mode, decode, dispatcher
 
 from cgcompile.reasons import Reason
 from cgcompile.serving.statistics import Cell, DispatchStatistics

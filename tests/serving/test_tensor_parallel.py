@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_support import (
+from lib.ranks import (
     FORCED,
     Shard,
     batches,
@@ -16,8 +16,8 @@ from parallel_support import (
     manager_of,
     model_of,
     other_inputs,
+    said,
 )
-from rank_support import said
 
 from cgcompile.reasons import Reason
 from cgcompile.serving.ranks import Agreement

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from manager_support import NONE, PIECEWISE, Decoder, manager, metadata, requests
+from lib.manager import NONE, PIECEWISE, Decoder, manager, metadata, requests
 
 from cgcompile import get_forward_context, verify
 from cgcompile.errors import ConfigError
@@ -29,7 +29,7 @@ def test_graphs_that_hold(device: str) -> None:
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
 def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch: Any) -> None:
     """It scales by the longest query, which it asks the host for."""
-    from manager_support import library
+    from lib.manager import library
 
     library()
 
@@ -38,7 +38,7 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
         longest = get_forward_context().additional["max_query_len"]
         out.copy_(v * longest + starts[-1])
 
-    monkeypatch.setattr("manager_support.attend.__code__", baked.__code__)
+    monkeypatch.setattr("lib.manager.attend.__code__", baked.__code__)
 
     def told(batch: Batch, descriptor: Any, buffers: Any) -> Metadata:
         found = metadata(batch, descriptor, buffers)

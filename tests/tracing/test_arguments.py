@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from compile_support import GUARDS, check, compiled, rows
+from lib.entry import GUARDS, check, compiled, rows
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

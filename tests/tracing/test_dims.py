@@ -4,7 +4,7 @@ from typing import Annotated, Any, Optional
 
 import pytest
 import torch
-from compile_support import GUARDS, SHAPES, check, compiled, rows
+from lib.entry import GUARDS, SHAPES, check, compiled, rows
 from torch import nn
 
 import cgcompile

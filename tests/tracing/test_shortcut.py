@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from again_support import FULL, PIECEWISE, ROWS, Engine
-from entry_support import Hook, assert_same
 from expecttest import TestCase
+from lib.entry import Hook, assert_same
+from lib.fast_paths import FULL, PIECEWISE, ROWS, Engine
 from torch import nn
 
 import cgcompile

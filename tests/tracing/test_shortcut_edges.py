@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from again_support import FULL, PIECEWISE, Deep, Engine
-from entry_support import Hook, assert_same, operators
-from shortcut_support import Linear, compiled, context
+from lib.entry import Hook, assert_same, operators
+from lib.fast_paths import FULL, PIECEWISE, Deep, Engine, Linear, compiled, context
 from torch import nn
 
 import cgcompile

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from again_support import FULL, PIECEWISE
-from entry_support import assert_same
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from shortcut_support import Linear, compiled, context
+from lib.entry import assert_same
+from lib.fast_paths import FULL, PIECEWISE, Linear, compiled, context
 from torch import nn
 
 import cgcompile

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from compile_support import GUARDS, check, compiled, rows, stale
-from entry_support import assert_same
+from lib.entry import GUARDS, assert_same, check, compiled, rows, stale
 from torch import nn
 
 from cgcompile.errors import RecompileError, TraceError

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from cases import CASES, Case, library
 from torch import fx, nn
 
 import cgcompile
 from cgcompile import torch_compat as compat
 from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
+from lib.cases import CASES, Case, library
 
 
 def build(case: Case, device: str = "cpu") -> nn.Module:

@@ -1,14 +1,14 @@
-"""A compiled model whose steps are remembered, for tests of the shortest way."""
+"""Compiled models whose calls take a fast path."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from entry_support import D, Hooked, assert_same, operators
 from torch import nn
 
 import cgcompile
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode, SplittingOp
+from lib.entry import D, Hooked, assert_same, operators
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 ROWS = 300  # Python does not keep numbers of this size: equal ones are other objects
@@ -79,3 +79,21 @@ class Engine:
         before = self.graph.turn.replays
         assert_same([run()], [self.model(self.x)])
         return self.graph.turn.replays > before
+
+
+def context(mode: Any = FULL, rows: int = 3) -> Any:
+    return cgcompile.set_forward_context(
+        cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(rows)
+    )
+
+
+def compiled(model: nn.Module, **settings: Any) -> Any:
+    given = {"dynamic_dims": {"x": 0}, "guards": "none", "capture_device": "host", **settings}
+    return cgcompile.compile(model.requires_grad_(False), compiler="eager", **given)
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("kept", torch.randn(3, 4))

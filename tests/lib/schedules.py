@@ -16,8 +16,6 @@ from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from entry_support import assert_same
-from graphs.breakable_support import churn, in_thread
 from torch import nn
 
 import cgcompile
@@ -35,6 +33,8 @@ from cgcompile.errors import AddressChangedError, CaptureError, DispatchError, H
 from cgcompile.graphs import allow_capture
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.reasons import EXPECTED, Counters, Reason
+from lib.breakable import churn, in_thread
+from lib.entry import assert_same
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 D, LAYERS = 16, 2

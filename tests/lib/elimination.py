@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases import library
 
 import cgcompile
 from cgcompile.passes import OPTIONAL
+from lib.cases import library
 
 SPLITTING = ("cgtest::scale_", "cgtest::attend")
 

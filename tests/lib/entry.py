@@ -1,4 +1,4 @@
-"""What the tests of the entry share: operators that they steer, small models, exact counts."""
+"""Operators that tests steer, small models and exact counts, for both entry points."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import CASES, Attention, D, library
-from support import build
 from torch import nn
 
 import cgcompile
 from cgcompile import AttentionCGSupport, SplittingOp
 from cgcompile.context import current_forward_context
 from cgcompile.reasons import Reason
+from lib.asserts import build
+from lib.cases import CASES, Attention, D, library
 
 WARMING = Reason.WARMING
 
@@ -159,3 +159,26 @@ def assert_steps(compiled: Any, model: Any, device: str, size: int = 6, steps: i
     for _ in range(steps):
         x = batch(device, size)
         assert_same(compiled(x), model(x))
+
+
+GUARDS = ("keep", "shape", "none")
+SHAPES = ("backed", "backed_size_oblivious", "unbacked")
+
+
+def compiled(function: Any, **settings: Any) -> Any:
+    """With uncompiled pieces, so that results are those of eager bit by bit."""
+    return cgcompile.compile(function, **{"compiler": "eager", **settings})
+
+
+def rows(size: int, *others: int) -> torch.Tensor:
+    return torch.randn(size, *(others or (4,)))
+
+
+def check(one: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """One call of each."""
+    assert_same(one(*args, **kwargs), eager(*args, **kwargs))
+
+
+def stale(one: Callable[..., Any], eager: Callable[..., Any], *args: Any) -> bool:
+    """Whether a call gives another result than eager."""
+    return not torch.equal(one(*args), eager(*args))

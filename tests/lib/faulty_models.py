@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import D
-from entry_support import operators
 from torch import nn
 
 import cgcompile
 from cgcompile.graphs.device import any_capture
+from lib.cases import D
+from lib.entry import operators
 
 LAYOUT = (4, D)  # of a row of a batch
 

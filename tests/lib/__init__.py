@@ -1,0 +1,1 @@
+"""Models, operators, steps and comparisons that several tests share."""
