@@ -1,4 +1,4 @@
-"""torch's own compilers, and two passes over ATen graphs that correct what Inductor fuses.
+"""torch's own compilers, and three passes over ATen graphs that correct what Inductor fuses.
 
 Note [Scaled additions]
 Inductor's pattern for ``mm(a, b) + x`` matches ``torch.add(mm(a, b), x, alpha=2)`` as well and
@@ -13,6 +13,11 @@ reads and writes all of it. A separate addition (:func:`take_apart`) is fused in
 read the sum, as in a model that is compiled whole, and rounds as eager does. A bias, of one
 dimension, stays: the product's own kernel adds it; so does an ``addmm`` of the user. torch 2.15
 checks what is added; there the pass changes nothing.
+
+Note [Ends of slices]
+With ``backed_size_oblivious``, Inductor of torch 2.11 cannot compare the end of ``x[1:]``, the
+largest integer, with a dynamic size, and fails (with ``torch.compile`` too; 2.13 is right). So the
+first pass replaces such an end by the size itself (:func:`end_slices`).
 """
 
 import logging
@@ -27,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 log = logging.getLogger(__name__)
 
 Pass = Callable[[fx.Graph], None]
+_OPEN_END = 2**63 - 1  # of x[1:]
 
 
 def take_apart(graph: fx.Graph) -> None:
@@ -80,6 +86,30 @@ def spell_out(graph: fx.Graph) -> None:
         product.meta["val"] = torch.empty_like(other.meta["val"])
         node.replace_all_uses_with(total)
         graph.erase_node(node)
+
+
+def end_slices(graph: fx.Graph) -> None:
+    """Replace the open end of each slice of a dynamic dimension by its size."""
+    aten = torch.ops.aten
+    for target, tensors in ((aten.slice.Tensor, 1), (aten.slice_scatter.default, 2)):
+        for node in graph.find_nodes(op="call_function", target=target):
+            source, rest = node.args[0], node.args[tensors:]
+            if node.kwargs or len(rest) < 3 or rest[2] != _OPEN_END:
+                continue
+            dim, start, _, *step = rest
+            size = source.meta["val"].shape[dim]
+            if isinstance(size, int):
+                continue
+            with graph.inserting_before(node):
+                end = graph.call_function(aten.sym_size.int, (source, dim))
+            end.meta["val"] = size
+            node.args = (*node.args[:tensors], dim, start, end, *step)
+
+
+def first_pass(graph: fx.Graph) -> None:
+    """Run the passes that correct what Inductor does to a piece."""
+    spell_out(graph)
+    end_slices(graph)
 
 
 @cache
@@ -189,7 +219,7 @@ def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
 
     wanted = {**_PIECE_PATCHES, **patches}
     own = wanted.get(_FIRST_PASS, getattr(config, _FIRST_PASS))
-    wanted[_FIRST_PASS] = _pass_type()(spell_out, own)  # results depend on it
+    wanted[_FIRST_PASS] = _pass_type()(first_pass, own)  # results depend on it
     if torch.cuda.is_available():
         own = wanted.get(_LAST_PASS, getattr(config, _LAST_PASS))
         wanted[_LAST_PASS] = unfused_residuals(own)
