@@ -4,6 +4,7 @@ import pytest
 import torch
 from lib.entry import EAGER_ATTEND, assert_same, batch, compiled_case
 
+import cgcompile
 from cgcompile import (
     BatchDescriptor,
     BreakableCUDAGraphWrapper,
@@ -61,3 +62,38 @@ def test_replays_on_changing_streams_come_in_order() -> None:
     for mine, its in zip(found, expected, strict=True):
         assert_same(mine, its)
     assert backend.counters.replays == 10
+
+
+@torch.library.custom_op("cgstreams::pause", mutates_args=())
+def pause(x: torch.Tensor) -> torch.Tensor:
+    torch.cuda._sleep(SLEEP)
+    return x.clone()
+
+
+@pause.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_capture_waits_for_a_replay_on_another_stream() -> None:
+    """Graphs of all sizes share input memory: a capturing call copies into it after the replay."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return pause(x) + x * 2
+
+    backend = cgcompile.Backend(compiler="eager", splitting_ops=("cgstreams::pause",))
+    compiled = cgcompile.compile(step, backend, dynamic_dims={"x": 0})
+    large, small = torch.randn(8, 4, device="cuda"), torch.randn(6, 4, device="cuda")
+    for x in (large, large, small):  # the next call with 6 rows is captured
+        compiled(x)
+    before = backend.counters
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        replayed = compiled(large)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        captured = compiled(small)
+    torch.cuda.synchronize()
+    after = backend.counters
+    assert (after.replays - before.replays, after.captures - before.captures) == (1, 1)
+    assert_same(replayed, large * 3)
+    assert_same(captured, small * 3)
