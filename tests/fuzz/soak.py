@@ -54,7 +54,7 @@ BOUNDS = {
 HOST = 16  # MiB that each phase may add
 OBJECTS = 500  # that each phase may add, beside those of each turn
 OF_A_TURN = {"replays": 0.0, "releases": 1.0, "invalidations": 8.0, "models": 8.0}
-WARM_UP = 25  # turns of a phase before it is measured: torch keeps the metrics of 64 compilations
+WARM_UP = 70  # turns of a phase before it is measured: torch caches 64 metrics and 128 sources
 DYNAMO = 1.15  # times the objects of plain torch.compile: a trace here has one guard more
 
 Reading = dict[str, float]
