@@ -49,7 +49,7 @@ def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]
     import torch._inductor.config as config
     from torch._functorch import config as functorch_config
     from torch._inductor.standalone_compile import AOTCompiledArtifact
-    from torch._subclasses import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # A context of its own: the graph that Dynamo is compiling must not be changed or read.

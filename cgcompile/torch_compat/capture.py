@@ -277,8 +277,8 @@ cuda_stream_is_capturing: Callable[[], bool] = getattr(
 def _segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
     """Return the allocator's record of each segment of a private pool.
 
-    Reads all pools: in 2.11 ``torch.cuda.memory_snapshot(pool)`` releases a reference that it does
-    not own, which crashes the process later (fixed in 2.15).
+    Reads all pools, by the private function: in 2.11 ``torch.cuda.memory_snapshot`` releases
+    references that it does not own, which crashes the process later (fixed in 2.15).
     """
     segments = torch._C._cuda_memorySnapshot(None)["segments"]
     return [row for row in segments if tuple(row["segment_pool_id"]) == tuple(pool)]

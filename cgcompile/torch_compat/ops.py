@@ -456,7 +456,7 @@ def holds_compiled_code(function: Any) -> bool:
     if not isinstance(owner, torch.nn.Module):
         return False
     return any(
-        isinstance(module, torch._dynamo.OptimizedModule)
+        isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
         or getattr(module, "_compiled_call_impl", None) is not None
         or compiled_from(module.__dict__.get("forward")) is not None
         for module in owner.modules()

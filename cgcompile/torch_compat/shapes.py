@@ -44,7 +44,7 @@ class OwnShapes:
     """
 
     def __init__(self, sizes: Mapping[sympy.Symbol, int | Span], label: str) -> None:
-        from torch._subclasses import FakeTensorMode
+        from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self._env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
