@@ -643,7 +643,6 @@ class CUDAGraphWrapper(Transparent):
                     rebinding.put_back(tensors_alone=True)  # which hold nothing
                 raise
         if rebinding is not None:
-            rebinding.end_segment()
             error = rebinding.error(self.name)
             if error is not None:
                 rebinding.put_back()
