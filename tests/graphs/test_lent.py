@@ -11,7 +11,7 @@ from torch import nn
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, CUDAGraphOptions
 from cgcompile.errors import AddressChangedError
-from cgcompile.graphs.outputs import Lent, LentTree
+from cgcompile.graphs.outputs import ReusedResult, ReusedTensors
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 N, D = 6, 4
@@ -132,7 +132,7 @@ def test_nothing_that_a_caller_changes_is_seen_later(
 
 
 def test_what_nobody_changed_is_the_same_object() -> None:
-    lent = Lent([torch.randn(3, 2), torch.randn(2)])
+    lent = ReusedTensors([torch.randn(3, 2), torch.randn(2)])
     first = lent.get()
     assert lent.get() is first
     with torch.inference_mode():
@@ -143,12 +143,12 @@ def test_what_nobody_changed_is_the_same_object() -> None:
     assert second[0].shape == (3, 2)
     assert second[0].data_ptr() == first[0].data_ptr()
     assert first[0].shape == (2, 3)
-    assert Lent([]).get() == ()
+    assert ReusedTensors([]).get() == ()
 
 
 def test_an_empty_and_a_conjugate_one() -> None:
     conjugate = torch.randn(3, dtype=torch.complex64).conj()
-    lent = Lent([torch.empty(0, 3), conjugate])
+    lent = ReusedTensors([torch.empty(0, 3), conjugate])
     empty, bits = lent.get()
     assert bits.is_conj()
     empty.t_()
@@ -159,7 +159,7 @@ def test_an_empty_and_a_conjugate_one() -> None:
 
 
 def test_memory_that_a_caller_let_grow() -> None:
-    lent = Lent([torch.randn(3, 2)])
+    lent = ReusedTensors([torch.randn(3, 2)])
     lent.get()[0].resize_(4000, 2)
     with pytest.raises(AddressChangedError, match=r"resize_\(\)"):
         lent.get()
@@ -168,7 +168,7 @@ def test_memory_that_a_caller_let_grow() -> None:
 def test_dataclasses_and_objects() -> None:
     marker = object()
     made = Found(torch.randn(2, 2), (torch.randn(3),)), marker, None
-    lent = LentTree(made)
+    lent = ReusedResult(made)
     first = lent.get()
     assert first[1] is marker
     first[0].logits.t_()
