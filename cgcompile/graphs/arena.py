@@ -125,7 +125,7 @@ class Frame:
         self._used: list[Block] = []
 
     def take(self, nbytes: int, device: torch.device, result: bool = False) -> Block:
-        """Return the smallest free block that is large enough, or a new one; results have the owner's."""
+        """Return the smallest free block that is large enough, or a new one."""
         owner = self._owner if result else None
         wanted = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
         fitting = [
