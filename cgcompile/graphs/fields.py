@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
+from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import address, storage_bytes
 from cgcompile.graphs.capture import bulk_memory
 from cgcompile.graphs.guards import (
@@ -368,13 +368,9 @@ class FieldsGuard(Fields):
         path, before, after, moved = change
         if isinstance(before, torch.Tensor) and same_layout(after, before):
             before, after, moved = before.data_ptr(), after.data_ptr(), True
-        if moved:
-            raise AddressChangedError.moved_in_wrapper(
-                what=what, batch=str(batch), path=path, now=after, before=before
-            )
-        raise HostValueChangedError.changed(
-            what=what, batch=str(batch), path=path, now=_text(after), before=_text(before)
-        )
+        if not moved:
+            before, after = _text(before), _text(after)
+        raise Change(path, before, after, moved).error(what, batch)
 
     def _changes_in_place(self) -> Iterator[Change]:
         """Yield the same objects that hold something else: moved tensors, numbers, arrays."""

@@ -20,6 +20,7 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.errors import (
     AddressChangedError,
+    GuardError,
     HostValueChangedError,
     missing_attribute,
     with_article,
@@ -258,12 +259,21 @@ def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[
 
 
 class Change(NamedTuple):
-    """A field or tensor that differs; if ``moved``, the addresses of one tensor object do."""
+    """A value that differs; if ``moved``, by the address of a tensor."""
 
     path: str
     before: Any
     after: Any
     moved: bool = False
+
+    def error(self, what: str, batch: object) -> GuardError:
+        """Return what to raise before a replay."""
+        moved = AddressChangedError.moved_in_wrapper
+        template: Any = moved if self.moved else HostValueChangedError.changed
+        error: GuardError = template(
+            what=what, batch=str(batch), path=self.path, now=self.after, before=self.before
+        )
+        return error
 
 
 class Tensors:
@@ -428,24 +438,18 @@ class ArgumentGuard:
                     start = leaf.data_ptr()
                     if start == known.address:
                         continue
-                    path, before = self._paths[position], known.address
-                    raise AddressChangedError.moved_in_wrapper(
-                        what=what, batch=str(batch), path=path, now=start, before=before
-                    )
+                    change = Change(self._paths[position], known.address, start, moved=True)
+                    raise change.error(what, batch)
             elif same_value(leaf, known):
                 continue
-            path, shown = self._paths[position], layout_text(leaf)
-            raise HostValueChangedError.changed(
-                what=what, batch=str(batch), path=path, now=shown, before=layout_text(known)
-            )
+            texts = layout_text(known), layout_text(leaf)
+            raise Change(self._paths[position], *texts).error(what, batch)
 
     def check_autocast(self, what: str, batch: object) -> None:
         """Raise HostValueChangedError under another autocast mode: for unchanged arguments."""
         now = _autocast(self._tensor_type)
         if now != self._autocast:
-            raise HostValueChangedError.changed(
-                what=what, batch=str(batch), path="autocast", now=now, before=self._autocast
-            )
+            raise Change("autocast", self._autocast, now).error(what, batch)
 
     def _refuse_structure(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], what: str, batch: object

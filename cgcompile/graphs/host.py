@@ -93,22 +93,13 @@ class HostPool:
         _pools.add(self)
         self._lasting = lasting  # whether other memory that lives as long begins at an address
         self._blocks: list[_Block] = []
-        self._handed_out: set[_Block] = set()
-        self._data: dict[_Block, bytes | None] = {}  # in use when the capture began
-
-    @property
-    def reserved(self) -> int:
-        """Bytes of all blocks, in use or not."""
-        return sum(block.nbytes for block in self._blocks)
-
-    @property
-    def live(self) -> int:
-        """Bytes of the blocks that tensors hold."""
-        return sum(block.nbytes for block in self._blocks if not block.free)
+        self._in_use: set[_Block] = set()  # when the capture began
+        self._taken: dict[_Block, bytes | None] = {}  # by the capture, with what was in use
 
     @property
     def bytes(self) -> PoolBytes:
-        return PoolBytes(self.reserved, self.live)
+        held = sum(block.nbytes for block in self._blocks)
+        return PoolBytes(held, sum(block.nbytes for block in self._blocks if not block.free))
 
     def holds(self, address: int) -> bool:
         return any(b.address <= address < b.address + b.nbytes for b in self._blocks)
@@ -118,22 +109,17 @@ class HostPool:
         return self.holds(address) or (self._lasting is not None and self._lasting(address))
 
     def begin(self) -> None:
-        self._handed_out.clear()
-        self._data = {block: None for block in self._blocks if not block.free}
+        self._in_use = {block for block in self._blocks if not block.free}
+        self._taken.clear()
 
     def end(self) -> None:
-        """Poison what the capture allocated, which no replay has written.
-
-        Memory that was in use when it began, was freed and used again, holds what it held: the
-        capture may have read it before.
-        """
-        for block in self._handed_out:
-            data = self._data.get(block)
+        """Poison what the capture allocated; restore what it may have read before."""
+        for block, data in self._taken.items():
             if data is None:
                 block.poison()
             else:
                 ctypes.memmove(block.address, data, block.nbytes)
-        self._data.clear()
+        self._taken.clear()
 
     def poison(self) -> None:
         for block in self._blocks:
@@ -153,11 +139,11 @@ class HostPool:
         if block is None:
             block = _Block(wanted)
             self._blocks.append(block)
-        if block in self._data and self._data[block] is None:
-            self._data[block] = ctypes.string_at(block.address, block.nbytes)
+        if block not in self._taken:
+            used = block in self._in_use
+            self._taken[block] = ctypes.string_at(block.address, block.nbytes) if used else None
         block.dtype = dtype
         block.poison()
-        self._handed_out.add(block)
         tensor = block.bytes(nbytes)
         block.life = compat.StorageLife(tensor)
         return tensor.untyped_storage()
