@@ -105,7 +105,7 @@ class Subject:
     @property
     def footprint(self) -> list[tuple[int, int]]:
         """Bytes of the graphs, and of our own; of the host recorder."""
-        return [(pool.memory.bytes.held, pool.arena.nbytes) for pool in self.pools]
+        return [(pool.memory.reserved, pool.arena.nbytes) for pool in self.pools]
 
     def release(self) -> None:
         if self.compiled:
@@ -237,7 +237,7 @@ def test_nothing_lives_in_the_pool_between_steps(way: str) -> None:
     subject.capture()
     subject.check(4)
     gc.collect()
-    assert [pool.memory.bytes.live for pool in subject.pools] == [0] * len(subject.pools)
+    assert [pool.memory.live for pool in subject.pools] == [0] * len(subject.pools)
 
 
 # ------------------------------------------------------------------ release

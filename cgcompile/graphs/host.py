@@ -97,9 +97,16 @@ class HostPool:
         self._taken: dict[_Block, bytes | None] = {}  # by the capture, with what was in use
 
     @property
+    def reserved(self) -> int:
+        return sum(block.nbytes for block in self._blocks)
+
+    @property
+    def live(self) -> int:
+        return sum(block.nbytes for block in self._blocks if not block.free)
+
+    @property
     def bytes(self) -> PoolBytes:
-        held = sum(block.nbytes for block in self._blocks)
-        return PoolBytes(held, sum(block.nbytes for block in self._blocks if not block.free))
+        return PoolBytes(self.reserved, self.live)
 
     def holds(self, address: int) -> bool:
         return any(b.address <= address < b.address + b.nbytes for b in self._blocks)

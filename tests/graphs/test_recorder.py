@@ -735,8 +735,8 @@ def test_memory_is_used_again_inside_of_a_capture(host_pool) -> None:
 
     graph, found = capture(lambda: chain(20), host_pool, "chain")
     assert len(graph.ops) == 20
-    assert host_pool.memory.bytes.held == 2 * 4096
-    assert host_pool.memory.bytes.live == 4096
+    assert host_pool.memory.reserved == 2 * 4096
+    assert host_pool.memory.live == 4096
     for _ in range(2):
         x.uniform_()
         graph.replay()
@@ -746,12 +746,12 @@ def test_memory_is_used_again_inside_of_a_capture(host_pool) -> None:
 def test_memory_is_used_again_by_later_captures(host_pool) -> None:
     x = torch.rand(1024)
     graph, found = capture(lambda: x.sin().cos(), host_pool, "first")
-    reserved = host_pool.memory.bytes.held
+    reserved = host_pool.memory.reserved
     address = found.data_ptr()
     del found
     other, result = capture(lambda: x[:512].exp().cos(), host_pool, "second")
-    assert host_pool.memory.bytes.held == reserved == 2 * 4096
-    assert host_pool.memory.bytes.live == 4096
+    assert host_pool.memory.reserved == reserved == 2 * 4096
+    assert host_pool.memory.live == 4096
     for _ in range(2):
         x.uniform_()
         other.replay()
@@ -773,9 +773,9 @@ def test_memory_of_a_dropped_graph_stays_in_the_pool(host_pool) -> None:
         graph.replay()
         assert torch.equal(found, x.sin() + 1)
         del graph, found
-        reserved.add(host_pool.memory.bytes.held)
+        reserved.add(host_pool.memory.reserved)
     assert reserved == {2 * 4096}
-    assert host_pool.memory.bytes.live == 0
+    assert host_pool.memory.live == 0
 
 
 def test_resizing_an_argument_is_refused(host_pool) -> None:
