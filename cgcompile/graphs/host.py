@@ -24,7 +24,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -248,7 +248,6 @@ class HostGraph:
     def __init__(self) -> None:
         self._steps: list[HostStep] = []
         self._recorder: _Recorder | None = None
-        self._constants: list[torch.Tensor] = []
         self._recorded = False
         self._pool: HostPool | None = None  # keeps the memory of the steps
 
@@ -262,7 +261,7 @@ class HostGraph:
             raise CaptureError.nested(what="HostGraph.begin()")
         if self._recorded:
             raise CaptureError.twice(what="HostGraph", advice="Call reset() first.")
-        self._recorder = _Recorder(pool, self._steps, self._constants)
+        self._recorder = _Recorder(pool, self._steps)
         self._recorder.start()
         self._pool = pool
         _active.graph = self
@@ -285,7 +284,6 @@ class HostGraph:
 
     def reset(self) -> None:
         self._steps.clear()
-        self._constants.clear()
         self._recorded = False
         self._pool = None
 
@@ -294,11 +292,8 @@ class HostGraph:
             raise CaptureError.empty()
         if getattr(_active, "graph", None) is not None:
             raise CaptureError.nested(what="replay()")
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(compat.autocast_off())
-            stack.enter_context(compat.without_modes())
+        off = compat.autocast_off()
+        with torch.inference_mode(False), torch.no_grad(), off, compat.without_modes():
             for step in self._steps:
                 step.run()
 
@@ -306,11 +301,9 @@ class HostGraph:
 class _Recorder(compat.DispatchMode):
     """Record each op of one capture, and undo what the recording run did outside of the graph."""
 
-    def __init__(
-        self, pool: HostPool, steps: list[HostStep], constants: list[torch.Tensor]
-    ) -> None:
+    def __init__(self, pool: HostPool, steps: list[HostStep]) -> None:
         super().__init__()
-        self._pool, self._steps, self._constants = pool, steps, constants
+        self._pool, self._steps = pool, steps
         self._made: set[int] = set()  # addresses of storages that this capture allocated
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._profiles = False  # whether the profile function of this thread is ours
@@ -392,20 +385,14 @@ class _Recorder(compat.DispatchMode):
         self._refuse_reads(False)
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
             self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(written[0])))
-        if packet is aten.lift_fresh:
-            return self._constant(str(func), made)
+        if packet is aten.lift_fresh:  # each replay begins with the data, whatever wrote it
+            put_back = compat.alias(made).copy_
+            self._steps.append(HostStep(str(func), put_back, (made.clone(),), {}, []))
+            return made
         if packet in _ALLOCATIONS:
             return self._moved(made, [])[0]
         has_effect = bool(written) or not compat.tree_tensors(made)
         return self._finish(step, made, compat.tree_tensors((args, kwargs)), has_effect)
-
-    def _constant(self, name: str, made: torch.Tensor) -> torch.Tensor:
-        """Keep a tensor of Python data; each replay begins with the data, whatever wrote it."""
-        data = made.clone()
-        self._constants += [made, data]
-        target = compat.weak_tensor(made)
-        self._steps.append(HostStep(name, target.copy_, (data,), {}, []))
-        return made
 
     def _step(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
