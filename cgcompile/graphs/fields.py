@@ -272,9 +272,9 @@ class Fields:
                     yield change
 
     def put_back(self, tensors_alone: bool = False) -> None:
-        """Restore every field; with ``tensors_alone``, where a holder has another tensor."""
+        """Restore every field; with ``tensors_alone``, of holders that have a new tensor."""
         for holder in self._holders:
-            if not holder.is_same() and not (tensors_alone and not holder.has_new_tensors()):
+            if not holder.is_same() and (not tensors_alone or holder.has_new_tensors()):
                 holder.restore()
 
 
@@ -284,15 +284,6 @@ def _identities(items: Iterable[Iterable[Any]]) -> bytes | None:
         return compat.identities(tuple(chain.from_iterable(items)))
     except RuntimeError:
         return None
-
-
-def _opens(value: Any) -> bool:
-    """Return whether a value is compared by what it holds."""
-    if is_plain_value(value) or isinstance(value, (torch.Tensor, *_CONTAINERS)):
-        return True
-    if isinstance(value, (*_CLOSED, FunctionType, MethodType, partial)):
-        return False
-    return not _is_closed(value) and (hasattr(value, "__dict__") or bool(Slots(value).members))
 
 
 def _alike(before: Any, after: Any, of_module: bool = False, depth: int = _MAX_DEPTH) -> bool:
@@ -307,7 +298,7 @@ def _alike(before: Any, after: Any, of_module: bool = False, depth: int = _MAX_D
         return same_value(after, before)
     if isinstance(before, frozenset):
         return bool(before == after)
-    if isinstance(before, torch.nn.Module) or not _opens(before):
+    if isinstance(before, (torch.nn.Module, FunctionType, MethodType, partial)):
         return False
     pairs = [*zip(_holders(before, ""), _holders(after, ""), strict=True)]
     return bool(pairs) and all(

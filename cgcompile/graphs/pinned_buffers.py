@@ -100,8 +100,9 @@ class HostStaging:
         self.buffer = buffer
         self._target = compat.alias(buffer)  # no inference tensor: a fill may write it in any mode
         self._slots = [host_memory(buffer) for _ in range(num_slots)]
-        for memory in self._slots if sentinel is not None else ():
-            memory.fill_(sentinel)
+        if sentinel is not None:
+            for memory in self._slots:
+                memory.fill_(sentinel)
         self._rows_in = [0] * num_slots  # how many rows at the front of each may hold data
         self._turns = Turns(buffer.device, num_slots)
         self._sentinel = sentinel
