@@ -246,13 +246,16 @@ class Renames(Rebinds):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept_0 = True
+        self.kept_odd = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (name,) = (name for name in self.__dict__ if name.startswith("kept_"))
-        count = int(name.removeprefix("kept_"))
-        self.__dict__[f"kept_{count + 1}"] = self.__dict__.pop(name)
-        return x * count
+        if hasattr(self, "kept_odd"):
+            del self.kept_odd
+            self.kept_even = True
+            return x * 2
+        del self.kept_even
+        self.kept_odd = True
+        return x * 3
 
 
 class Lists(Rebinds):
