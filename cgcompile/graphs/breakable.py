@@ -772,6 +772,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         recorder.start(wait=wait, before=self.before_capture)
         try:
             result = self.runnable(*args, **kwargs)
+            rebinding.end_segment()
             refused = rebinding.error(self.name)
             if refused is not None and not recorder.has_run:
                 raise refused

@@ -15,6 +15,7 @@ from cgcompile import BreakableCUDAGraphCapture
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.host import HostGraph, HostPool
+from cgcompile.graphs.pool import GraphPool
 
 
 def run(model: Callable, x: torch.Tensor) -> torch.Tensor:
@@ -102,6 +103,14 @@ RULES = {
     "a number on the CPU": Rule(written_number, False),
     "a fill on the device": Rule(filled, False),
     "item": Rule(lambda x: x * x.sum().item(), True),
+    "bool": Rule(lambda x: x * bool(x.any()), True),
+    "int": Rule(lambda x: x * int(x[0]), True),
+    "tolist": Rule(lambda x: x * x.tolist()[0], True),
+    "numpy": Rule(lambda x: x * float(x.cpu().numpy()[0]), True),
+    "equal": Rule(lambda x: x * torch.equal(x, x + 1), True),
+    "nonzero": Rule(lambda x: x.nonzero(), True),
+    "unique": Rule(lambda x: x.unique(), True),
+    "masked_select": Rule(lambda x: x.masked_select(x > 0.5), True),
     "condition": Rule(lambda x: x + 1 if x.sum() > 0 else x, True),
     "where": Rule(lambda x: torch.where(x > 0)[0], True),
     "where, of three": Rule(lambda x: torch.where(x > 0.5, x, -x) * 2, False),
@@ -119,25 +128,38 @@ RULES = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", RULES)
-def test_host_and_cuda_have_one_rule(name: str, inference: bool, device: str) -> None:
+def test_host_and_cuda_have_one_rule(
+    name: str, inference: bool, device: str, pool: GraphPool
+) -> None:
     rule = RULES[name]
     torch.manual_seed(0)
     x = torch.rand(8, device=device)
-    capture = BreakableCUDAGraphCapture(device=device)
+    before, capture, after = (BreakableCUDAGraphCapture(pool) for _ in range(3))
     with torch.inference_mode(inference), torch.no_grad():
         rule.step(x)
         torch.manual_seed(0)
+        with before:
+            sine = x.sin()
         if rule.refused:
-            text = "not permitted when stream is capturing" if device == "cpu" else None
-            with pytest.raises(RuntimeError, match=text), capture:
+            text = "captur" if device == "cpu" else None
+            with pytest.raises(RuntimeError, match=text) as caught, capture:
                 rule.step(x)
-            return
-        with capture:
-            result = rule.step(x)
+            if device == "cpu":
+                assert isinstance(caught.value, CaptureError)
+                assert "not permitted when stream is capturing" in str(caught.value)
+            assert not pool.device.is_capturing()
+        else:
+            with capture:
+                result = rule.step(x)
+        with after:
+            cosine = x.cos()
     for _ in range(3):
         x.uniform_()
-        capture.replay()
-        assert torch.equal(result, rule.step(x))
+        for recorded in (before, after) if rule.refused else (before, capture, after):
+            recorded.replay()
+        assert torch.equal(sine, x.sin())
+        assert torch.equal(cosine, x.cos())
+        assert rule.refused or torch.equal(result, rule.step(x))
 
 
 def test_an_input_without_rows_may_be_freed(device: str) -> None:

@@ -53,43 +53,28 @@ def test_a_replay_runs_no_host_code(device, pool) -> None:
     assert len(runs) == 1
 
 
-def test_capture_itself_does_nothing(device, pool) -> None:
+def test_only_replays_write_and_each_of_them(device, pool) -> None:
     x, counter = rand(device=device), torch.zeros((), dtype=torch.int64, device=device)
-    cache, before = torch.zeros(4, 8, device=device), x.clone()
+    cache, expected = torch.zeros(4, 8, device=device), x.clone()
 
     def function():
         counter.add_(1)
         cache[1:3].copy_(x[:2])
-        x.mul_(2).t()[0].add_(1)
+        x.mul_(2).t()[0].add_(counter)
         return x.view(-1)
 
     graph, found = capture(function, pool, "written")
     assert counter.item() == 0
     assert not cache.any()
-    assert torch.equal(x, before)
-    graph.replay()
-    expected = before * 2
-    expected[:, 0] += 1
-    assert counter.item() == 1
-    assert torch.equal(cache[1:3], before[:2])
     assert torch.equal(x, expected)
-    assert torch.equal(found, expected.view(-1))
-
-
-def test_two_replays_execute_twice(device, pool) -> None:
-    counter, total = (torch.zeros(2, device=device) for _ in range(2))
-
-    def function():
-        counter.add_(1)
-        total.add_(counter)
-        return counter * 10
-
-    graph, found = capture(function, pool, "counted")
-    for count, wanted in ((1, 1), (2, 3), (3, 6)):
+    for count in (1, 2, 3):
         graph.replay()
-        assert counter.tolist() == [count] * 2
-        assert total.tolist() == [wanted] * 2
-        assert found.tolist() == [count * 10] * 2
+        assert torch.equal(cache[1:3], expected[:2])
+        expected = expected * 2
+        expected[:, 0] += count
+        assert counter.item() == count
+        assert torch.equal(x, expected)
+        assert torch.equal(found, expected.view(-1))
 
 
 def test_results_are_memory_of_the_pool(device, pool) -> None:
@@ -464,42 +449,6 @@ def test_result_of_one_graph_is_the_input_of_the_next(device, pool) -> None:
 
 
 # ---------------------------------------------------------------- the host may not look
-
-
-READS = {
-    "item": lambda x: x.sum().item(),
-    "bool": lambda x: bool(x.any()),
-    "int": lambda x: int(x[0, 0]),
-    "if": lambda x: x if x.sum() > 3 else -x,
-    "nonzero": lambda x: x.nonzero(),
-    "argwhere": lambda x: torch.where(x > 0.5),
-    "mask": lambda x: x[x > 0.5],
-    "masked_select": lambda x: x.masked_select(x > 0.5),
-    "repeat_interleave": lambda x: x.repeat_interleave((x[:, 0] * 4).long(), dim=0),
-    "unique": lambda x: x.unique(),
-    "equal": lambda x: torch.equal(x, x + 1),
-    "tolist": lambda x: x.tolist(),
-    "numpy": lambda x: x.cpu().numpy(),
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_host_reads_are_refused(device, pool, name) -> None:
-    x, read = rand(device=device), READS[name]
-    kept, expected = capture(lambda: x.sin(), pool, "before")
-    with pytest.raises(RuntimeError, match="captur") as caught:
-        capture(lambda: read(x.sin()), pool, name)
-    if device == "cpu":
-        assert isinstance(caught.value, CaptureError)
-        assert "operation not permitted when stream is capturing" in str(caught.value)
-    assert not pool.device.is_capturing()
-    graph, found = capture(lambda: x.cos(), pool, "after")
-    x.uniform_()
-    kept.replay()
-    graph.replay()
-    assert torch.equal(expected, x.sin())
-    assert torch.equal(found, x.cos())
-    read(x)  # outside of a capture the host may
 
 
 def test_refused_read_that_is_swallowed_fails_the_capture(device, pool) -> None:
