@@ -93,7 +93,8 @@ MANY = random.Random(0).choices([0, 1, 2, 5, 7, 8], k=60)
 @pytest.mark.parametrize("counts", [(0,), (2,), (8, 0), (4, 2, 0), MANY], ids=len)
 def test_batches_that_shrink_and_grow(device, num_slots, sentinel, counts) -> None:
     buffer = buffer_of(device, 8, 2)
-    staging, expected = HostStaging(buffer, num_slots=num_slots, sentinel=sentinel), buffer.cpu()
+    staging = HostStaging(buffer, num_slots=num_slots, sentinel=sentinel)
+    expected = buffer.cpu().clone()
     for step, count in enumerate(counts):
         rows = rows_of(count, 2, start=100 * step)
         found = staging.fill(rows)
