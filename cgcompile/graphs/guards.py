@@ -268,12 +268,14 @@ class Change(NamedTuple):
 
     def error(self, what: str, batch: object) -> GuardError:
         """Return what to raise before a replay."""
-        moved = AddressChangedError.moved_in_wrapper
-        template: Any = moved if self.moved else HostValueChangedError.changed
-        error: GuardError = template(
-            what=what, batch=str(batch), path=self.path, now=self.after, before=self.before
+        path, before, now, moved = self
+        if moved:
+            return AddressChangedError.moved_in_wrapper(
+                what=what, batch=str(batch), path=path, now=now, before=before
+            )
+        return HostValueChangedError.changed(
+            what=what, batch=str(batch), path=path, now=now, before=before
         )
-        return error
 
 
 class Tensors:
