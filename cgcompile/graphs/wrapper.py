@@ -46,7 +46,7 @@ from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import DeviceGraph, capture_device
 from cgcompile.graphs.fields import FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, Transparent, WeightsGuard, modules_of
-from cgcompile.graphs.outputs import LentTree, Passed, can_be_lent, flatten, is_record, rebuilt
+from cgcompile.graphs.outputs import Passed, ReusedResult, flatten, is_record, is_reusable, rebuilt
 from cgcompile.graphs.pool import LENT, GraphPool
 from cgcompile.graphs.profiling import OBSERVERS, run_observed
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, StepObserver
@@ -145,8 +145,8 @@ class CUDAGraphEntry:
             self.weights.check(what, self.batch_descriptor)
 
     @cached_property
-    def _lent(self) -> LentTree:
-        return LentTree(self.output, self.passed)
+    def _reused(self) -> ReusedResult:
+        return ReusedResult(self.output, self.passed)
 
     def result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What a replay returns: :attr:`output`, in objects that a caller may change.
@@ -157,7 +157,7 @@ class CUDAGraphEntry:
         Raises:
             AddressChangedError: a caller let the memory of an earlier result grow.
         """
-        return self._lent.get(args, kwargs)
+        return self._reused.get(args, kwargs)
 
     def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether :meth:`check` raises nothing."""
@@ -249,7 +249,7 @@ class KeptOutput(NamedTuple):
             own = known[place]
             if own is not None:
                 return compat.laid_over(own, leaf)
-            return compat.alias(leaf) if can_be_lent(leaf) else leaf
+            return compat.alias(leaf) if is_reusable(leaf) else leaf
 
         with compat.outside_inference_mode(), compat.below_autograd():  # once for all
             return cls(compat.tree_map(kept, result), starts)
@@ -643,7 +643,6 @@ class CUDAGraphWrapper(Transparent):
                     rebinding.put_back(tensors_alone=True)  # which hold nothing
                 raise
         if rebinding is not None:
-            rebinding.end_segment()
             error = rebinding.error(self.name)
             if error is not None:
                 rebinding.put_back()

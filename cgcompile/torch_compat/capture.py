@@ -301,12 +301,10 @@ def free_blocks(pool: tuple[int, int]) -> list[tuple[int, int]]:
     return blocks
 
 
-def pool_bytes(pool: tuple[int, int]) -> tuple[int, int, int]:
-    """Return the bytes of a private pool: all, those in use, and those in small-block segments."""
+def pool_bytes(pool: tuple[int, int]) -> tuple[int, int]:
+    """Return the bytes of a private pool: all, and those in use."""
     rows = _segments(pool)
-    small = sum(row["total_size"] for row in rows if row["segment_type"] == "small")
-    used = sum(row["allocated_size"] for row in rows)
-    return sum(row["total_size"] for row in rows), used, small
+    return sum(row["total_size"] for row in rows), sum(row["allocated_size"] for row in rows)
 
 
 def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:
