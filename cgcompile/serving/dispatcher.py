@@ -122,7 +122,7 @@ class Row:
         return self._serving[self._steps[number]] if number < len(self._steps) else None
 
     def settle(self) -> None:
-        """Find for each size the first ready graph upward; a look-up sees the old list or the new."""
+        """Find for each size the first ready graph upward; look-ups see the old list or the new."""
         serving = list(self._slots)
         above: Slot | None = None
         for index in reversed(range(len(serving))):

@@ -1,10 +1,10 @@
 """Which batch sizes are captured, and what a batch is padded to: pure functions.
 
 A *ladder* is a tuple of ascending sizes without duplicates. A batch of n rows runs at the smallest
-size that is at least n; above the largest size it runs without a graph. Sizes are rows of the padded
-batch, in tokens; only ``decode_sizes`` counts requests too. The rule: decode batches and mixed
-batches have separate ladders, because a ladder that is rounded to the query length covers less of
-mixed batches.
+size that is at least n; above the largest size it runs without a graph. Sizes are rows of the
+padded batch, in tokens; only ``decode_sizes`` counts requests too. The rule: decode batches and
+mixed batches have separate ladders, because a ladder that is rounded to the query length covers
+less of mixed batches.
 """
 
 import math
