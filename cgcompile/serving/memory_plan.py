@@ -21,7 +21,7 @@ from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.capture_all import BulkCapture, warm_all
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.runtime.compiled_graph import CompiledGraph
-from cgcompile.serving.buffers import OutputBuffers
+from cgcompile.serving.buffers import Outputs
 from cgcompile.serving.plan import Planned, kind_of, sets_of
 from cgcompile.serving.sizes import removal_order
 
@@ -71,9 +71,7 @@ class MemoryMeter:
     first capture is remembered, and what other programs take meanwhile is counted as ours.
     """
 
-    def __init__(
-        self, pool: GraphPool | None, backend: Backend | None, outputs: OutputBuffers
-    ) -> None:
+    def __init__(self, pool: GraphPool | None, backend: Backend | None, outputs: Outputs) -> None:
         self._pool = pool
         self._backend = backend
         self._outputs = outputs

@@ -355,7 +355,7 @@ def check_every_mode(first: dict[str, Any], second: dict[str, Any]) -> None:
 def other_inputs(made: CudaGraphManager, rank: int, device: str) -> tuple[int, list[torch.Tensor]]:
     """How many graphs a FULL step is, and what it gives as only rank 1 changes its tokens."""
     made.capture()
-    entries = made._steps.full.concrete_cudagraph_entries
+    entries = made.wrappers[0].concrete_cudagraph_entries
     (entry,) = [entry for key, entry in entries.items() if key.num_tokens == 16]
     made.run(batches(0, device)[-1])
     results = []

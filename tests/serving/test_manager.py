@@ -358,7 +358,7 @@ def test_a_capture_that_does_not_begin_is_not_announced(kind: str, device: str) 
     made = manager("FULL_AND_PIECEWISE", kind, device, hooks=[Noting()], lazily=True)
     check(made, requests(1, 1, device=device, decode=True))  # warms up
     for closed in (True, False):
-        for wrapper in made._steps.wrappers:
+        for wrapper in made.wrappers:
             wrapper.closed = closed
         check(made, requests(1, 1, device=device, decode=True))
         assert len(calls) == (not closed)
