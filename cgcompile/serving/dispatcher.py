@@ -230,12 +230,16 @@ def check_numbers(
     extra: Any = (),
 ) -> None:
     """Raise unless what describes a batch has the right types; integers of NumPy do."""
-    for name, value in (("num_tokens", num_tokens), ("num_active_loras", num_active_loras)):
-        if not is_whole(value):
-            raise BatchError.field(name=name, value=value, expected="a whole number")
-    for name, value in (("num_reqs", num_reqs), ("max_query_len", max_query_len)):
-        if value is not None and not is_whole(value):
-            raise BatchError.field(name=name, value=value, expected="a whole number or None")
+    counts = (
+        ("num_tokens", num_tokens, False),
+        ("num_active_loras", num_active_loras, False),
+        ("num_reqs", num_reqs, True),
+        ("max_query_len", max_query_len, True),
+    )
+    for name, value, optional in counts:
+        if not is_whole(value) and not (optional and value is None):
+            expected = "a whole number" + (" or None" if optional else "")
+            raise BatchError.field(name=name, value=value, expected=expected)
     for name, value in (("uniform_decode", uniform_decode), ("has_lora", has_lora)):
         if not is_flag(value):
             raise BatchError.field(name=name, value=value, expected="bool")
@@ -412,7 +416,7 @@ class CudagraphDispatcher:
             mixed_why = Fallback(Reason.MIXED_BATCH, detail)
         self._mixed_why, self._decode_why = mixed_why, decode_why
         detail = f"more than max_num_reqs = {self._max_num_reqs} requests"
-        self._too_many_reqs = Fallback(Reason.OVERSIZE, detail)
+        self._too_many = Fallback(Reason.OVERSIZE, detail)
         tables = next(reversed(self._tables.values()))
         up_to = [f"up to {max(tables.bounded)}"] if tables.bounded else []
         self._lengths = ", ".join([*map(str, tables.decode), *up_to])
@@ -508,12 +512,12 @@ class CudagraphDispatcher:
         tables, unlisted = self._serving(has_lora, num_active_loras, extra)
         if tables is None:
             return None
-        found = []
+        found: list[Any] = []
         if unlisted is None:
             found.append(self._find_full(tables, num_tokens, None, None, uniform_decode))
         if tables.piecewise is not None:
             found.append(tables.piecewise.find(num_tokens))
-        slots = [slot for slot in found if slot is not None and not slot.refused]
+        slots = [slot for slot in found if isinstance(slot, Slot) and not slot.refused]
         slots.sort(key=lambda slot: not slot.ready)  # stable: FULL first
         return slots[0].num_tokens if slots else None
 
@@ -598,14 +602,12 @@ class CudagraphDispatcher:
         if unlisted is not None or tables is None:
             why = _MODE_NONE if self.mode is NONE else unlisted
         else:
-            numbers = num_tokens, num_reqs, max_query_len, uniform_decode
-            slot = self._find_full(tables, *numbers)
-            if slot is None:
-                why = self._why_not_full(tables, *numbers)
-            elif full and slot.ready:
-                return slot.result
-            else:
-                why = slot.why_not() if full else _NO_FULL
+            found = self._find_full(tables, num_tokens, num_reqs, max_query_len, uniform_decode)
+            if type(found) is Slot:
+                if full and found.ready:
+                    return found.result
+                found = found.why_not() if full else _NO_FULL
+            why = found
         row = None if tables is None else tables.piecewise
         if row is not None:
             slot = row.find(num_tokens)
@@ -625,57 +627,42 @@ class CudagraphDispatcher:
         num_reqs: int | None,
         max_query_len: int | None,
         uniform_decode: bool,
-    ) -> Slot | None:
-        """Return the smallest ready FULL graph that serves the batch, else any; uniform first."""
-        exact = None
-        if uniform_decode and (tables.decode or tables.bounded):
+    ) -> Slot | Fallback | None:
+        """Return the smallest ready FULL graph that serves the batch, else any; or why none does.
+
+        Of one size a graph for uniform decode comes first. None: no FULL graph was requested.
+        """
+        # A graph of n tokens has min(n, max_num_reqs) requests, of which each batch needs enough.
+        few = num_reqs is None or num_reqs <= self._max_num_reqs
+        rows = num_tokens if num_reqs is None or num_reqs < num_tokens else num_reqs
+        if tables.mixed is not None:
+            return (tables.mixed.find(rows) or tables.mixed.oversize) if few else self._too_many
+        exact = other = row = None
+        if uniform_decode:
+            if not (tables.decode or tables.bounded):
+                return self._decode_why
             max_query_len, reqs = uniform_numbers(
                 num_tokens, num_reqs, max_query_len, self.query_lens
             )
             row = tables.decode.get(max_query_len)
             exact = row.find(reqs) if row is not None else None
-        if tables.mixed is None and (max_query_len is None or not tables.bounded):
-            return exact
-        # A graph of n tokens has min(n, max_num_reqs) requests, of which each batch needs enough.
-        rows = num_tokens
-        if num_reqs is not None:
-            if num_reqs > self._max_num_reqs:
-                return exact
-            rows = max(num_tokens, num_reqs)
-        if tables.mixed is not None:
-            return tables.mixed.find(rows)
-        row = tables.bounded.get(max_query_len or 0)
-        other = row.find(rows) if row is not None else None
-        if other is None or exact is None:
+        bounded = tables.bounded.get(max_query_len or 0) if tables.bounded else None
+        if bounded is not None and few:
+            other = bounded.find(rows)
+        if exact is not None and other is not None:
+            if exact.ready is not other.ready:
+                return exact if exact.ready else other
+            return exact if exact.num_tokens <= other.num_tokens else other
+        if exact is not None or other is not None:
             return exact or other
-        if exact.ready is not other.ready:
-            return exact if exact.ready else other
-        return exact if exact.num_tokens <= other.num_tokens else other
-
-    def _why_not_full(
-        self,
-        tables: Tables,
-        num_tokens: int,
-        num_reqs: int | None,
-        max_query_len: int | None,
-        uniform_decode: bool,
-    ) -> Fallback | None:
-        """Return why no FULL graph serves the batch; None if none was requested."""
-        if tables.mixed is not None:
-            few = num_reqs is None or num_reqs <= self._max_num_reqs
-            return tables.mixed.oversize if few else self._too_many_reqs
         if not uniform_decode:
             return self._mixed_why
-        if not (tables.decode or tables.bounded):
-            return self._decode_why
-        query_len, _ = uniform_numbers(num_tokens, num_reqs, max_query_len, self.query_lens)
-        row = tables.decode.get(query_len)
-        if row is None and query_len in self.query_lens:
+        if row is None and max_query_len in self.query_lens:
             return self._decode_why  # attention does not support this length
-        row = row or tables.bounded.get(query_len)
+        row = row or bounded
         if row is not None:
             return row.oversize
-        detail = f"decode of {query_len} tokens a request; graphs: {self._lengths}"
+        detail = f"decode of {max_query_len} tokens a request; graphs: {self._lengths}"
         return Fallback(Reason.QUERY_LENGTH, detail)
 
 
