@@ -341,7 +341,7 @@ class CudagraphDispatcher:
         mode: the mode after resolution.
         asked: the wanted mode.
         degraded: the reasons of a lesser mode, as ``Fallback``; empty if it is the wanted one.
-        limits: ``max_num_reqs`` and ``max_num_tokens``.
+        limits: has ``max_num_reqs`` and ``max_num_tokens``.
         query_lens: the lengths of uniform decode that have graphs, or would have if attention
             allowed them.
         axes: the axes, in the order of ``extra``.
@@ -384,7 +384,7 @@ class CudagraphDispatcher:
             decode_sizes=decode_sizes,
             varlen_decode_sizes=varlen_decode_sizes,
         )
-        self.limits, self.query_lens = ladders.limits, tuple(ladders.decode)
+        self.limits, self.query_lens = ladders, tuple(ladders.decode)
         resolution = resolve_mode(
             self.asked,
             support,

@@ -268,20 +268,14 @@ def resolve_mode(
 # ---------------------------------------------------------------- sizes
 
 
-class Limits(NamedTuple):
-    """The largest batch: what the static buffers hold."""
+class Ladders(NamedTuple):
+    """The limits of a batch, and the capture sizes of each kind; in tokens, ascending."""
 
     max_num_reqs: int
     max_num_tokens: int
-
-
-class Ladders(NamedTuple):
-    """The capture sizes of all kinds of batch, checked; in tokens, ascending."""
-
     sizes: tuple[int, ...]  # of PIECEWISE graphs, and of FULL graphs for any batch
     decode: dict[int, tuple[int, ...]]  # of uniform decode, per query length
     varlen: dict[int, tuple[int, ...]]  # of decode of several lengths, per bound
-    limits: Limits
 
 
 def whole_numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
@@ -323,16 +317,26 @@ def checked_ladders(
         every = itertools.chain(sizes, largest, *decode.values(), *varlen.values())
         max_num_tokens = max(every, default=1)
     whole_numbers("max_num_tokens", (max_num_tokens,))
-    limits = Limits(max_num_reqs, max_num_tokens)
     if decode_sizes is None:
-        decode = {q: _decode_ladder(q, counts, sizes, limits) for q in lengths}
+        most = {q: min(max_num_reqs, max_num_tokens // q) for q in lengths}
+        expected = f"at most max_num_tokens = {max_num_tokens}"
+        for q in lengths:
+            require(most[q] > 0, "query_lens", _WHERE, q, expected)
+        decode = {q: _decode_ladder(q, most[q], counts, sizes) for q in lengths}
     decode = {q: decode[q] for q in lengths}  # ascending
     _require_within("sizes", sizes, max_num_tokens)
-    for q, ladder in decode.items():
-        _require_requests(f"decode_sizes[{q}]", ladder, q, limits, exact=True)
-    for bound, ladder in varlen.items():
-        _require_requests(f"varlen_decode_sizes[{bound}]", ladder, bound, limits, exact=False)
-    return Ladders(sizes, decode, varlen, limits)
+    for kind, ladders, exact in (("decode", decode, True), ("varlen_decode", varlen, False)):
+        for length, ladder in ladders.items():
+            name = f"{kind}_sizes[{length}]"
+            _require_within(name, ladder, max_num_tokens)
+            require(bool(ladder), name, _WHERE, ladder, "at least one size")
+            limit = length * max_num_reqs
+            expected = f"at most {length} x max_num_reqs = {limit}"
+            expected = f"multiples of {length}, {expected}" if exact else expected
+            for size in ladder:
+                fits = size <= limit and not (exact and size % length)
+                require(fits, name, _WHERE, size, expected)
+    return Ladders(max_num_reqs, max_num_tokens, sizes, decode, varlen)
 
 
 def _ladders_by_length(
@@ -348,31 +352,14 @@ def _require_within(name: str, sizes: tuple[int, ...], max_num_tokens: int) -> N
         require(size <= max_num_tokens, name, _WHERE, size, expected)
 
 
-def _require_requests(
-    name: str, sizes: tuple[int, ...], per_request: int, limits: Limits, *, exact: bool
-) -> None:
-    """Check sizes of batches whose requests have (at most, or exactly) so many tokens each."""
-    _require_within(name, sizes, limits.max_num_tokens)
-    require(bool(sizes), name, _WHERE, sizes, "at least one size")
-    limit = per_request * limits.max_num_reqs
-    kind = f"multiples of {per_request}, " if exact else ""
-    expected = f"{kind}at most {per_request} x max_num_reqs = {limit}"
-    for size in sizes:
-        fits = size <= limit and not (exact and size % per_request)
-        require(fits, name, _WHERE, size, expected)
-
-
 def _decode_ladder(
-    query_len: int, counts: Iterable[int] | None, sizes: Iterable[int], limits: Limits
+    query_len: int, most: int, counts: Iterable[int] | None, sizes: Iterable[int]
 ) -> tuple[int, ...]:
     """Return sizes of uniform decode: request counts x query length, and the most that fits.
 
     Without counts, each of ``sizes`` gives the requests that fit into it, so that no batch is
     padded to more than the next of ``sizes``.
     """
-    most = min(limits.max_num_reqs, limits.max_num_tokens // query_len)
-    expected = f"at most max_num_tokens = {limits.max_num_tokens}"
-    require(most > 0, "query_lens", _WHERE, query_len, expected)
     wanted = (size // query_len for size in sizes) if counts is None else counts
     usable = {count for count in wanted if 0 < count < most}
     return tuple(count * query_len for count in sorted({*usable, most}))
@@ -398,7 +385,7 @@ def uniform_shape(query_len: int, num_reqs: int) -> BatchDescriptor:
 
 def shapes_of(resolution: Resolution, ladders: Ladders) -> Shapes:
     """Return the shapes that a resolved mode captures."""
-    other, most = resolution.mode.mixed_mode(), ladders.limits.max_num_reqs
+    other, most = resolution.mode.mixed_mode(), ladders.max_num_reqs
     expected = f"at least one size for mode {resolution.mode.name}"
     require(other is NONE or bool(ladders.sizes), "sizes", _WHERE, (), expected)
     mixed = [BatchDescriptor(size, min(size, most)) for size in ladders.sizes]
