@@ -197,11 +197,11 @@ class _Buffer:
             self._fill(self.whole, real, end)
         self._version = self.whole._version
 
-    def upload(self, value: torch.Tensor, padded: int, turn: int) -> None:
+    def upload(self, value: torch.Tensor, padded: int, slot: int) -> None:
         """Do as :meth:`write`, by one copy: the tail is filled in on the host."""
-        host = self._host.get(turn)
+        host = self._host.get(slot)
         if host is None:
-            host = self._host[turn] = host_memory(self.whole)
+            host = self._host[slot] = host_memory(self.whole)
         dim = self.spec.dim
         real = value.shape[dim]
         end = max(self._end(real, padded), real)
@@ -378,10 +378,10 @@ class StaticInputs:
             else:
                 held.write(value, rows)
         if uploads:
-            turn = self._turns.begin()
+            slot = self._turns.begin()
             try:
                 for held, value, rows in uploads:
-                    held.upload(value, rows, turn)
+                    held.upload(value, rows, slot)
             finally:
                 self._turns.end()
 

@@ -512,12 +512,12 @@ class CudagraphDispatcher:
         tables, unlisted = self._serving(has_lora, num_active_loras, extra)
         if tables is None:
             return None
-        found: list[Any] = []
+        candidates: list[Any] = []
         if unlisted is None:
-            found.append(self._find_full(tables, num_tokens, None, None, uniform_decode))
+            candidates.append(self._find_full(tables, num_tokens, None, None, uniform_decode))
         if tables.piecewise is not None:
-            found.append(tables.piecewise.find(num_tokens))
-        slots = [slot for slot in found if isinstance(slot, Slot) and not slot.refused]
+            candidates.append(tables.piecewise.find(num_tokens))
+        slots = [slot for slot in candidates if isinstance(slot, Slot) and not slot.refused]
         slots.sort(key=lambda slot: not slot.ready)  # stable: FULL first
         return slots[0].num_tokens if slots else None
 
@@ -602,12 +602,13 @@ class CudagraphDispatcher:
         if unlisted is not None or tables is None:
             why = _MODE_NONE if self.mode is NONE else unlisted
         else:
-            found = self._find_full(tables, num_tokens, num_reqs, max_query_len, uniform_decode)
-            if type(found) is Slot:
-                if full and found.ready:
-                    return found.result
-                found = found.why_not() if full else _NO_FULL
-            why = found
+            slot = self._find_full(tables, num_tokens, num_reqs, max_query_len, uniform_decode)
+            if type(slot) is not Slot:
+                why = slot
+            elif full and slot.ready:
+                return slot.result
+            else:
+                why = slot.why_not() if full else _NO_FULL
         row = None if tables is None else tables.piecewise
         if row is not None:
             slot = row.find(num_tokens)

@@ -160,12 +160,12 @@ _OPAQUE = (int, float, str, bytes, type, torch.nn.Module)  # weights are compare
 
 def _addresses_in(metadata: Metadata, device_type: str) -> dict[str, int]:
     """Return path -> address of each tensor on a device; does not synchronise."""
-    found: dict[str, int] = {}
+    addresses: dict[str, int] = {}
     for name in ("attn_metadata", "slot_mapping", "additional"):
         value = getattr(metadata, name)
         if value is not None:
-            found.update(_addresses(value, name, device_type, _DEPTH))
-    return found
+            addresses.update(_addresses(value, name, device_type, _DEPTH))
+    return addresses
 
 
 def _addresses(value: Any, path: str, device_type: str, depth: int) -> Iterator[tuple[str, int]]:

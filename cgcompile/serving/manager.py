@@ -168,8 +168,8 @@ class CudaGraphManager:
         self._config = config = CompilationConfig.resolve(config)
         self._spoils = config.debug or config.poison
         check_debug(config.debug)
-        found = capture_device(torch.device(device), config.capture_device) if plan else None
-        self.pool = None if found is None else GraphPool(found)
+        recorder = capture_device(torch.device(device), config.capture_device) if plan else None
+        self.pool = None if recorder is None else GraphPool(recorder)
         require(isinstance(outputs, (str, Sequence)), "outputs", where, outputs, "names of rows")
         rows = Outputs(outputs, largest(plan, FULL))
         weights_on = torch.device(device).type if check_weights else None
