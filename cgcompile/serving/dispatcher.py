@@ -12,7 +12,7 @@ import logging
 import operator
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import BatchError
@@ -72,6 +72,7 @@ class Dispatched(NamedTuple):
 # ---------------------------------------------------------------- tables
 
 
+@final
 class Slot:
     """One planned graph: the result that names it, and whether it was captured or refused."""
 
@@ -603,12 +604,12 @@ class CudagraphDispatcher:
             why = _MODE_NONE if self.mode is NONE else unlisted
         else:
             slot = self._find_full(tables, num_tokens, num_reqs, max_query_len, uniform_decode)
-            if type(slot) is not Slot:
-                why = slot
-            elif full and slot.ready:
-                return slot.result
-            else:
+            if type(slot) is Slot:  # a call less than isinstance()
+                if full and slot.ready:
+                    return slot.result
                 why = slot.why_not() if full else _NO_FULL
+            else:
+                why = slot
         row = None if tables is None else tables.piecewise
         if row is not None:
             slot = row.find(num_tokens)

@@ -521,21 +521,31 @@ def fit_sizes(
             raise SizesError.bytes_unknown(nbytes=nbytes)
     problem = _problem(steps, sizes, bytes_of, cost_of, cost_without_graph)
     ladder = _solve(problem, count, nbytes)
+    return _fitted(steps, problem, ladder, must_cover, bytes_of is not None)
+
+
+def _fitted(
+    steps: Mapping[int, int],
+    problem: _Problem,
+    ladder: list[int],
+    must_cover: bool,
+    with_bytes: bool,
+) -> FittedSizes:
     # A size that no observed batch takes costs a graph and saves nothing; the last one covers.
     used = [
         index
         for below, index in problem.gaps(ladder)[:-1]
         if problem.steps[index] > problem.steps[below] or (must_cover and index == ladder[-1])
     ]
-    fitted = tuple(sizes[index] for index in used)
-    padded = {rows: padded_size(fitted, rows) for rows in steps}
+    sizes = tuple(problem.sizes[index] for index in used)
+    padded = {rows: padded_size(sizes, rows) for rows in steps}
     return FittedSizes(
-        fitted,
+        sizes,
         sum(problem.between(*gap) for gap in problem.gaps(ladder)),
-        padding_share(fitted, steps),
+        padding_share(sizes, steps),
         sum((size - rows) * steps[rows] for rows, size in padded.items() if size is not None),
         sum(steps[rows] for rows, size in padded.items() if size is None),
-        None if bytes_of is None else problem.bytes_of(used),
+        problem.bytes_of(used) if with_bytes else None,
     )
 
 
