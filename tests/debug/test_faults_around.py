@@ -10,7 +10,7 @@ from lib.cases import D
 from lib.debug import FULL, examine, found, marked_line, only_finding, step, worse_than_notes
 from lib.faulty_models import config, rows
 from lib.manager import dispatcher
-from lib.ranks import said
+from lib.ranks import run_ranks
 from torch import nn
 
 import cgcompile
@@ -119,7 +119,7 @@ def work(rank: int, ranks: int) -> list[str]:
 
 def test_ranks_that_part(tmp_path: Path) -> None:
     text = "rank 1 is about to run FULL, 4 tokens, uniform; rank 0 FULL, 2 tokens, uniform."
-    assert said(work, 2, tmp_path) == [["FULL 4", text]] * 2
+    assert run_ranks(work, 2, tmp_path) == [["FULL 4", text]] * 2
 
 
 # ---------------------------------------------------------------- 12: a generator of one's own

@@ -19,7 +19,7 @@ from lib.ranks import (
     manager_of,
     model_of,
     other_inputs,
-    said,
+    run_ranks,
 )
 
 from cgcompile.serving.ranks import Agreement
@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def on_two(work: Any, folder: Path) -> list[Any]:
-    return said(work, 2, folder, seconds=60, deadline=240, nccl=True)
+    return run_ranks(work, 2, folder, seconds=60, deadline=240, nccl=True)
 
 
 def breakable(rank: int, ranks: int) -> Any:
