@@ -9,8 +9,7 @@ from expecttest import assert_expected_inline
 from lib.debug import examine
 from torch import nn
 
-from cgcompile.debug import Diagnosis
-from cgcompile.debug.findings import Finding
+from cgcompile.debug import Diagnosis, Finding
 
 
 class Faulty(nn.Module):

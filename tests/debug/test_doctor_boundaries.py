@@ -14,9 +14,8 @@ from torch import nn
 import cgcompile
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
-from cgcompile.debug.doctor import _call
-from cgcompile.debug.findings import Notes, Way
-from cgcompile.debug.op_observer import Case, Watch
+from cgcompile.debug.doctor import finding
+from cgcompile.debug.op_observer import Notes, Watch, Way
 from cgcompile.debug.restore import Snapshot
 
 BREAKABLE = CompilationConfig(splitting="breakable")
@@ -167,12 +166,16 @@ def test_another_stream() -> None:
         return y * 2
 
     x = torch.ones(2)
-    notes = Notes(Way.SPLIT, _call.__code__)
+    notes = Notes(Way.SPLIT, test_another_stream.__code__)
     boundaries, memory = cgcompile.boundaries.Boundaries(), Snapshot([x])
-    case = Case(notes, boundaries, x.device, memory, lambda: stream[0])
-    with Watch(case):
+    with Watch(notes, boundaries, x.device, memory, lambda: stream[0]):
         model(x)
-    assert found(cgcompile.debug.Diagnosis.of("model", "cpu", notes), "side_stream", model, "side")
+    assert found(
+        cgcompile.debug.Diagnosis.of("model", "cpu", [finding(note, notes.way) for note in notes]),
+        "side_stream",
+        model,
+        "side",
+    )
     assert len(list(notes)) == 1
 
 
@@ -305,7 +308,7 @@ def test_what_a_traced_model_may_leave_out_is_a_note() -> None:
     diagnosis = examine(Checks(), torch.ones(2))
     seen = found(diagnosis, "host_sync", Checks.forward, "guarded")
     assert seen.severity == "note"
-    assert "asks whether it is traced" in seen.message
+    assert "checks whether it is traced" in seen.message
     assert found(diagnosis, "host_sync", Checks.inner, "plain").severity == "break"
 
 

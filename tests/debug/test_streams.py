@@ -13,8 +13,8 @@ from torch import nn
 
 import cgcompile
 from cgcompile import CompilationConfig
-from cgcompile.debug.findings import Notes, Way
-from cgcompile.debug.op_observer import Case, Streams, Watch
+from cgcompile.debug.doctor import finding
+from cgcompile.debug.op_observer import Notes, Streams, Watch, Way
 from cgcompile.debug.restore import Snapshot
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.cuda import named_failures
@@ -106,16 +106,11 @@ def raises(board: Board, x: torch.Tensor) -> None:
 
 def watched(model: Callable[[Board, torch.Tensor], None], way: Way) -> cgcompile.debug.Diagnosis:
     notes, board, x = Notes(way, watched.__code__), Board(), torch.ones(2)
-    case = Case(
-        notes,
-        cgcompile.boundaries.Boundaries(),
-        torch.device("cuda"),
-        Snapshot([x]),
-        lambda: board.now,
-    )
-    with suppress(KeyError), Watch(case):
+    boundaries, device = cgcompile.boundaries.Boundaries(), torch.device("cuda")
+    with suppress(KeyError), Watch(notes, boundaries, device, Snapshot([x]), lambda: board.now):
         model(board, x)
-    return cgcompile.debug.Diagnosis.of("model", "cuda", notes)
+    findings = [finding(note, way) for note in notes]
+    return cgcompile.debug.Diagnosis.of("model", "cuda", findings)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +151,11 @@ def test_an_event_that_is_gone_is_not_taken_for_another() -> None:
     streams = Streams(lambda: now[0])
     side = SimpleNamespace(cuda_stream=SIDE)
     for _ in range(3):  # memory of a dead object is used again
-        streams.records(SimpleNamespace())
-        streams.waits(SimpleNamespace(), side)
+        streams.record(SimpleNamespace())
+        streams.wait(SimpleNamespace(), side)
     now[0] = SIDE
-    streams.works("op", None)
-    assert [work.text.startswith(LOOSE) for work in streams.work()] == [True]
+    streams.add_work("op", None)
+    assert [text.startswith(LOOSE) for _, _, text, _ in streams.work()] == [True]
 
 
 SAID = """CUDA error: capturing stream has unjoined work

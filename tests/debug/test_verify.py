@@ -162,7 +162,7 @@ def test_a_padded_size_needs_fewer_rows_and_no_context() -> None:
     with step(PIECEWISE), torch.no_grad():
         found = verify(compiled, rows("cpu"), padded_sizes=(8,))
     assert found.checks[0].ok
-    assert "a forward context says what is padded" in found.checks[1].missing
+    assert "a forward context sets the padding" in found.checks[1].missing
 
 
 def test_settings_that_cannot_be() -> None:
@@ -297,7 +297,7 @@ def test_a_manager_whose_op_has_frozen_a_number(hook: Any) -> None:
     factor = 2.0
     found = verify(made, batches)
     assert [each.inputs for each in found.differences] == [1, 0]
-    assert "an op inside has frozen a number" in found.differences[0].detail
+    assert "an op inside has baked in a number" in found.differences[0].detail
 
 
 def test_breakable_gives_something_else(hook: Any) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
-from cgcompile.debug import Diagnosis, compare, findings
+from cgcompile.debug import Diagnosis, Difference, Finding
 
 D = 16
 CALLS: list[str] = []
@@ -108,9 +108,7 @@ def examine(model: Any, *args: Any, **more: Any) -> cgcompile.debug.Diagnosis:
         return cgcompile.debug.doctor(model, *args, **more)
 
 
-def found(
-    diagnosis: cgcompile.debug.Diagnosis, kind: str, code: Any, marker: str
-) -> cgcompile.debug.findings.Finding:
+def found(diagnosis: cgcompile.debug.Diagnosis, kind: str, code: Any, marker: str) -> Finding:
     """The one finding of a kind on the marked line."""
     line = marked_line(code, marker)
     alike = [e for e in diagnosis.of_kind(kind) if e.source is not None and e.source.line == line]
@@ -142,14 +140,14 @@ def step(mode: CUDAGraphMode = FULL, metadata: Any = None) -> AbstractContextMan
     )
 
 
-def only(verified: Any) -> compare.Difference:
+def only(verified: Any) -> Difference:
     """The one difference, of something that was replayed."""
     assert (verified.ok, verified.replays >= 1) == (False, True), verified
     (difference,) = verified.differences
     return difference
 
 
-def only_finding(error: BaseException) -> findings.Finding:
+def only_finding(error: BaseException) -> Finding:
     """What an error says."""
     (finding,) = Diagnosis.of_error(error).findings
     return finding
