@@ -509,7 +509,7 @@ def test_python_that_takes_another_way(device: str) -> None:
 
 def test_no_entry(device: str) -> None:
     _, wrapper, x, _ = breakable(device)
-    contexts = {"no_forward_context": nullcontext(), "other_mode": step(4, FULL)}
+    contexts = {"no_forward_context": nullcontext(), "mode_none": set_forward_context(None)}
     for reason, context in contexts.items():
         with context:
             found = verify(wrapper, x, sets=1)
