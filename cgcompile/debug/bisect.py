@@ -9,6 +9,7 @@ wrong too, the model is compiled without each pass in turn.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from torch import fx
@@ -33,7 +34,6 @@ from cgcompile.debug.verify import find_break, real_rows
 from cgcompile.errors import CGCompileError, DispatchError
 from cgcompile.passes import OPTIONAL
 from cgcompile.passes.nodes import COMPUTING
-from cgcompile.runtime.compiled_graph import Observer
 from cgcompile.settings import checked_but
 
 T_ = TypeVar("T_")
@@ -190,7 +190,15 @@ class _Search:
     # -------------------------------------------------------------- the stages
 
     def _stages(self, difference: Difference) -> Bisection:
-        self._list_pieces()
+        watcher = Watcher(self._tolerance)
+        with self._subject.observed(watcher.of):
+            self._subject.outcome(self._subject.call, self._call)
+        for step in watcher.seen:
+            full = step.recording.batch.mode is CUDAGraphMode.FULL
+            pieces = step.split.pieces
+            captured = [-1] if full else [piece.index for piece in pieces if piece.capture]
+            self._captured += [(step.graph, index) for index in captured]
+            self._compiled += [(step.graph, piece.index) for piece in pieces if piece.compiled]
         if self._wrong({}, "all pieces uncompiled"):
             return self._before_pieces(difference)
         compiled = dict.fromkeys(self._compiled, PieceMode.COMPILED)
@@ -205,7 +213,9 @@ class _Search:
 
         items = minimal(items, fails)
         names = [self._name(item) for item in items]
-        finding = self._watched({graph for graph, _ in items}, stage)
+        graphs = {graph for graph, _ in items}
+        seen = [d for graph, d in watcher.differences if graph in graphs and d.stage == stage]
+        finding = replace(seen[0], inputs=self._number) if seen else None
         if finding is None or (stage == "compilation" and finding.piece == WHOLE):
             finding = self._located(stage, difference, Difference(piece=", ".join(names)))
         if items[0][1] < 0:
@@ -222,47 +232,17 @@ class _Search:
     def _wrong(self, modes: dict[Item, PieceMode], what: str) -> bool:
         """Return whether the step is wrong with pieces run in these modes, others uncompiled."""
 
-        def of(number: int) -> Observer:
-            def run(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
-                whole = modes.get((number, -1))
-                chosen = {
-                    piece.index: whole or modes.get((number, piece.index), PieceMode.UNCOMPILED)
-                    for piece in program.split.pieces
-                }
-                return run_step(program, recording, inputs, real, chosen)
+        def run(number: int, program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
+            whole = modes.get((number, -1))
+            chosen = {
+                piece.index: whole or modes.get((number, piece.index), PieceMode.UNCOMPILED)
+                for piece in program.split.pieces
+            }
+            return run_step(program, recording, inputs, real, chosen)
 
-            return run
-
-        with self._subject.observed(of):
+        with self._subject.observed(lambda number: partial(run, number)):
             actual = self._subject.outcome(self._subject.call, self._call)
         return self._judge(what, actual) is not None
-
-    def _list_pieces(self) -> None:
-        """List the pieces of all steps that the call replays."""
-
-        def of(number: int) -> Observer:
-            def run(program: Any, recording: Any, inputs: Any, real: int | None) -> Any:
-                pieces = program.split.pieces
-                full = recording.batch.mode is CUDAGraphMode.FULL
-                captured = [-1] if full else [piece.index for piece in pieces if piece.capture]
-                self._captured += [(number, index) for index in captured]
-                self._compiled += [(number, piece.index) for piece in pieces if piece.compiled]
-                return recording.replay(inputs, real)
-
-            return run
-
-        with self._subject.observed(of):
-            self._subject.outcome(self._subject.call, self._call)
-
-    def _watched(self, graphs: set[int], stage: str) -> Difference | None:
-        """Return where one of the graphs differs from its plain form."""
-        watcher = Watcher(self._tolerance)
-        with self._subject.observed(watcher.of):
-            self._subject.outcome(self._subject.call, self._call)
-        for number, difference in watcher.differences:
-            if number in graphs and difference.stage == stage:
-                return replace(difference, inputs=self._number)
-        return None
 
     def _in_pieces(self) -> Bisection | None:
         """Bisect the model captured anew in pieces, as a FULL graph has none."""

@@ -21,11 +21,14 @@ from torch.overrides import TorchFunctionMode
 
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries
-from cgcompile.context import EagerRegion, get_forward_context, is_forward_context_available
+from cgcompile.context import (
+    eager_region_is_open,
+    get_forward_context,
+    is_forward_context_available,
+)
 from cgcompile.debug.restore import Snapshot
 from cgcompile.graphs.breakable import eager_break_during_capture
 from cgcompile.graphs.breaks import foreign_breaks
-from cgcompile.graphs.capture import eager_region
 from cgcompile.graphs.host import refusal, write_targets
 from cgcompile.passes.capturable import takes_python_data, why_no_collective, why_not_on
 from cgcompile.passes.nodes import Line, is_users_file, running_line, short_name
@@ -69,6 +72,12 @@ class Notes:
     def __iter__(self) -> Iterator[Note]:
         yield from self._notes.values()
 
+    @property
+    def listens(self) -> bool:
+        """Whether code that runs now would be captured, and is not noted already."""
+        in_region = self.way is not Way.UNTRACED and eager_region_is_open()
+        return not self.quiet and not in_region
+
     @contextmanager
     def quietly(self) -> Iterator[None]:
         """Collect nothing inside."""
@@ -84,7 +93,7 @@ class Notes:
 
     def here(self, kind: str, op: str, message: str, severity: str | None = None) -> None:
         """Add a note about the line that runs now."""
-        if not self.quiet:
+        if self.listens:
             self.at(self.line(), kind, op, message, severity)
 
     def at(
@@ -233,13 +242,11 @@ class PythonCalls:
         self.sees = False
         self._notes = notes
         self._streams = streams
-        self._regions: list[Any] = []
         self._compiled = _code(compat.code_of_compiled_functions())
         self._uncompiled: list[AbstractContextManager[Any]] = []  # around each that runs
-        self._break = self._region = _code(None)
+        self._break = _code(None)
         self._on_call: dict[CodeType, Callable[[FrameType], None]] = {
-            self._compiled: self._enter_compiled,
-            _code(EagerRegion.__exit__): self._leave_region,
+            self._compiled: self._enter_compiled
         }
         for name, function in _WAITS.items():
             self._on_call[_code(function)] = partial(self._wait, name)
@@ -259,8 +266,6 @@ class PythonCalls:
         if notes.way is Way.UNTRACED:
             self._break = _code(eager_break_during_capture(operator.neg))
             self._on_call[self._break] = lambda frame: self._hush(1)
-        else:
-            self._region = _code(eager_region)
 
     def __enter__(self) -> "PythonCalls":
         self.sees = sys.getprofile() is None
@@ -308,12 +313,6 @@ class PythonCalls:
         self._uncompiled.append(compat.uncompiled())
         self._uncompiled[-1].__enter__()
 
-    def _leave_region(self, frame: FrameType) -> None:
-        region = frame.f_locals["self"]
-        if any(known is region for known in self._regions):
-            self._regions = [known for known in self._regions if known is not region]
-            self._hush(-1)
-
     def _hush(self, by: int) -> None:
         self._notes.quiet += by
 
@@ -330,9 +329,6 @@ class PythonCalls:
             self._uncompiled.pop().__exit__(None, None, None)
         elif code is self._break:
             self._hush(-1)
-        elif code is self._region:
-            self._regions.append(what)
-            self._hush(1)
 
 
 def _order(note: Callable[[Any, Any], None], frame: FrameType) -> None:
@@ -415,7 +411,7 @@ class Watch:
     def __exit__(self, kind: Any, *error: Any) -> None:
         self._stack.close()
         self.streams.blind |= not self._calls.sees or kind is not None  # an error before the join
-        if not self.notes.quiet:
+        if self.notes.listens:
             for op, line, text, fine in sorted(self.streams.work(), key=operator.itemgetter(3)):
                 severity = "note" if fine and self.notes.way is Way.UNTRACED else None
                 self.notes.at(line, "side_stream", op, text, severity)
@@ -448,7 +444,7 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._notes.quiet:
+        if not self._notes.listens:
             return func(*args, **kwargs)
         name, first = getattr(func, "__name__", ""), args[0] if args else None
         transform = compat.functorch_transform()
@@ -514,7 +510,7 @@ class _Ops(compat.DispatchMode):
         watch, inputs = self._watch, compat.tree_tensors((args, kwargs))
         watch.snapshot.before_call(func, args, kwargs)
         boundary = watch.is_boundary(func)
-        if not boundary and not self._notes.quiet:
+        if not boundary and self._notes.listens:
             self._before(func, args, kwargs, inputs)
         kernel = compat.python_kernel(func, watch.device.type)
         with self._notes.quietly() if boundary else nullcontext():
@@ -524,7 +520,7 @@ class _Ops(compat.DispatchMode):
                 with self:  # the ops in its body count, and what they write
                     output = kernel(*args, **kwargs)
         watch.snapshot.after_call(output, inputs)
-        if not boundary and not self._notes.quiet:
+        if not boundary and self._notes.listens:
             self._after(func, inputs, compat.tree_tensors(output))
         return output
 

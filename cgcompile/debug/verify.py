@@ -403,49 +403,46 @@ def find_break(
         return Difference(detail="no graph serves the step")
     try:
         with torch.no_grad(), restored_after([*compat.tree_tensors(call), *kept]):
-            difference = _first_break(wrapper, entry, call, tolerance, kept)
+            entry.check(*call, wrapper.name)
+            plain, result = _run_plain(wrapper, call, kept)
+            replayed: list[dict[str, Any]] = []
+            wrapper.replay_entry(entry, call, partial(_copy_break, entry, replayed))
+            output = copied(entry.output)
+        names = [name for name, _ in plain]
+        segments = entry.sequence.segments
+        recorded = [segment.name for segment in segments if isinstance(segment, EagerSegment)]
+        if names != recorded:
+            raise DispatchError.other_breaks(what=wrapper.name, now=names, before=recorded)
     except CGCompileError as error:
         return Difference(detail=str(error).splitlines()[0])
-    if difference is None:
-        return Difference()
-    is_result = difference.piece == "the result"  # whose difference is known
-    detail = "" if is_result else f"{difference.value}: {difference.detail}"
-    return Difference(piece=difference.piece, detail=detail)
-
-
-def _first_break(
-    wrapper: CUDAGraphWrapper,
-    entry: CUDAGraphEntry,
-    call: Call,
-    tolerance: Tolerance,
-    kept: Sequence[torch.Tensor],
-) -> Difference | None:
-    """Run a step plain and replayed; return the first break or result that differs."""
-    entry.check(*call, wrapper.name)
-    model, segments = wrapper.unwrap(), entry.sequence.segments
-    state = State(model, call)
-    unseen = state.tensors if compat.holds_compiled_code(model) else kept
-    with restored_after([*compat.tree_tensors(call), *unseen], state=state):
-        plain = _PlainBreaks(wrapper)
-        result = copied(plain.run(*call))
-    replayed: list[dict[str, Any]] = []
-
-    def observe(index: int, step: Callable[[], Any]) -> None:
-        step()
-        segment = segments[index]
-        if isinstance(segment, EagerSegment):
-            replayed.append(copies(named_values((segment.args, dict(segment.kwargs)))))
-
-    wrapper.replay_entry(entry, call, observe)
-    names = [name for name, _ in plain.breaks]
-    recorded = [segment.name for segment in segments if isinstance(segment, EagerSegment)]
-    if names != recorded:
-        raise DispatchError.other_breaks(what=wrapper.name, now=names, before=recorded)
-    for index, (name, inputs) in enumerate(plain.breaks):
+    for index, (name, inputs) in enumerate(plain):
         difference = tolerance.first(f"break {index} ({name})", inputs, replayed[index])
         if difference is not None:
-            return difference
-    return tolerance.first("the result", result, copied(entry.output))
+            detail = f"{difference.value}: {difference.detail}"
+            return Difference(piece=difference.piece, detail=detail)
+    is_result = tolerance.first("the result", result, output) is not None
+    return Difference(piece="the result" if is_result else "")
+
+
+def _run_plain(
+    wrapper: CUDAGraphWrapper, call: Call, kept: Sequence[torch.Tensor]
+) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
+    """Run a step plain; return the arguments of its breaks, and its result; restore the state."""
+    model = wrapper.unwrap()
+    state, breaks = State(model, call), _PlainBreaks(wrapper)
+    unseen = state.tensors if compat.holds_compiled_code(model) else kept
+    with restored_after([*compat.tree_tensors(call), *unseen], state=state):
+        return breaks.arguments, copied(breaks.run(*call))
+
+
+def _copy_break(
+    entry: CUDAGraphEntry, copied_breaks: list[Any], index: int, step: Callable[[], Any]
+) -> None:
+    """Run a segment of a replay; of an eager break, copy its arguments as it leaves them."""
+    step()
+    segment = entry.sequence.segments[index]
+    if isinstance(segment, EagerSegment):
+        copied_breaks.append(copies(named_values((segment.args, dict(segment.kwargs)))))
 
 
 class _PlainBreaks(Breaker):
@@ -453,7 +450,7 @@ class _PlainBreaks(Breaker):
 
     def __init__(self, wrapper: CUDAGraphWrapper) -> None:
         self.name = wrapper.name
-        self.breaks: list[tuple[str, dict[str, Any]]] = []
+        self.arguments: list[tuple[str, dict[str, Any]]] = []
         self._wrapper = wrapper
         self._in_break = False
 
@@ -497,7 +494,7 @@ class _PlainBreaks(Breaker):
         self._in_break = True
         try:
             output = function(*args, **(kwargs or {}))
-            self.breaks.append((name, copies(named_values((args, dict(kwargs or {}))))))
+            self.arguments.append((name, copies(named_values((args, dict(kwargs or {}))))))
             return output
         finally:
             self._in_break = False
