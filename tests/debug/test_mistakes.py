@@ -13,7 +13,7 @@ from torch import nn
 import cgcompile
 from cgcompile import CompilationConfig, verify
 from cgcompile.debug import Diagnosis
-from cgcompile.errors import ArgumentsError, CaptureError, CGCompileError, ConfigError
+from cgcompile.errors import ArgumentsError, CGCompileError, ConfigError
 
 
 class Model(nn.Module):
@@ -248,41 +248,3 @@ def test_the_handle_of_a_compiled_model() -> None:
     with pytest.raises(ConfigError, match=r"runtime\(\): found an Odd; expected a module"):
         cgcompile.runtime(Odd())
     assert cgcompile.coverage(model.backend).total == 0
-
-
-# ---------------------------------------------------------------- errors that happened
-
-
-def test_an_error_of_something_else() -> None:
-    def fails() -> None:
-        raise ValueError("unrelated")
-
-    with pytest.raises(ValueError, match="unrelated") as caught:
-        fails()
-    (found,) = Diagnosis.of_error(caught.value).findings
-    assert (found.kind, found.message) == ("forward_raised", "ValueError: unrelated")
-    assert found.source is not None
-    assert found.source.code == 'raise ValueError("unrelated")'
-    assert found.fix.startswith("It was raised outside of cgcompile")
-
-
-def test_an_error_of_a_capture_keeps_its_advice() -> None:
-    (found,) = Diagnosis.of_error(CaptureError.no_breaks(what="step", names="a::b")).findings
-    assert found.kind == "capture_failed"
-
-    class Fails(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("in a capture")
-
-    wrapper = cgcompile.CUDAGraphWrapper(Fails(), CONFIG, cgcompile.CUDAGraphMode.FULL)
-    batch = cgcompile.BatchDescriptor(4)
-    with (
-        torch.inference_mode(),
-        cgcompile.set_forward_context(
-            cudagraph_runtime_mode=cgcompile.CUDAGraphMode.FULL, batch_descriptor=batch
-        ),
-        pytest.raises(RuntimeError, match="in a capture") as caught,
-    ):
-        wrapper(X)
-    (found,) = Diagnosis.of_error(caught.value).findings
-    assert found.kind == "capture_failed"
