@@ -50,75 +50,50 @@ MODEL = "expected a module, a bound method of one, or a function."
 
 
 @pytest.mark.parametrize(
-    ("name", "call"),
+    ("name", "function"),
     [
-        ("verify", lambda model: verify(model, X)),
-        ("bisect", lambda model: cgcompile.debug.bisect(model, X)),
-        ("explain", lambda model: cgcompile.explain(model, X)),
-        ("doctor", lambda model: cgcompile.debug.doctor(model, X)),
+        ("verify", verify),
+        ("bisect", cgcompile.debug.bisect),
+        ("explain", cgcompile.explain),
+        ("doctor", cgcompile.debug.doctor),
     ],
 )
-def test_no_model(name: str, call: Any) -> None:
-    assert refused(ConfigError, lambda: call(None)) == f"cgcompile.{name}(): found None; {MODEL}"
-    assert refused(ConfigError, lambda: call(3)) == f"cgcompile.{name}(): found 3; {MODEL}"
-    said = refused(ConfigError, lambda: call(Model))
-    assert said.startswith(f"cgcompile.{name}(): found the class Model; ")
+def test_no_model(name: str, function: Any) -> None:
+    for value, text in ((None, f"None; {MODEL}"), (3, f"3; {MODEL}"), (Model, "the class Model; ")):
+        message = refused(ConfigError, lambda value=value: function(value, X))
+        assert message.startswith(f"cgcompile.{name}(): found {text}")
 
 
+SETS = "sets = 0; expected a whole number from 1 to 1048576."
 SIZES = "positive whole numbers, as a sequence or as text '1,2,4'."
+DIMS = "compile: dynamic_dims = ['x']; expected dimensions by parameter, such as {'x': 0}."
+CONFIGS = "config = 'eager'; expected a CompilationConfig, a Backend, or a mapping of settings."
+PREPARE = "doctor: prepare = 3; expected a function that makes the inputs of a call."
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("function", "arguments", "text"),
     [
-        (
-            lambda m: verify(m, X, sets=0),
-            "verify: sets = 0; expected a whole number from 1 to 1048576.",
-        ),
-        (
-            lambda m: cgcompile.debug.bisect(m, X, sets=0),
-            "bisect: sets = 0; expected a whole number from 1 to 1048576.",
-        ),
-        (
-            lambda m: verify(m, X, padded_sizes=("a",)),
-            f"verify: padded_sizes = ('a',); expected {SIZES}",
-        ),
-        (
-            lambda m: cgcompile.explain(m, X, sizes=[-8]),
-            f"explain: sizes = [-8]; expected {SIZES}",
-        ),
-        (
-            lambda m: cgcompile.explain(m, X, dynamic_dims=["x"]),
-            "compile: dynamic_dims = ['x']; expected dimensions by parameter, such as {'x': 0}.",
-        ),
-        (
-            lambda m: cgcompile.compile(m, dynamic_dims=["x"]),
-            "compile: dynamic_dims = ['x']; expected dimensions by parameter, such as {'x': 0}.",
-        ),
-        (
-            lambda m: cgcompile.explain(m, X, config="eager"),
-            "explain: config = 'eager'; expected a CompilationConfig, a Backend, or a mapping of "
-            "settings.",
-        ),
-        (
-            lambda m: cgcompile.debug.doctor(m, X, config="eager"),
-            "doctor: config = 'eager'; expected a CompilationConfig, a Backend, or a mapping of "
-            "settings.",
-        ),
-        (
-            lambda m: cgcompile.debug.doctor(m, prepare=3),
-            "doctor: prepare = 3; expected a function that makes the inputs of a call.",
-        ),
-        (
-            lambda m: Diagnosis.of_error(None),
-            "Diagnosis.of_error: error = None; expected an exception.",
-        ),
+        (verify, {"sets": 0}, f"verify: {SETS}"),
+        (cgcompile.debug.bisect, {"sets": 0}, f"bisect: {SETS}"),
+        (verify, {"padded_sizes": ("a",)}, f"verify: padded_sizes = ('a',); expected {SIZES}"),
+        (cgcompile.explain, {"sizes": [-8]}, f"explain: sizes = [-8]; expected {SIZES}"),
+        (cgcompile.explain, {"dynamic_dims": ["x"]}, DIMS),
+        (cgcompile.explain, {"config": "eager"}, f"explain: {CONFIGS}"),
+        (cgcompile.debug.doctor, {"config": "eager"}, f"doctor: {CONFIGS}"),
     ],
 )
-def test_arguments_that_cannot_be(call: Any, said: str) -> None:
+def test_arguments_that_cannot_be(function: Any, arguments: dict[str, Any], text: str) -> None:
     model = Model().eval()
-    assert refused(ConfigError, lambda: call(model)) == said
-    assert not [each for each in vars(model) if "cgcompile" in each]
+    assert refused(ConfigError, lambda: function(model, X, **arguments)) == text
+    assert not [name for name in vars(model) if "cgcompile" in name]
+
+
+def test_other_arguments_that_cannot_be() -> None:
+    model, expected = Model(), "Diagnosis.of_error: error = None; expected an exception."
+    assert refused(ConfigError, lambda: cgcompile.compile(model, dynamic_dims=["x"])) == DIMS
+    assert refused(ConfigError, lambda: cgcompile.debug.doctor(model, prepare=3)) == PREPARE
+    assert refused(ConfigError, lambda: Diagnosis.of_error(None)) == expected
 
 
 def test_sizes_may_be_one_number_or_text() -> None:
@@ -167,13 +142,13 @@ def test_a_type_error_of_the_model_is_a_finding() -> None:
 # ---------------------------------------------------------------- sizes of which dimension
 
 
-DIMS = {"x": 0, "more": 0}
+BOTH = {"x": 0, "more": 0}
 TWO = (X, torch.ones(6, D))
 
 
 def test_sizes_of_one_of_two_dimensions() -> None:
     look = lambda **more: cgcompile.explain(  # noqa: E731
-        TwoSizes(), *TWO, dynamic_dims=DIMS, sizes=[8, 64], **more
+        TwoSizes(), *TWO, dynamic_dims=BOTH, sizes=[8, 64], **more
     )
     said = refused(ConfigError, look)
     assert said.startswith("sizes: they are sizes of one dynamic dimension of the inputs, and the")
@@ -197,11 +172,11 @@ def test_sizes_of_one_of_two_dimensions() -> None:
 def test_sizes_of_the_settings_are_not_called_those_of_the_user() -> None:
     settings = CompilationConfig(cudagraph_capture_sizes=(8,))
     with pytest.raises(ConfigError, match="Set capture_dim to one of: x"):
-        cgcompile.explain(TwoSizes(), *TWO, dynamic_dims=DIMS, config=settings)
+        cgcompile.explain(TwoSizes(), *TWO, dynamic_dims=BOTH, config=settings)
 
 
 def test_a_page_about_one_of_two_dimensions() -> None:
-    model = cgcompile.compile(TwoSizes().eval(), CONFIG, dynamic_dims=DIMS)
+    model = cgcompile.compile(TwoSizes().eval(), CONFIG, dynamic_dims=BOTH)
     with torch.inference_mode():
         model(*TWO)
     said = refused(ConfigError, lambda: cgcompile.debug.report(model, sizes=[8]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lib.debug import examine, found, marked_line, only_finding
+from lib.debug import examine, kinds, only_finding, step
 from torch import nn
 
 import cgcompile
@@ -48,51 +48,7 @@ class Board:
             self.now = MAIN
 
 
-def joined(board: Board, x: torch.Tensor) -> None:
-    board.wait(SIDE, MAIN)
-    board.on(SIDE, x)
-    board.wait(MAIN, SIDE)
-
-
-def through_another(board: Board, x: torch.Tensor) -> None:
-    board.wait(SIDE, MAIN)
-    board.on(SIDE, x)
-    board.wait(OTHER, SIDE)
-    board.wait(MAIN, OTHER)
-
-
-def never_joined(board: Board, x: torch.Tensor) -> None:
-    board.wait(SIDE, MAIN)
-    board.on(SIDE, x)
-
-
-def joined_too_early(board: Board, x: torch.Tensor) -> None:
-    board.wait(SIDE, MAIN)
-    board.wait(MAIN, SIDE)
-    board.on(SIDE, x)
-
-
-def joins_another(board: Board, x: torch.Tensor) -> None:
-    board.wait(SIDE, MAIN)
-    board.wait(OTHER, MAIN)
-    board.on(SIDE, x)
-    board.wait(MAIN, OTHER)
-
-
-def never_forked(board: Board, x: torch.Tensor) -> None:
-    board.on(SIDE, x)
-    board.wait(MAIN, SIDE)
-
-
-def joined_once_of_twice(board: Board, x: torch.Tensor) -> None:
-    board.wait(SIDE, MAIN)
-    for number in range(2):
-        board.on(SIDE, x)
-        if number == 0:
-            board.wait(MAIN, SIDE)
-
-
-def waits_unseen(board: Board, x: torch.Tensor) -> None:
+def unseen(board: Board, x: torch.Tensor) -> None:
     board.on(SIDE, x)
     with suppress(RuntimeError, NotImplementedError):
         torch.Event("cpu").record()  # written in C, and so are the waits of such events
@@ -102,6 +58,23 @@ def raises(board: Board, x: torch.Tensor) -> None:
     board.wait(SIDE, MAIN)
     board.on(SIDE, x)
     raise KeyError
+
+
+def scenario(*steps: Any) -> Callable[[Board, torch.Tensor], None]:
+    """Pairs wait for one another, (waiting, waited); a number works on that stream."""
+
+    def run(board: Board, x: torch.Tensor) -> None:
+        for part in steps:
+            if isinstance(part, tuple):
+                board.wait(*part)
+            else:
+                board.on(part, x)
+
+    return run
+
+
+FORK, JOIN = (SIDE, MAIN), (MAIN, SIDE)
+JOINED_STEPS = scenario(FORK, SIDE, JOIN)
 
 
 def watched(model: Callable[[Board, torch.Tensor], None], way: Way) -> cgcompile.debug.Diagnosis:
@@ -116,14 +89,14 @@ def watched(model: Callable[[Board, torch.Tensor], None], way: Way) -> cgcompile
 @pytest.mark.parametrize(
     ("model", "severity", "text"),
     [
-        (joined, "note", JOINED),
-        (through_another, "note", JOINED),
-        (never_joined, "error", UNJOINED),
-        (joined_too_early, "error", UNJOINED),
-        (joins_another, "error", UNJOINED),
-        (joined_once_of_twice, "error", UNJOINED),
-        (never_forked, "error", LOOSE),
-        (waits_unseen, "note", UNSEEN),
+        (JOINED_STEPS, "note", JOINED),
+        (scenario(FORK, SIDE, (OTHER, SIDE), (MAIN, OTHER)), "note", JOINED),  # through another
+        (scenario(FORK, SIDE), "error", UNJOINED),
+        (scenario(FORK, JOIN, SIDE), "error", UNJOINED),  # too early
+        (scenario(FORK, (OTHER, MAIN), SIDE, (MAIN, OTHER)), "error", UNJOINED),  # another one
+        (scenario(FORK, SIDE, JOIN, SIDE), "error", UNJOINED),  # once of twice
+        (scenario(SIDE, JOIN), "error", LOOSE),
+        (unseen, "note", UNSEEN),
         (raises, "note", UNSEEN),
     ],
 )
@@ -137,10 +110,10 @@ def test_how_work_on_another_stream_is_judged(model: Any, severity: str, text: s
     assert (traced.severity, traced.message) == ("break", seen.message)
 
 
-def test_where_another_profiler_looks() -> None:
+def test_beside_another_profiler() -> None:
     sys.setprofile(lambda *_: None)
     try:
-        (seen,) = watched(joined, Way.UNTRACED).of_kind("side_stream")
+        (seen,) = watched(JOINED_STEPS, Way.UNTRACED).of_kind("side_stream")
     finally:
         sys.setprofile(None)
     assert (seen.severity, seen.message) == ("note", UNSEEN)
@@ -169,10 +142,7 @@ def test_a_capture_that_ends_unjoined(said: str) -> None:
     with pytest.raises(CaptureError, match="ended with unjoined work") as caught, named_failures():
         raise RuntimeError(said)  # <end>
     assert str(caught.value.__cause__) == said
-    seen = only_finding(caught.value)
-    assert (seen.kind, seen.severity) == ("side_stream", "error")
-    assert seen.source is not None
-    assert seen.source.line == marked_line(test_a_capture_that_ends_unjoined, "end")
+    assert kinds(cgcompile.debug.Diagnosis.of_error(caught.value)) == {"end": "side_stream error"}
 
 
 def test_other_errors_at_the_end_of_a_capture_are_as_they_were() -> None:
@@ -182,31 +152,47 @@ def test_other_errors_at_the_end_of_a_capture_are_as_they_were() -> None:
     assert caught.value is error
 
 
+class Forks(nn.Module):
+    def __init__(self, forks: bool = True, joins: bool = True) -> None:
+        super().__init__()
+        self.side = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.forks, self.joins = forks, joins
+
+    def forward(self, x):
+        if x.is_cuda and self.forks:
+            self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):  # <stream>
+            y = x + 1  # <work>
+        if x.is_cuda and self.joins:
+            torch.cuda.current_stream().wait_stream(self.side)
+        return y * 2
+
+
+def test_a_side_stream_on_the_cpu() -> None:
+    assert kinds(examine(Forks(), torch.ones(2))) == {"stream": "side_stream note"}
+
+
 @pytest.mark.gpu
-def test_streams_of_cuda() -> None:
-    class Forks(nn.Module):
-        def __init__(self, forks: bool, joins: bool) -> None:
-            super().__init__()
-            self.forks, self.joins, self.side = forks, joins, torch.cuda.Stream()
-
-        def forward(self, x):
-            main = torch.cuda.current_stream()
-            if self.forks:
-                self.side.wait_stream(main)
-            with torch.cuda.stream(self.side):
-                y = x + 1  # <work>
-                event = self.side.record_event()
-            if self.joins:
-                main.wait_event(event)
-            return y * 2
-
-    x = torch.ones(2, device="cuda")
-    for given, severity, text in (
-        ((True, True), "note", JOINED),
-        ((True, False), "error", UNJOINED),
-        ((False, True), "error", LOOSE),
-    ):
-        diagnosis = examine(Forks(*given), x, config=BREAKABLE)
-        seen = found(diagnosis, "side_stream", Forks.forward, "work")
-        assert (seen.severity, seen.message.startswith(text)) == (severity, True)
-        assert len(diagnosis.findings) == 1
+@pytest.mark.parametrize(
+    ("forks", "joins", "severity", "text"),
+    [
+        (True, True, "note", JOINED),
+        (True, False, "error", UNJOINED),
+        (False, True, "error", LOOSE),
+    ],
+)
+def test_streams_of_cuda(forks: bool, joins: bool, severity: str, text: str) -> None:
+    x, model = torch.ones(2, device="cuda"), Forks(forks, joins)
+    diagnosis = examine(model, x, config=BREAKABLE)
+    assert kinds(diagnosis) == {"work": f"side_stream {severity}"}
+    assert only_finding(diagnosis).message.startswith(text)
+    wrapper = cgcompile.CUDAGraphWrapper(model, CompilationConfig())
+    if forks:
+        with torch.inference_mode(), step():
+            if joins:
+                for _ in range(2):
+                    assert torch.equal(wrapper(x), (x + 1) * 2)
+            else:
+                with pytest.raises(CaptureError, match="unjoined work") as caught:
+                    wrapper(x)
+                assert only_finding(caught.value).kind == "side_stream"
