@@ -218,11 +218,8 @@ class _Search:
         finding = replace(seen[0], inputs=self._number) if seen else None
         if finding is None or (stage == "compilation" and finding.piece == WHOLE):
             finding = self._located(stage, difference, Difference(piece=", ".join(names)))
-        if items[0][1] < 0:
-            if finding.piece == WHOLE:
-                return self._in_pieces() or self._result(stage, names, finding)
-            names = [finding.piece]
-        return self._result(stage, names, finding)
+        in_pieces = self._in_pieces() if items[0][1] < 0 else None
+        return in_pieces or self._result(stage, names, finding)
 
     def _name(self, item: Item) -> str:
         graphs = {number for number, _ in self._captured + self._compiled}

@@ -11,10 +11,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache, partial
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -45,7 +46,8 @@ class Way(IntEnum):
     UNTRACED = 2  # a wrapper: plain Python runs once, while it is captured
 
 
-class Note(NamedTuple):
+@dataclass(frozen=True)
+class Note:
     """One observation; ``severity`` None is that of its kind."""
 
     kind: str
@@ -108,7 +110,7 @@ class Notes:
         """Add a note, or count it."""
         key = (note.kind, note.op if note.line is None else note.line[:2])
         known = self._notes.get(key)
-        self._notes[key] = note if known is None else known._replace(count=known.count + 1)
+        self._notes[key] = note if known is None else replace(known, count=known.count + 1)
 
 
 # ---------------------------------------------------------------- streams

@@ -6,8 +6,9 @@ wrapper, which has no pieces, the arguments of the eager breaks are compared.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -18,7 +19,13 @@ from cgcompile import torch_compat as compat
 from cgcompile.backend import handle_of
 from cgcompile.boundaries import SplittingOp, target_name
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.context import BatchDescriptor, callers_context, in_full_mode, set_forward_context
+from cgcompile.context import (
+    BatchDescriptor,
+    ForwardContext,
+    callers_context,
+    in_full_mode,
+    override_forward_context,
+)
 from cgcompile.debug.compare import (
     Call,
     Difference,
@@ -221,7 +228,9 @@ class _Checks:
     def _check(self, name: str, tolerance: Tolerance, run: Callable[[Call, int], _Run]) -> Check:
         """Compare each set of inputs; stop where the first one does not replay."""
         compared = replays = 0
-        missing, findings, names = "", [], []
+        missing = ""
+        findings: list[Difference] = []
+        names: list[str] = []
         with restored_after(self.inputs.tensors):
             for number in range(self.sets):
                 call = self.inputs.fill(number)
@@ -251,22 +260,18 @@ class _Checks:
 
     def _replay(self, call: Call, number: int) -> _Run:
         subject = self.subject
-        missing = subject.until_replayed(call) if number == 0 else ""
+        missing = subject.until_replayed(call)
         if missing:
             return _Run(missing=missing)
         expected = subject.outcome(subject.original, call)
         actual, replays = self._replayed(call)
-        if not replays:  # of another layout than the first set
-            missing = subject.until_replayed(call)
-            actual, _ = self._replayed(call)
-            replays = int(not missing)
         context, real = callers_context(), real_rows()
         batch = None if context is None else context.batch_descriptor
         if real is not None and batch is not None:  # padding rows alone may differ
             cut = [_first_rows(values, batch.num_tokens, real) for values in (expected, actual)]
             if self.tolerance.first("the result", *cut) is None:
                 expected, actual = cut
-        return _Run(expected, actual, replays, missing, partial(self._locate, call, number))
+        return _Run(expected, actual, replays, "", partial(self._locate, call, number))
 
     def _locate(self, call: Call, number: int, difference: Difference) -> Difference:
         """Return where the graphs of a call differ first from its plain pieces."""
@@ -371,21 +376,12 @@ def real_rows() -> int | None:
     return None if context is None else context.num_unpadded_tokens
 
 
-@contextmanager
-def _in_piecewise(call: Call) -> Iterator[None]:
-    """Set the caller's forward context, or a new one, in mode PIECEWISE."""
-    context = callers_context()
-    fields: dict[str, Any] = {}
-    batch = BatchDescriptor(max(rows_of(call), 1))
-    if context is not None:
-        names = ("attn_metadata", "num_tokens", "num_unpadded_tokens", "num_tokens_across_dp")
-        fields = {n: getattr(context, n) for n in (*names, "slot_mapping", "inputs_ready")}
-        fields |= context.additional
-        batch = context.batch_descriptor or batch
-    with set_forward_context(
-        **fields, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=batch
-    ):
-        yield
+def _in_piecewise(call: Call) -> AbstractContextManager[Any]:
+    """Return the caller's forward context, or a new one, in mode PIECEWISE."""
+    context = copy(callers_context() or ForwardContext())
+    context.cudagraph_runtime_mode = CUDAGraphMode.PIECEWISE
+    context.batch_descriptor = context.batch_descriptor or BatchDescriptor(max(rows_of(call), 1))
+    return override_forward_context(context)
 
 
 # ---------------------------------------------------------------- the breaks of a wrapper
