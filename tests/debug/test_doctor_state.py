@@ -21,6 +21,7 @@ class Keeps(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("total", torch.zeros(4))
         self.register_buffer("transposed", torch.arange(6.0).reshape(2, 3))
+        self.register_buffer("moved", torch.zeros(2))
         self.cache, self.last = torch.zeros(0, 4), torch.zeros(4)
         self.step, self.lazy = 0, None
         self.seen, self.recent, self.kinds, self.table = [], deque(maxlen=3), {"a"}, {"n": [1]}
@@ -38,6 +39,7 @@ class Keeps(nn.Module):
         self.table["new"] = x.shape[0]
         self.total.add_(x.sum(0))
         self.transposed.t_()  # <transposed>
+        self.moved.data = self.moved + 1  # <moved>
         out.copy_(self.norm(x) + torch.rand(4, device=x.device))  # <out>
         return out
 
