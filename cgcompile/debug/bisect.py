@@ -153,9 +153,9 @@ class _Search:
         if difference is None:
             result = Bisection(subject.name)
         elif subject.wrapper is not None:
-            place = find_break(subject.wrapper, self._call, self._tolerance, subject.kept)
-            pieces = [place.piece] if place.piece else []
-            result = self._result("replay", pieces, self._located("replay", difference, place))
+            origin = find_break(subject.wrapper, self._call, self._tolerance, subject.kept)
+            pieces = [origin.piece] if origin.piece else []
+            result = self._result("replay", pieces, self._located("replay", difference, origin))
         else:
             result = self._stages(difference)
         replays = subject.counters.replays - before
@@ -164,8 +164,8 @@ class _Search:
     def _result(self, stage: str, pieces: Sequence[str], finding: Difference) -> Bisection:
         return Bisection(self._subject.name, stage, tuple(pieces), finding=finding)
 
-    def _located(self, stage: str, difference: Difference, place: Difference) -> Difference:
-        return located(stage, difference, real_rows(), place, self._number)
+    def _located(self, stage: str, difference: Difference, origin: Difference) -> Difference:
+        return located(stage, difference, real_rows(), origin, self._number)
 
     def _first_wrong(self, sets: int) -> Difference | None:
         """Go to the first set of inputs whose replay is wrong."""
@@ -268,12 +268,10 @@ class _Search:
                     continue
                 if self._right_with(settings, f"without pass {name}"):
                     owner = "yours" if name in own else "cgcompile"
-                    place = replace(
-                        self._changed_by_pass(settings),
-                        detail=f"a pass of {owner}, {name}, changes it",
-                    )
-                    finding = self._located("pass", difference, place)
-                    pieces = [place.piece] if place.piece else []
+                    detail = f"a pass of {owner}, {name}, changes it"
+                    origin = replace(self._changed_by_pass(settings), detail=detail)
+                    finding = self._located("pass", difference, origin)
+                    pieces = [origin.piece] if origin.piece else []
                     return replace(self._result("pass", pieces, finding), culprit=name)
         finding = self._located("tracing", difference, Difference(detail=detail))
         return self._result("tracing", (), finding)

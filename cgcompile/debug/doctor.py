@@ -56,26 +56,22 @@ _FIXES = {
     "where the model is traced, cgcompile.eager_break_during_capture where it is not.",
     "synchronize": "Leave it out of forward: work of one stream is in order anyway. For timing, "
     "synchronise around the call of the model.",
-    "data_dependent_shape": "Keep the shape fixed: torch.where or masked_fill in place of a mask "
-    "as an index, nonzero_static(size=...), repeat_interleave(output_size=...), index_select with "
-    "padded indices. Or run it eager: cgcompile.eager_region(), or "
-    "cgcompile.eager_break_during_capture.",
+    "data_dependent_shape": "Keep the shape fixed: torch.where or masked_fill for a mask as an "
+    "index, nonzero_static(size=...), repeat_interleave(output_size=...), index_select. Or run it "
+    "eager: cgcompile.eager_region(), or cgcompile.eager_break_during_capture.",
     "cpu_tensor": "Make it on the device of the model: device=x.device, register_buffer and "
     "model.to(...), or copy it into a buffer on the device before the step.",
     "device_copy": "Copy before the step, into a buffer that stays (cgcompile.serving.HostStaging "
     "does it from pinned memory); make constants in __init__ and register_buffer them.",
-    "other_device": "Put all of the model on one device, or compile the part of each device on "
-    "its own.",
-    "collective": "Use NCCL for tensors on a GPU: its collectives can be captured. Others run "
-    "between pieces.",
+    "other_device": "Put the model on one device, or compile the part of each device alone.",
+    "collective": "Use NCCL for tensors on a GPU: others run between pieces.",
     "unregistered_attention": "Register it: cgcompile.Backend(splitting_ops=({op},)), or "
     "options={'splitting_ops': {op}}. SplittingOp(..., support=AttentionCGSupport....) sets how "
     "far it can go into FULL graphs; undeclared is NEVER.",
     "opaque_call": "Let an op of torch.library call it and register that op (splitting_ops=...), "
     "or put the function that calls it under cgcompile.eager_break_during_capture.",
-    "cache_write": "Nothing, if slots come in a tensor that stays where it is: it is captured "
-    "with its piece. If it reads the forward context or numbers of the host, add {op} to "
-    "splitting_ops.",
+    "cache_write": "Nothing, if slots come in a tensor at a fixed address. If it reads the forward "
+    "context or numbers of the host, add {op} to splitting_ops.",
     "context_read": "Read the forward context inside of a splitting op, or of a function under "
     "cgcompile.eager_break_during_capture, which run at every step; or pass it as an argument.",
     "generator": "Draw from the default generator (torch.manual_seed), which graphs register, or "
@@ -89,8 +85,7 @@ _FIXES = {
     "functorch": "Nothing, where the model is traced and the whole region can be captured; a "
     "boundary inside makes one eager piece of it. Without a trace: write the batch dimension out.",
     "side_stream": "Fork from and join the current stream within forward (wait_stream both ways), "
-    "before each break too, and let the model be untraced: splitting='breakable'; or leave "
-    "streams to the caller.",
+    "before each break too, with splitting='breakable'; or leave streams to the caller.",
     "stale_scalar": "A graph repeats the number that it saw. Put it into "
     "BatchDescriptor(extra=...), or keep it in a tensor on the device.",
     "host_argument": "Nothing, if it is the same at each call. Else pass a tensor, or put it into "
@@ -109,8 +104,7 @@ _FIXES = {
     "rebound_input": "Pass the same buffer at each call and write new data into it.",
     "capture_failed": "Let that op run outside of graphs: add it to splitting_ops, or put its "
     "caller under cgcompile.eager_region() or cgcompile.eager_break_during_capture.",
-    "forward_raised": "Let the model run plain first; what it needs (a forward context, say) goes "
-    "around doctor().",
+    "forward_raised": "Let the model run plain first; a forward context goes around doctor().",
 }
 _ERROR, _NOTE = ("error", "error", "error"), ("note", "note", "note")
 # Split, whole, untraced: see Way. Other kinds: break, break, error.

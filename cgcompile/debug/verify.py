@@ -200,7 +200,7 @@ def verify(
 
 
 class _Run(NamedTuple):
-    """One set of inputs, run in two ways; ``locate`` adds the place to a difference."""
+    """One set of inputs, run in two ways; ``locate`` adds the origin of a difference."""
 
     expected: dict[str, Any] = {}  # noqa: RUF012
     actual: dict[str, Any] = {}  # noqa: RUF012
@@ -277,8 +277,8 @@ class _Checks:
         """Return where the graphs of a call differ first from its plain pieces."""
         subject, tolerance = self.subject, self.tolerance
         if subject.wrapper is not None:
-            place = find_break(subject.wrapper, call, tolerance, subject.kept)
-            return located("replay", difference, real_rows(), place, number)
+            origin = find_break(subject.wrapper, call, tolerance, subject.kept)
+            return located("replay", difference, real_rows(), origin, number)
         watcher = Watcher(tolerance)
         with subject.observed(watcher.of):
             subject.outcome(subject.call, call)
@@ -311,11 +311,11 @@ class _Checks:
             cut = {n: real_part(actual[n], value, real) for n, value in pairs}
 
             def locate(difference: Difference) -> Difference:
-                place = Difference(detail="a replay of the exact size could not be had")
+                origin = Difference(detail="a replay of the exact size could not be had")
                 if not subject.until_replayed(call):
-                    place = padding_place(subject, call, larger, real, looser)
-                place = replace(place, detail=f"real rows depend on padding, {place.detail}")
-                return located("padding", difference, real, place, number)
+                    origin = padding_place(subject, call, larger, real, looser)
+                origin = replace(origin, detail=f"real rows depend on padding, {origin.detail}")
+                return located("padding", difference, real, origin, number)
 
             return _Run(expected, cut, replays, "", locate)
 
@@ -349,8 +349,8 @@ class _Checks:
 
             def locate(difference: Difference) -> Difference:
                 with _in_piecewise(call):
-                    place = find_break(wrapper, call, tolerance, subject.kept)
-                return located("breakable", difference, real_rows(), place, number)
+                    origin = find_break(wrapper, call, tolerance, subject.kept)
+                return located("breakable", difference, real_rows(), origin, number)
 
             return _Run(expected, actual, replays, missing, locate)
 

@@ -117,8 +117,8 @@ def test_inputs_that_the_model_does_not_take(args: Any, why: str) -> None:
     takes = "takes (x: torch.Tensor, scale: float = 1.0) -> torch.Tensor, and cannot be called with"
     model = Model()
     for name, look in (("Model.forward", cgcompile.explain), ("Model", cgcompile.debug.doctor)):
-        said = refused(ArgumentsError, lambda look=look: look(model, *args))
-        assert said == f"{name} {takes} these inputs: {why}."
+        message = refused(ArgumentsError, lambda look=look: look(model, *args))
+        assert message == f"{name} {takes} these inputs: {why}."
         with pytest.raises(TypeError):
             look(model, *args)
     method = refused(ArgumentsError, lambda: cgcompile.explain(model.forward, *args))
@@ -150,8 +150,10 @@ def test_sizes_of_one_of_two_dimensions() -> None:
     look = lambda **more: cgcompile.explain(  # noqa: E731
         TwoSizes(), *TWO, dynamic_dims=BOTH, sizes=[8, 64], **more
     )
-    said = refused(ConfigError, look)
-    assert said.startswith("sizes: they are sizes of one dynamic dimension of the inputs, and the")
+    message = refused(ConfigError, look)
+    assert message.startswith(
+        "sizes: they are sizes of one dynamic dimension of the inputs, and the"
+    )
     with pytest.raises(ConfigError, match=r"sizes: capture_dim='x.size\(\)\[0\]'. There are: x.si"):
         look()
     found = look(capture_dim="x.size()[0]")
@@ -163,10 +165,12 @@ def test_sizes_of_one_of_two_dimensions() -> None:
         (8, 4 * D * 4),
         (64, 4 * D * 4),
     )
-    said = refused(ConfigError, lambda: look(capture_dim="y"))
-    assert said == ("explain: capture_dim = 'y'; expected one of x.size()[0], more.size()[0].")
-    said = refused(ConfigError, lambda: cgcompile.explain(Model(), X, sizes=[8], capture_dim="y"))
-    assert said == "explain: capture_dim = 'y'; expected none, as no dimension varies."
+    message = refused(ConfigError, lambda: look(capture_dim="y"))
+    assert message == ("explain: capture_dim = 'y'; expected one of x.size()[0], more.size()[0].")
+    message = refused(
+        ConfigError, lambda: cgcompile.explain(Model(), X, sizes=[8], capture_dim="y")
+    )
+    assert message == "explain: capture_dim = 'y'; expected none, as no dimension varies."
 
 
 def test_sizes_of_the_settings_are_not_called_those_of_the_user() -> None:
@@ -179,8 +183,8 @@ def test_a_page_about_one_of_two_dimensions() -> None:
     model = cgcompile.compile(TwoSizes().eval(), CONFIG, dynamic_dims=BOTH)
     with torch.inference_mode():
         model(*TWO)
-    said = refused(ConfigError, lambda: cgcompile.debug.report(model, sizes=[8]))
-    assert said.startswith("sizes: they are sizes of one dynamic dimension")
+    message = refused(ConfigError, lambda: cgcompile.debug.report(model, sizes=[8]))
+    assert message.startswith("sizes: they are sizes of one dynamic dimension")
     assert refused(ConfigError, lambda: cgcompile.debug.report(model, sizes="a,b")).startswith(
         "report: sizes = 'a,b'; expected positive"
     )
@@ -199,8 +203,8 @@ def test_what_captures_nothing(name: str) -> None:
         "a manager."
     )
     for target, found in ((Model(), "a Model"), (None, "None"), (Odd(), "an Odd"), (3, "an int")):
-        said = refused(ConfigError, lambda target=target: function(target))
-        assert said == f"cgcompile.{name}(): found {found}{rest}"
+        message = refused(ConfigError, lambda target=target: function(target))
+        assert message == f"cgcompile.{name}(): found {found}{rest}"
 
 
 def test_a_profile_of_anyone() -> None:

@@ -28,7 +28,7 @@ BREAKABLE = CompilationConfig(splitting="breakable")
 
 
 class Board:
-    """Streams that are numbers, told of by the very functions of torch."""
+    """Numbered streams; waits go through the functions of torch."""
 
     def __init__(self) -> None:
         self.now = MAIN
@@ -131,17 +131,17 @@ def test_an_event_that_is_gone_is_not_taken_for_another() -> None:
     assert [text.startswith(LOOSE) for _, _, text, _ in streams.work()] == [True]
 
 
-SAID = """CUDA error: capturing stream has unjoined work
+UNJOINED_ERROR = """CUDA error: capturing stream has unjoined work
 Search for `cudaErrorStreamCaptureUnjoined' in https://docs.nvidia.com/cuda/ for more information.
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below
 might be incorrect."""
 
 
-@pytest.mark.parametrize("said", [SAID, "HIP error: hipErrorStreamCaptureUnjoined"])
-def test_a_capture_that_ends_unjoined(said: str) -> None:
+@pytest.mark.parametrize("message", [UNJOINED_ERROR, "HIP error: hipErrorStreamCaptureUnjoined"])
+def test_a_capture_that_ends_unjoined(message: str) -> None:
     with pytest.raises(CaptureError, match="ended with unjoined work") as caught, named_failures():
-        raise RuntimeError(said)  # <end>
-    assert str(caught.value.__cause__) == said
+        raise RuntimeError(message)  # <end>
+    assert str(caught.value.__cause__) == message
     assert kinds(cgcompile.debug.Diagnosis.of_error(caught.value)) == {"end": "side_stream error"}
 
 

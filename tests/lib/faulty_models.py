@@ -64,7 +64,7 @@ class Mixes(nn.Module):
 
 
 class Stale(nn.Module):
-    """The kernel of a captured op asks Python for a number, or for a table."""
+    """The kernel of a captured op reads a number, or a table, of Python."""
 
     def __init__(self) -> None:
         super().__init__()
