@@ -159,22 +159,13 @@ class Streams:
         for stream, number, op, line, forked in self._ops:
             joined = self._clocks[self._first].get(stream, 0) >= number
             if forked and joined:
-                text = (
-                    "a side stream that forks from the one of the call and is joined again: a "
-                    "graph holds it, where no break comes in between"
-                )
+                text = "a side stream that forks and joins: graphs hold it, if no break is between"
             elif self.blind:
                 text = "another stream than the call; whether that is joined was not seen"
             elif forked:
-                text = (
-                    "a side stream that is not joined: the stream of the call does not wait for "
-                    "this work, and a capture ends in an error"
-                )
+                text = "a side stream that is not joined: a capture of it ends in an error"
             else:
-                text = (
-                    "a stream that does not wait for the one of the call: it runs while a graph "
-                    "is captured, and no replay runs it"
-                )
+                text = "a stream that does not wait for that of the call: no replay runs it"
             yield op, line, f"it runs on {text}", self.blind or (forked and joined)
 
     def _key(self, stream: Any) -> int:

@@ -20,9 +20,9 @@ from cgcompile.errors import CaptureError
 from cgcompile.graphs.cuda import named_failures
 
 MAIN, SIDE, OTHER = 0, 8, 9
-JOINED = "it runs on a side stream that forks from the one of the call and is joined again"
+JOINED = "it runs on a side stream that forks and joins"
 UNJOINED = "it runs on a side stream that is not joined"
-LOOSE = "it runs on a stream that does not wait for the one of the call"
+LOOSE = "it runs on a stream that does not wait for that of the call"
 UNSEEN = "it runs on another stream than the call; whether that is joined was not seen"
 BREAKABLE = CompilationConfig(splitting="breakable")
 
