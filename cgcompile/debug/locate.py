@@ -18,7 +18,7 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import target_name
 from cgcompile.config import CUDAGraphMode
-from cgcompile.debug.compare import Call, Difference, Tolerance, copied, without_gradients
+from cgcompile.debug.compare import Call, Difference, Tolerance, copied
 from cgcompile.debug.restore import copies, restored_after
 from cgcompile.debug.subject import Subject
 from cgcompile.graphs.sequence import EagerSegment
@@ -230,7 +230,7 @@ class Step:
     def kept(self) -> Iterator[None]:
         """Restore after it what the step writes inside; no gradients."""
         written = [self.inputs[position] for position in self.program.written_positions]
-        with without_gradients(), restored_after(written):
+        with torch.no_grad(), restored_after(written):
             yield
 
 
@@ -342,7 +342,7 @@ def nodes_seen(subject: Subject, call: Call) -> Seen:
     watcher = Watcher(Tolerance())
     with subject.observed(watcher.of):
         subject.outcome(subject.call, call)
-    with restored_after(subject.kept), without_gradients():
+    with restored_after(subject.kept), torch.no_grad():
         return [(step, _nodes_of(step)) for step in watcher.seen]
 
 

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import cgcompile
 from cgcompile import CUDAGraphMode, CUDAGraphWrapper, set_forward_context, verify
 from cgcompile.debug.compare import Tolerance, alike, named_values, uncompared
 from cgcompile.debug.subject import Subject
-from cgcompile.debug.verify import wrapper_difference
 
 
 @dataclasses.dataclass
@@ -146,8 +144,7 @@ def in_full(wrapper: CUDAGraphWrapper, x: torch.Tensor, run: Callable[[], Any]) 
 @pytest.mark.parametrize("pack", [Scores, Bag, Frozen, lambda y: {"k": Scores(y, Bag(y))}])
 def test_of_a_wrapper(pack: Any) -> None:
     wrapper, x = wrapped(pack)
-    assert in_full(wrapper, x, lambda: wrapper_difference(wrapper, x)) is None
-    found = in_full(*(each := wrapped(pack)), lambda: verify(each[0], each[1], config=None))
+    found = in_full(wrapper, x, lambda: verify(wrapper, x))
     assert found.ok, str(found)
 
 
@@ -157,10 +154,10 @@ def test_of_a_wrapper_that_is_wrong() -> None:
 
     def run() -> Any:
         scale[0] = 2.0
-        return wrapper_difference(wrapper, x)
+        return verify(wrapper, x, sets=1)
 
-    found = in_full(wrapper, x, run)
-    assert (found.piece, found.value) == ("the result", ".scores")
+    (found,) = in_full(wrapper, x, run).differences
+    assert (found.piece, found.value) == ("the result", "result.scores")
     assert found.rows == (0, 1, 2)
 
 
@@ -188,13 +185,6 @@ def test_where_nothing_can_be_compared_nothing_is_ok() -> None:
     assert found.differences == ()
     assert found.checks[0].missing == "nothing that it returns can be compared"
     assert found.checks[0].uncompared == ("result (an Empty object)",)
-
-
-def test_a_wrapper_says_it_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    wrapper, x = wrapped(lambda y: (y, Empty()))
-    with caplog.at_level(logging.WARNING, logger="cgcompile"):
-        assert in_full(wrapper, x, lambda: wrapper_difference(wrapper, x)) is None
-    assert "[1] of the result is not compared" in caplog.text
 
 
 # ---------------------------------------------------------------- the parts

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -33,8 +34,7 @@ from cgcompile import (
     verify,
 )
 from cgcompile.debug.compare import Difference, Tolerance
-from cgcompile.debug.verify import wrapper_difference
-from cgcompile.errors import AddressChangedError, DispatchError
+from cgcompile.errors import AddressChangedError
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -136,7 +136,7 @@ def test_the_first_of_several_is_told() -> None:
 # ---------------------------------------------------------------- a compiled model
 
 
-def differences(compiled: Any, x: torch.Tensor, device: str) -> tuple[Any, ...]:
+def differences(compiled: Any, x: Any, device: str) -> tuple[Any, ...]:
     found = verify(compiled, x, sets=1, **TOLERANCE[device])
     assert found.replays >= 1
     return found.differences
@@ -406,13 +406,13 @@ def test_nothing_in_a_good_wrapper(device: str) -> None:
     del calls[:]
     x.uniform_()
     with step(4):
-        assert wrapper_difference(wrapper, x, **TOLERANCE[device]) is None
-    assert len(calls) == 4  # two plain, two replayed
-    assert module.count.item() == 2  # the capture, and one step
+        assert differences(wrapper, x, device) == ()
+    assert len(calls) == 2 * 4  # what is written is found, until it replays, eager, replayed
+    assert module.count.item() == 1  # the capture
     x.uniform_()
     with step(4):
         found = wrapper(x).clone()
-    module.count.fill_(2)
+    module.count.fill_(1)
     assert same(found, module(x))
 
 
@@ -428,7 +428,7 @@ def test_nothing_in_a_good_stack(device: str, mode: Any) -> None:
     with step(4, mode):
         wrapper(x)
         x.uniform_()
-        assert wrapper_difference(wrapper, x, **TOLERANCE[device]) is None
+        assert differences(wrapper, x, device) == ()
         assert same(wrapper(x), model(x))
 
 
@@ -436,15 +436,13 @@ def test_a_number_of_the_module_that_changed_is_named(device: str) -> None:
     module, wrapper, x, _ = breakable(device)
     module.factor = 3
     with step(4):
-        found = wrapper_difference(wrapper, x, **TOLERANCE[device])
+        (found,) = differences(wrapper, x, device)
     assert found.piece.startswith("break 1 (")
     assert "lambda" in found.piece
-    assert found.value.endswith("['factor']")
-    assert found.detail == "2 in the replay, 3 in the plain step"
-    assert math.isnan(found.largest)
+    assert found.detail.endswith("['factor']: 2 in the replay, 3 in the plain step")
     module.factor = 2
     with step(4):
-        assert wrapper_difference(wrapper, x, **TOLERANCE[device]) is None
+        assert differences(wrapper, x, device) == ()
 
 
 def test_a_tensor_that_differs_is_named(device: str) -> None:
@@ -464,14 +462,15 @@ def test_a_tensor_that_differs_is_named(device: str) -> None:
     x = rand(device=device)
     with step(4):
         wrapper(x)
-        assert wrapper_difference(wrapper, x, **TOLERANCE[device]) is None
+        assert differences(wrapper, x, device) == ()
         model.factor = 2.0
-        x.fill_(1)
+        x.uniform_()
         x[2] = 0
-        found = wrapper_difference(wrapper, x, **TOLERANCE[device])
+        (found,) = differences(wrapper, x, device)
         assert found.piece.startswith("break 1 (")
-        assert (found.largest, found.rows) == (1.0, (0, 1, 3))
-        assert wrapper_difference(wrapper, x, atol=1.0) is None
+        assert found.rows == (0, 1, 3)
+        assert found.detail.endswith(", first in rows [0, 1, 3]")
+        assert verify(wrapper, x, sets=1, atol=1.0).ok
 
 
 @pytest.mark.parametrize("mode", [FULL, PIECEWISE])
@@ -490,7 +489,7 @@ def test_a_result_that_differs(device: str, mode: Any) -> None:
     with step(4, mode):
         wrapper(x)
         model.shift = 1.0
-        found = wrapper_difference(wrapper, x, **TOLERANCE[device])
+        (found,) = differences(wrapper, x, device)
     assert (found.piece, found.rows) == ("the result", (0, 1, 2, 3))
     assert found.largest == pytest.approx(1.0, abs=1e-5)
 
@@ -498,38 +497,35 @@ def test_a_result_that_differs(device: str, mode: Any) -> None:
 def test_python_that_takes_another_way(device: str) -> None:
     module, wrapper, x, _ = breakable(device)
     module.twice = True
-    with step(4), pytest.raises(DispatchError, match="block: the plain step breaks at") as caught:
-        wrapper_difference(wrapper, x)
-    now, before = str(caught.value).split("recorded were")
+    with step(4):
+        (found,) = differences(wrapper, x, device)
+    now, before = found.detail.split("recorded were")
+    assert "block: the plain step breaks at" in now
     assert (now.count("lambda"), before.count("lambda")) == (3, 2)
     module.twice = False
     with step(4):
-        assert wrapper_difference(wrapper, x, **TOLERANCE[device]) is None
+        assert differences(wrapper, x, device) == ()
 
 
 def test_no_entry(device: str) -> None:
-    _, wrapper, x, calls = breakable(device)
-    del calls[:]
-    with pytest.raises(DispatchError, match="no forward context"):
-        wrapper_difference(wrapper, x)
-    with set_forward_context(None), pytest.raises(DispatchError, match="no forward context"):
-        wrapper_difference(wrapper, x)
-    for context in (step(5), step(4, FULL)):
-        with context, pytest.raises(DispatchError, match="block has nothing for") as caught:
-            wrapper_difference(wrapper, x)
-    assert "FULL, num_tokens=4" in str(caught.value)
-    assert not calls
+    _, wrapper, x, _ = breakable(device)
+    contexts = {"no_forward_context": nullcontext(), "mode_none": set_forward_context(None)}
+    for reason, context in contexts.items():
+        with context:
+            found = verify(wrapper, x, sets=1)
+        assert (found.ok, found.replays) == (False, 0)
+        assert found.checks[0].missing.startswith(reason)
 
 
 def test_inputs_of_another_call_are_refused(device: str) -> None:
-    module, wrapper, x, calls = breakable(device)
-    before = len(calls), module.count.item()
+    module, wrapper, x, _ = breakable(device)
+    before = module.count.item()
     with step(4), pytest.raises(AddressChangedError):
-        wrapper_difference(wrapper, x.clone())
-    assert (len(calls), module.count.item()) == before
+        verify(wrapper, x.clone())
+    assert module.count.item() == before
 
 
-def test_arguments_and_random_numbers_are_stepped_once(device: str) -> None:
+def test_verifying_a_wrapper_is_no_step(device: str) -> None:
     cut, _ = counted(soft)
 
     def model(x, *, state):
@@ -547,10 +543,8 @@ def test_arguments_and_random_numbers_are_stepped_once(device: str) -> None:
             expected = torch.rand(3, device=device)
             torch.manual_seed(k)
             if k:
-                found = wrapper_difference(wrapper, x, state=state, **TOLERANCE[device])
-                assert found is None
-            else:
-                wrapper(x, state=state)
+                assert differences(wrapper, {"x": x, "state": state}, device) == ()
+            wrapper(x=x, state=state)
             assert same(torch.rand(3, device=device), expected)
             assert same(state, own)
 
@@ -572,10 +566,10 @@ def test_an_error_while_verifying_leaves_the_wrapper_usable(device: str) -> None
         wrapper(x)
         raising.append(1)
         with pytest.raises(Asked):
-            wrapper_difference(wrapper, x)
+            verify(wrapper, x)
         raising.clear()
         x.uniform_()
-        assert wrapper_difference(wrapper, x, **TOLERANCE[device]) is None
+        assert differences(wrapper, x, device) == ()
         assert same(wrapper(x), soft(x + 1) * 2)
     with step(5):
         y = rand(5, 8, device=device)
