@@ -77,9 +77,9 @@ def marked(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return tensor
 
 
-def compiled(model: nn.Module, **settings):
+def compiled(model, **settings):
     torch.manual_seed(0)
-    model = model.eval()
+    model = model.eval() if isinstance(model, nn.Module) else model
     backend = cgcompile.Backend(**settings)
     return model, torch.compile(model, backend=backend), backend
 
@@ -254,10 +254,9 @@ class Ops(TorchDispatchMode):
 def test_a_static_artifact_knows_its_size() -> None:
     """What depends on the size alone is a constant for functorch, where it is one."""
 
-    class Branching(nn.Module):
-        def forward(self, x):
-            h = F.scaled_dot_product_attention(x, x, x)
-            return torch.ops.cgranges.by_size(h)
+    def branching(x):
+        h = F.scaled_dot_product_attention(x, x, x)
+        return torch.ops.cgranges.by_size(h)
 
     lib = torch.library.Library("cgranges", "DEF")
     lib.define("by_size(Tensor x) -> Tensor")
@@ -266,7 +265,7 @@ def test_a_static_artifact_knows_its_size() -> None:
         lambda x: x.sin() if isinstance(x.shape[0], int) else x.sin() * 1,
         "CompositeImplicitAutograd",
     )
-    _, step, backend = compiled(Branching(), compiler="aot", compile_sizes=(5,))
+    _, step, backend = compiled(branching, compiler="aot", compile_sizes=(5,))
     step(marked(batch(6)))
     for size, multiplications in ((5, 0), (7, 1)):
         with Ops() as ops:  # torch.compile itself would run eager in such a mode
@@ -354,20 +353,6 @@ def test_the_named_dimension_decides_not_the_first_number() -> None:
     assert len(backend.graphs) == 1
 
 
-def test_other_dimensions_stay_dynamic_in_an_artifact_of_one_size() -> None:
-    seen = []
-
-    def compiler(gm, fake_inputs):
-        seen.append([type(each) for each in fake_inputs[:2]])
-        return gm.forward
-
-    _, step, _ = compiled(
-        TwoDims(), compiler=compiler, capture_dim="x.size()[0]", compile_sizes=(5,)
-    )
-    step(marked(torch.randn(7, D)), marked(batch(6)))
-    assert [torch.SymInt, int] in seen
-
-
 def symbolic(shape_env: ShapeEnv, size: int) -> torch.SymInt:
     source = torch._dynamo.source.ConstantSource(f"n{size}")
     symbol = shape_env.create_symbol(size, source, DimDynamic.DYNAMIC)
@@ -399,15 +384,14 @@ def test_reading_a_symbol() -> None:
 
 
 def test_a_piece_that_has_the_dimension_only_derived() -> None:
-    class Model(nn.Module):
-        def forward(self, x):
-            h = torch.cat([x, x])
-            h = F.scaled_dot_product_attention(h, h, h)
-            h = (h.sin() + 1).flatten(0, 1)
-            return F.scaled_dot_product_attention(h[None], h[None], h[None]).cos()
+    def model(x):
+        h = torch.cat([x, x])
+        h = F.scaled_dot_product_attention(h, h, h)
+        h = (h.sin() + 1).flatten(0, 1)
+        return F.scaled_dot_product_attention(h[None], h[None], h[None]).cos()
 
     labels = Labels()
-    model, step, backend = compiled(Model(), compiler=labels, compile_sizes=(5,))
+    model, step, backend = compiled(model, compiler=labels, compile_sizes=(5,))
     step(marked(batch(6)))
     inner = [p for p in backend.graphs[0].split.pieces if p.capture][1]
     assert "x" not in inner.inputs  # 2 * s0 rows, not s0
@@ -520,14 +504,13 @@ def test_a_bound_decides_comparisons_without_a_guard() -> None:
 
 
 def test_ranges_that_a_guard_of_the_model_excludes_have_no_artifact() -> None:
-    class Picky(nn.Module):
-        def forward(self, x):
-            if x.shape[0] > 8 and x.shape[0] % 4 == 0:
-                return F.scaled_dot_product_attention(x, x, x).sin()
-            return F.scaled_dot_product_attention(x, x, x).cos()
+    def picky(x):
+        if x.shape[0] > 8 and x.shape[0] % 4 == 0:
+            return F.scaled_dot_product_attention(x, x, x).sin()
+        return F.scaled_dot_product_attention(x, x, x).cos()
 
     labels = Labels()
-    model, step, backend = compiled(Picky(), compiler=labels, compile_ranges_endpoints=(6, 30))
+    model, step, backend = compiled(picky, compiler=labels, compile_ranges_endpoints=(6, 30))
     step(marked(batch(12)))
     assert labels.compiled == ["9-30", "31-"]
     check(model, step, 16, 32, 13, 4)
@@ -535,17 +518,22 @@ def test_ranges_that_a_guard_of_the_model_excludes_have_no_artifact() -> None:
     assert "sizes 9 to 30" in backend.graphs[0].artifacts
 
 
-@pytest.mark.parametrize("sizes", [{"compile_sizes": (2,)}, {"compile_ranges_endpoints": (2,)}])
+NAMED = {"capture_dim": "x.size()[0]"}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"compile_sizes": (2,), **NAMED}, {"compile_ranges_endpoints": (2,), **NAMED}],
+)
 def test_a_size_that_torch_itself_fixes(sizes: dict, caplog) -> None:
     """The artifact for all sizes is specialised under the others: the graph is traced again."""
 
-    class Convolved(nn.Module):
-        def forward(self, x, w):
-            h = F.conv2d(x, w, padding=1) * 2
-            h = F.scaled_dot_product_attention(h, h, h)
-            return F.conv2d(h, w, padding=1) * 2
+    def convolved(x, w):
+        h = F.conv2d(x, w, padding=1) * 2
+        h = F.scaled_dot_product_attention(h, h, h)
+        return F.conv2d(h, w, padding=1) * 2
 
-    model, step, _ = compiled(Convolved(), compiler="inductor", capture_dim="x.size()[0]", **sizes)
+    model, step, _ = compiled(convolved, compiler="inductor", **sizes)
     w = torch.randn(8, 8, 3, 3)
     for number in (2, 3):
         for layout in (torch.contiguous_format, torch.channels_last):
@@ -555,14 +543,13 @@ def test_a_size_that_torch_itself_fixes(sizes: dict, caplog) -> None:
 
 @pytest.mark.parametrize("compiler", ["aot", "inductor"])
 def test_compiled_in_inference_mode(compiler: str) -> None:
-    class Writes(nn.Module):
-        def forward(self, x):
-            x.mul_(2)
-            h = F.scaled_dot_product_attention(x, x, x)
-            return h.add_(x.shape[0]).sin()
+    def writes(x):
+        x.mul_(2)
+        h = F.scaled_dot_product_attention(x, x, x)
+        return h.add_(x.shape[0]).sin()
 
     sizes = {"compile_sizes": (5,), "compile_ranges_endpoints": (8,)}
-    model, step, backend = compiled(Writes(), compiler=compiler, **sizes)
+    model, step, backend = compiled(writes, compiler=compiler, **sizes)
     with torch.inference_mode():
         step(marked(batch(6)))
         for size in (5, 7, 9):
@@ -574,11 +561,10 @@ def test_compiled_in_inference_mode(compiler: str) -> None:
 def test_two_dimensions_that_a_guard_relates() -> None:
     """The other dimension is compiled with a number that the model allows beside the size."""
 
-    class Related(nn.Module):
-        def forward(self, x, y):
-            if y.shape[0] > 2 * x.shape[0]:
-                return F.scaled_dot_product_attention(x, x, x).sin() + y[: x.shape[0]].sum()
-            return F.scaled_dot_product_attention(x, x, x) * 0
+    def related(x, y):
+        if y.shape[0] > 2 * x.shape[0]:
+            return F.scaled_dot_product_attention(x, x, x).sin() + y[: x.shape[0]].sum()
+        return F.scaled_dot_product_attention(x, x, x) * 0
 
     seen = []
 
@@ -587,7 +573,7 @@ def test_two_dimensions_that_a_guard_relates() -> None:
         return gm.forward
 
     model, step, backend = compiled(
-        Related(), compiler=compiler, capture_dim="x.size()[0]", compile_sizes=(5, 40)
+        related, compiler=compiler, capture_dim="x.size()[0]", compile_sizes=(5, 40)
     )
     step(marked(batch(6)), marked(torch.randn(20)))
     for size, rows in ((5, 11), (5, 30), (40, 81), (7, 90)):
@@ -620,14 +606,13 @@ def test_unbacked_sizes() -> None:
 
 
 def test_inputs_that_share_memory_share_it_in_every_artifact() -> None:
-    class Writes(nn.Module):
-        def forward(self, x, base):
-            head, tail = base[: x.shape[0]], base[1:]
-            h = F.scaled_dot_product_attention(x, x, x)
-            head.add_(h.sum((1, 2), keepdim=True))
-            return h + tail[: x.shape[0]] * 2 + base.sum()
+    def writes(x, base):
+        head, tail = base[: x.shape[0]], base[1:]
+        h = F.scaled_dot_product_attention(x, x, x)
+        head.add_(h.sum((1, 2), keepdim=True))
+        return h + tail[: x.shape[0]] * 2 + base.sum()
 
-    model, step, _ = compiled(Writes(), compiler="aot", compile_sizes=(5,))
+    model, step, _ = compiled(writes, compiler="aot", compile_sizes=(5,))
     for size in (6, 5, 7):
         x, base = batch(size), torch.randn(9, 1, 1)
         if size == 6:
@@ -754,7 +739,7 @@ def test_state_that_pieces_switch(name: str) -> None:
 # ---------------------------------------------------------------- errors
 
 
-def raised(model: nn.Module, *inputs: torch.Tensor, **settings) -> Exception:
+def raised(model, *inputs: torch.Tensor, **settings) -> Exception:
     _, step, _ = compiled(model, **settings)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
         step(*inputs)
@@ -790,11 +775,10 @@ def test_a_piece_that_cannot_be_traced_at_a_size() -> None:
     lib.impl("narrow", lambda x: x.clone(), "CPU")
     torch.library.register_fake("cgrangesbad::narrow", fake, lib=lib)
 
-    class Narrow(nn.Module):
-        def forward(self, x):
-            return torch.ops.cgrangesbad.narrow(F.scaled_dot_product_attention(x, x, x)) + 1
+    def narrow(x):
+        return torch.ops.cgrangesbad.narrow(F.scaled_dot_product_attention(x, x, x)) + 1
 
-    error = raised(Narrow(), marked(batch(6)), compiler="aot", compile_sizes=(5,))
+    error = raised(narrow, marked(batch(6)), compiler="aot", compile_sizes=(5,))
     assert isinstance(error, PieceCompileError)
     assert "size 5: running it on fake values of this size raised" in str(error)
     assert "never known" in str(error)
@@ -815,15 +799,13 @@ def test_a_users_compiler_may_not_fix_a_size_of_a_range() -> None:
 
 
 def test_a_size_that_the_model_refuses() -> None:
-    class Fours(nn.Module):
-        def forward(self, x):
-            torch._check(x.shape[0] % 4 == 0)
-            return (
-                F.scaled_dot_product_attention(x.view(4, -1, D), x.view(4, -1, D), x.view(4, -1, D))
-                * 2
-            )
+    def fours(x):
+        torch._check(x.shape[0] % 4 == 0)
+        return (
+            F.scaled_dot_product_attention(x.view(4, -1, D), x.view(4, -1, D), x.view(4, -1, D)) * 2
+        )
 
-    error = raised(Fours(), marked(torch.randn(8, D)), compiler="eager", compile_sizes=(8, 10))
+    error = raised(fours, marked(torch.randn(8, D)), compiler="eager", compile_sizes=(8, 10))
     assert isinstance(error, SymbolError)
     assert "compile_sizes: size 10 of s0 = x.size()[0] is refused" in str(error)
 
@@ -835,15 +817,3 @@ def test_several_dimensions_need_a_name(settings: dict, compiler: str) -> None:
     error = raised(TwoDims(), *inputs, compiler=compiler, **settings)
     assert isinstance(error, ConfigError)
     assert "Set capture_dim to one of: y.size()[0], x.size()[0]" in str(error)
-
-
-def test_a_graph_without_sizes_is_compiled_once() -> None:
-    recorded = []
-    model, step, _ = compiled(
-        Sized(),
-        compiler=lambda gm, fakes: recorded.append(gm) or gm.forward,
-        compile_sizes=(5, 6),
-        compile_ranges_endpoints=(8,),
-    )
-    check(model, step, 6)
-    assert len(recorded) == 2
