@@ -148,7 +148,7 @@ def pack(needs: Sequence[Need], capacity: Capacity, costs: Costs) -> list[Group]
         raise
     ordinary = [index for index, need in enumerate(needs) if limits.holds(need)]
     alone = sorted({*range(len(needs))}.difference(ordinary)) if len(ordinary) < len(needs) else []
-    grouped = [(index,) for index in alone]
+    grouped: list[tuple[int, ...]] = [(index,) for index in alone]
     if len(ordinary) == 1:
         grouped.append((ordinary[0],))
     elif ordinary:

@@ -252,8 +252,8 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         **_: Any,
     ) -> EncoderCudaGraphCaptureInputs:
         length = {PATCHES: token_budget * self._merge**2, TOKENS: token_budget}
-        size = (length[PATCHES], self._columns)
-        values = {PIXELS: torch.zeros(size, dtype=dtype, device=device)}
+        pixels = torch.zeros(length[PATCHES], self._columns, dtype=dtype, device=device)
+        values = {PIXELS: pixels}
         for key, table in self._tables.items():
             size = (length[table.rows], *table.shape)
             values[key] = torch.zeros(size, dtype=table.dtype or dtype, device=device)

@@ -661,7 +661,7 @@ class CheckedModel:
         """Raise unless the methods take ``path=`` and ``axes=`` where the manager passes them."""
         config = self.config
         axes = [axis.name for axis in config.capture_axes]
-        needed = path_arguments(config, "", axes)
+        needed = path_arguments(config, "", [0] * len(axes))
         whys = {
             "path": f"paths {', '.join(config.graph_sets)}",
             "axes": f"axes {', '.join(axes)}",

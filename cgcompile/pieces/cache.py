@@ -279,12 +279,13 @@ class Store:
         if len(data) > LARGEST:
             self._warn_once(f"keeps no entry of more than {LARGEST} bytes: {len(data)}")
             return False
+        written = False
         with self._failures_logged("cannot be written ({}): nothing is kept"):
             self._make()
             with self._opened() as folder:
                 _write(path.name, data, folder)
-            return True
-        return False
+            written = True
+        return written
 
     def _make(self) -> None:
         """Create the folder, and parents that are missing, for this user alone."""
@@ -300,7 +301,7 @@ class Store:
 
         A file is written there: permissions do not show a full or read-only disk.
         """
-        work = Store(self.folder / (_WORK + name))
+        work, usable = Store(self.folder / (_WORK + name)), False
         with self._failures_logged("cannot be written ({}): nothing is kept"):
             self._make()
             with self._opened():
@@ -309,8 +310,8 @@ class Store:
                 trial = _TEMPORARY + secrets.token_hex(8)
                 _write(trial, bytes(_TRIAL), folder)
                 os.unlink(trial, dir_fd=folder)
-            return work.folder
-        return None
+            usable = True
+        return work.folder if usable else None
 
     def discard(self, kind: str, key: str, reason: str) -> None:
         """Remove an entry that cannot be used."""
