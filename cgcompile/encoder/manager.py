@@ -395,7 +395,7 @@ class EncoderCudaGraphManager:
         if token_budgets is None or (max_batch_size is None and self._model.has_own(method)):
             span = self._model.get_encoder_cudagraph_budget_range(settings)
         limits = resolve_limits(
-            {path: each.min_token_budget for path, each in self.config.graph_sets.items()},
+            {path: graphs.min_token_budget for path, graphs in self.config.graph_sets.items()},
             self.config.most_frames_of_an_item,
             token_budgets,
             max_batch_size,

@@ -159,7 +159,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         if offsets is None:
             offsets = {"cu_seqlens": PatchOffsets(frame_offsets)}
         self._offsets = dict(offsets)
-        self._made: dict[str, PatchTable | PatchOffsets] = {**self._tables, **self._offsets}
+        self._computed: dict[str, PatchTable | PatchOffsets] = {**self._tables, **self._offsets}
         names = {"image": (PIXELS, "image_grid_thw")}
         if max_frames_per_video > 1:
             names["video"] = ("pixel_values_videos", "video_grid_thw")
@@ -274,8 +274,8 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, **_: Any
     ) -> EncoderCudaGraphReplayBuffers:
         rows, grids = self._patches(mm_kwargs)
-        made = {key: spec.make(grids) for key, spec in self._made.items()}
-        return EncoderCudaGraphReplayBuffers({PIXELS: rows, **made})
+        values = {key: spec.make(grids) for key, spec in self._computed.items()}
+        return EncoderCudaGraphReplayBuffers({PIXELS: rows, **values})
 
     # -------------------------------------------------------------- running
 
@@ -296,7 +296,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         weights = list(tower.parameters()) if isinstance(tower, torch.nn.Module) else []
         pixels = _input(mm_kwargs, self._inputs_of(mm_kwargs)[0])
         like = next((tensor for tensor in weights if tensor.is_floating_point()), pixels)
-        dtypes = {key: spec.dtype for key, spec in self._made.items()}
+        dtypes = {key: spec.dtype for key, spec in self._computed.items()}
         return lambda key, value: value.to(like.device, dtypes.get(key) or like.dtype)
 
 

@@ -297,7 +297,7 @@ class Ranged:
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         size = self._read(inputs)
-        for artifact in (*self._single.get(size, ()), *self._ranges):
+        for artifact in [*self._single.get(size, []), *self._ranges]:
             if size in artifact.sizes and (artifact.holds is None or artifact.holds(inputs)):
                 return artifact.run(*inputs)
         return self._rest(*inputs)
