@@ -33,7 +33,7 @@ def label(fake_inputs, position: int = 0) -> str:
 
 
 class Labels:
-    """A user's compiler whose artifacts say for which sizes they were made when they run."""
+    """A user's compiler whose artifacts record the sizes that they were compiled for."""
 
     def __init__(self, position: int = 0) -> None:
         self.compiled: list[str] = []
@@ -134,53 +134,62 @@ def test_the_narrowest_artifact_that_holds_is_taken(
 # ---------------------------------------------------------------- which artifact
 
 
-def test_the_artifact_of_a_size_and_of_the_ends_of_ranges() -> None:
+def derived(x):
+    """A middle piece has 2 * s0 rows, and no s0."""
+    h = torch.cat([x, x])
+    h = F.scaled_dot_product_attention(h, h, h)
+    h = (h.sin() + 1).flatten(0, 1)
+    return F.scaled_dot_product_attention(h[None], h[None], h[None]).cos()
+
+
+def guarded(x):
+    if x.shape[0] > 8 and x.shape[0] % 4 == 0:
+        return F.scaled_dot_product_attention(x, x, x).sin()
+    return F.scaled_dot_product_attention(x, x, x).cos()
+
+
+# Model, settings, first size, what is compiled of a piece, and for other sizes what runs.
+SERVED = {
+    "sizes and ranges": (
+        Sized(),
+        {"compile_sizes": (5, 9, 700), "compile_ranges_endpoints": (8, 32)},
+        (6, "5 9 700 2-8 9-32 33-"),
+        {2: "2-8", 5: "5", 8: "2-8", 9: "9", 10: "9-32", 32: "9-32", 33: "33-", 700: "700"},
+    ),
+    "sizes": (Sized(), {"compile_sizes": (2, 5)}, (6, "2 5 2-"), {2: "2", 5: "5", 33: "2-"}),
+    "a range of one size that is listed": (
+        Sized(),
+        {"compile_sizes": (2, 6), "compile_ranges_endpoints": (2, 5, 6)},
+        (7, "2 6 3-5 7-"),
+        {6: "6", 2: "2", 3: "3-5", 7: "7-"},
+    ),
+    "derived sizes": (derived, {"compile_sizes": (5,)}, (6, "5 2-"), {5: "5", 10: "2-"}),
+    "ranges that a guard excludes": (
+        guarded,
+        {"compile_ranges_endpoints": (6, 30)},
+        (12, "9-30 31-"),
+        {16: "9-30", 32: "31-"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SERVED.values(), ids=SERVED)
+def test_which_artifact_runs(case) -> None:
+    model, settings, (first, artifacts), expected = case
     labels = Labels()
-    sizes = {"compile_sizes": (5, 9, 700), "compile_ranges_endpoints": (8, 32)}
-    model, step, backend = compiled(Sized(), compiler=labels, **sizes)
-    step(marked(batch(6)))
-    assert labels.compiled == ["5", "9", "700", "2-8", "9-32", "33-"] * 2
+    model, step, backend = compiled(model, compiler=labels, **settings)
+    step(marked(batch(first)))
+    pieces = [piece for piece in backend.graphs[0].split.distinct if piece.compiled]
+    with_sizes = backend.graphs[0].artifacts.count(" by ")
+    assert labels.compiled == artifacts.split() * with_sizes
+    assert with_sizes == len(pieces) > 0
     labels.taken()
     taken = {}
-    for size in (2, 5, 8, 9, 10, 32, 33, 100, 700):
+    for size in expected:
         check(model, step, size)
         (taken[size],) = labels.taken()
-    assert taken == {
-        2: "2-8",
-        5: "5",
-        8: "2-8",
-        9: "9",
-        10: "9-32",
-        32: "9-32",
-        33: "33-",
-        100: "33-",
-        700: "700",
-    }
+    assert taken == expected
     assert len(backend.graphs) == 1
-    assert len(labels.compiled) == 12
-
-
-def test_without_ranges_other_sizes_take_the_artifact_for_all() -> None:
-    labels = Labels()
-    model, step, backend = compiled(Sized(), compiler=labels, compile_sizes=(2, 5))
-    step(marked(batch(6)))
-    assert labels.compiled == ["2", "5", "2-"] * 2
-    labels.taken()
-    for size, expected in ((2, "2"), (5, "5"), (33, "2-")):
-        check(model, step, size)
-        assert labels.taken() == [expected]
-    assert_expected_inline(
-        backend.graphs[0].artifacts,
-        """\
-piece_0 by s0 = x.size()[0]
-  size 2
-  size 5
-  otherwise the artifact for all sizes
-piece_2 by s0 = x.size()[0]
-  size 2
-  size 5
-  otherwise the artifact for all sizes""",
-    )
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
@@ -206,23 +215,10 @@ piece_0 by s0 = x.size()[0]
   otherwise the uncompiled piece""",
         )
         assert second.splitlines()[1:] == first.splitlines()[1:]
-    assert_expected_inline(
-        backend.graphs[1].artifacts,
-        """\
-piece_0
-  one artifact for all sizes
-piece_2
-  one artifact for all sizes""",
-    )
-
-
-def test_a_range_of_one_size_that_is_asked_for_by_itself_is_compiled_once() -> None:
-    sizes = {"compile_sizes": (2, 6), "compile_ranges_endpoints": (2, 5, 6)}
-    model, step, backend = compiled(Sized(), compiler="aot", **sizes)
-    step(marked(batch(7)))
-    check(model, step, 6, 2, 3, 7, rtol=1e-4, atol=1e-5)
-    rows = backend.graphs[0].artifacts.split("\npiece_2")[0].splitlines()[1:-1]
-    assert rows == ["  size 2", "  size 6", "  sizes 3 to 5", "  sizes 7 and more"]
+    assert backend.graphs[1].artifacts.splitlines()[:2] == [
+        "piece_0",
+        "  one artifact for all sizes",
+    ]
 
 
 def test_inductor_takes_its_own_artifacts_from_its_caches() -> None:
@@ -383,24 +379,6 @@ def test_reading_a_symbol() -> None:
         assert (None if read is None else read(values)) == expected, fakes
 
 
-def test_a_piece_that_has_the_dimension_only_derived() -> None:
-    def model(x):
-        h = torch.cat([x, x])
-        h = F.scaled_dot_product_attention(h, h, h)
-        h = (h.sin() + 1).flatten(0, 1)
-        return F.scaled_dot_product_attention(h[None], h[None], h[None]).cos()
-
-    labels = Labels()
-    model, step, backend = compiled(model, compiler=labels, compile_sizes=(5,))
-    step(marked(batch(6)))
-    inner = [p for p in backend.graphs[0].split.pieces if p.capture][1]
-    assert "x" not in inner.inputs  # 2 * s0 rows, not s0
-    labels.taken()
-    for size, expected in ((5, "5"), (10, "2-")):
-        check(model, step, size)
-        assert labels.taken() == [expected]
-
-
 # ---------------------------------------------------------------- graphs
 
 
@@ -501,21 +479,6 @@ def test_a_bound_decides_comparisons_without_a_guard() -> None:
     step(marked(batch(6)))
     assert decided == {"2-8": True, "9-": False}
     assert "if" not in backend.graphs[0].artifacts.split()
-
-
-def test_ranges_that_a_guard_of_the_model_excludes_have_no_artifact() -> None:
-    def picky(x):
-        if x.shape[0] > 8 and x.shape[0] % 4 == 0:
-            return F.scaled_dot_product_attention(x, x, x).sin()
-        return F.scaled_dot_product_attention(x, x, x).cos()
-
-    labels = Labels()
-    model, step, backend = compiled(picky, compiler=labels, compile_ranges_endpoints=(6, 30))
-    step(marked(batch(12)))
-    assert labels.compiled == ["9-30", "31-"]
-    check(model, step, 16, 32, 13, 4)
-    assert "sizes 1 to 6" not in backend.graphs[0].artifacts
-    assert "sizes 9 to 30" in backend.graphs[0].artifacts
 
 
 NAMED = {"capture_dim": "x.size()[0]"}
