@@ -427,13 +427,12 @@ def parse_mapping(value: Any) -> tuple[tuple[str, Any], ...]:
 
 COMPILERS = ("inductor", "aot", "eager")
 
-PIECES, GRAPHS = "pieces", "graphs"  # what a setting may need: without it, it has no effect
 UNSET: Any = object()  # a setting without an argument
 
 
-def setting(default: Any, parse: Parser, doc: str, needs: str | None = None) -> Any:
-    """Declare a setting: its value is an argument, else the environment, else the default."""
-    metadata = {"parse": parse, "doc": doc, "default": default, "needs": needs}
+def setting(default: Any, parse: Parser, needs: str | None = None) -> Any:
+    """Declare a setting with its parser; without what it ``needs`` it has no effect."""
+    metadata = {"parse": parse, "default": default, "needs": needs}
     return field(default_factory=lambda: UNSET, metadata=metadata)
 
 
