@@ -54,11 +54,8 @@ class ResolveAliases:
 
 
 def _use_written_arguments(gm: fx.GraphModule) -> None:
-    """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``.
-
-    Fake values show the end of the trace: where ``x.set_(y)`` ran, ``x`` shares the memory of ``y``
-    from there on, and not before.
-    """
+    """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``."""
+    # Fake values show the end of the trace: after ``x.set_(y)``, x shares the memory of y.
     moved: set[int] = set()
     for node in gm.graph.nodes:
         if changes_layout(node):

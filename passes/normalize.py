@@ -32,8 +32,7 @@ from cgcompile.passes.nodes import (
 
 # Calls that read a size and do nothing else; only such a node may be erased.
 _SIZE_READERS = {"size", "numel", "nelement", "stride", "storage_offset", "dim", "ndimension"}
-_SIZE_READERS |= {"len", "__len__", "getattr", "element_size"}
-_SIZE_READERS |= {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset"}
+_SIZE_READERS |= {"len", "__len__", "getattr", "element_size", *(f"sym_{n}" for n in _SIZE_READERS)}
 
 
 class BindSymbols:
@@ -71,7 +70,7 @@ def _lift_numbers(gm: fx.GraphModule) -> None:
 
 
 class _Binder:
-    """Replaces sizes, node by node in the order of the graph; see :class:`BindSymbols`."""
+    """Replace sizes, node by node in the order of the graph; see :class:`BindSymbols`."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._graph = gm.graph
