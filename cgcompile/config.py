@@ -177,7 +177,7 @@ class CompilationConfig:
         origins = {}
         for spec in dataclasses.fields(self):
             value, origin = self._parsed_with_origin(spec)
-            kept = (_origins or {}).get(spec.name)
+            kept = None if _origins is None else _origins.get(spec.name)
             origins[spec.name] = kept[0] if kept is not None and kept[1] == value else origin
             object.__setattr__(self, spec.name, value)
         for spec in dataclasses.fields(self):

@@ -356,7 +356,7 @@ class CaptureError(CGCompileError, RuntimeError):
         field: the field that captured code rebinds, such as ``self.buf``; empty likewise.
     """
 
-    attributes = ("op", "field")
+    attributes: tuple[str, ...] = ("op", "field")
     op: str = ""
     field: str = ""
     refused = Template("""

@@ -17,7 +17,6 @@ from typing import Any
 from torch import fx
 
 from cgcompile import torch_compat as compat
-from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.passes.assign import PLACEMENT, Placement, placement
 from cgcompile.passes.capturable import graph_device
 from cgcompile.passes.nodes import (
@@ -173,13 +172,10 @@ class _Cutter:
             capture=False,
             why=(Fallback(Reason.NO_KERNEL, "arithmetic on sizes"),),
             compiled=False,
-            uncompiled=None,
             inputs=inputs,
             outputs=tuple(self._names[node] for node in sizes),
             num_ops=len(sizes),
-            lines=(),
             same_as=len(self._members),
-            support=AttentionCGSupport.ALWAYS,
         )
 
     def _piece(self, index: int, members: list[fx.Node]) -> Piece:
