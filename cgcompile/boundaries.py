@@ -323,7 +323,7 @@ class UnmetOps:
         self._seen: set[str] = set()
         self._warned = False
 
-    def look(self, module: torch.nn.Module) -> None:
+    def discard_met(self, module: torch.nn.Module) -> None:
         """Remove the ops of a graph, and of graphs inside of its ops."""
         for inner in module.modules() if self._unmet else ():
             for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
@@ -335,7 +335,7 @@ class UnmetOps:
                     self._unmet = {name: of for name, of in self._unmet.items() if of != op}
                 self._seen.add(_aten_name(node.target) or target_name(node.target))
 
-    def tell(self) -> None:
+    def warn_once(self) -> None:
         """Warn once of those in no graph so far; called when the first graph is captured."""
         if self._warned:
             return

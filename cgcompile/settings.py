@@ -61,7 +61,7 @@ def require_items(name: str, where: str, value: object, kind: type | None = None
     what = "items" if kind is None else f"{kind.__name__} objects"
     several = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
     several = several and not hasattr(value, "data_ptr")  # a tensor is one item
-    holds = several and (kind is None or all(isinstance(each, kind) for each in value))  # type: ignore[attr-defined]
+    holds = several and (kind is None or all(isinstance(item, kind) for item in value))  # type: ignore[attr-defined]
     require(holds, name, where, value, f"a sequence of {what}")
 
 

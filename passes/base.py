@@ -53,7 +53,9 @@ log = logging.getLogger(__name__)
 class GraphPass(Protocol):
     """The interface of every pass, ours or a user's."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name in messages, dumps and ``disabled_passes``; an attribute will do."""
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Change ``gm`` in place, or return another graph with the same inputs and outputs."""
@@ -177,7 +179,7 @@ class PassManager:
 
     def uuid(self) -> str:
         """Return a hash over the uuids of the passes that run, in order."""
-        rows = "\n".join(each.uuid() for each in self.passes)
+        rows = "\n".join(graph_pass.uuid() for graph_pass in self.passes)
         return hashlib.sha256(rows.encode()).hexdigest()
 
     def __call__(

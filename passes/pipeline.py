@@ -88,7 +88,7 @@ def check_disabled(disabled: Collection[str], theirs: Iterable[Any]) -> None:
         ConfigError: names the pass, with close matches.
     """
     theirs = parsed("theirs", "passes", tuple(theirs), parse_passes)
-    choices = [*(str(each.name) for each in theirs), *OPTIONAL]
+    choices = [*(str(graph_pass.name) for graph_pass in theirs), *OPTIONAL]
     for name in disabled:
         if name in PIPELINE and name not in OPTIONAL:
             raise ConfigError.needed_pass(name=name, known=choices)
