@@ -161,8 +161,8 @@ class Backend(Registry):
         trace_code(graph.source, graph.artifacts, graph.compilation)
         if unmet is not None:
             for piece in graph.split.pieces:  # passes may have put the op in
-                unmet.look(piece.module)
-            graph.before_capture = unmet.tell
+                unmet.discard_met(piece.module)
+            graph.before_capture = unmet.warn_once
         self._register(graph)
         return graph
 
@@ -171,7 +171,7 @@ class Backend(Registry):
         if self._unmet is None and self.config.splitting_ops:
             self._unmet = UnmetOps(Boundaries(self.config.splitting_ops, builtin=False))
         if self._unmet is not None:
-            self._unmet.look(gm)
+            self._unmet.discard_met(gm)
         return self._unmet
 
 
