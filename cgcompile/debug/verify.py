@@ -32,7 +32,7 @@ from cgcompile.debug.compare import (
     without_gradients,
 )
 from cgcompile.debug.locate import Watcher, located, padding_place, real_part
-from cgcompile.debug.output import Page, table
+from cgcompile.debug.output import Page
 from cgcompile.debug.restore import State, buffers_of, copies, restored_after
 from cgcompile.debug.subject import Subject, observed, tolerance_of
 from cgcompile.errors import CGCompileError, DispatchError
@@ -43,6 +43,7 @@ from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.serving.batch import Batch
 from cgcompile.serving.manager import CudaGraphManager
+from cgcompile.serving.statistics import text_table
 from cgcompile.settings import checked_but, require, sizes_given
 
 
@@ -111,7 +112,7 @@ class Verification(Page):
         for check in self.checks:
             counts = str(check.compared), str(check.replays)
             cells.append((check.name, *counts, check.tolerance, _result(check)))
-        rows = table(cells)
+        rows = text_table(cells)
         verdict = "ok" if self.ok else "not ok"
         value = [str(each) for each in self.differences]
         unsaid = dict.fromkeys(name for check in self.checks for name in check.uncompared)

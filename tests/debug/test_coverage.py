@@ -259,33 +259,39 @@ def test_as_data() -> None:
     found = coverage(encoder())
     data = found.to_dict()
     assert json.loads(found.to_json()) == data
-    assert data["version"] == 1
+    assert data["version"] == 2
     assert_expected_inline(
         names_of(data),
         """\
+total: int
+on_graphs: int
+padding: NoneType
 version: int
 kind: str
 unit: str
 rows: list
-  part: str
+  padding: NoneType
   batches: str
   mode: str
+  hits: int
   graph: str
   captured: bool
-  hits: int
-  padding: NoneType
+  real: int
+  ran: int
+  part: str
   reason: NoneType
   detail: str
 lesser: list
-total: int
-on_graphs: int
-padding: NoneType
 counters:
   calls: int
   captures: int
   replays: int
   failures: int
-  plain: list list""",
+  plain: list
+    reason: str
+    calls: int
+    detail: str
+  degraded: list""",
     )
 
 

@@ -64,11 +64,11 @@ class Texts(TestCase):
         self.assertExpectedInline(
             str(found),
             """\
-steps 2, 5.0 us of the host each, 60.0 % of it in eager breaks
-  count    host us    share  device us  segment
-      2        1.0   20.0 %          -  cgcompile/piece_0 [num_tokens=6]
-      2        3.0   60.0 %          -  cgcompile/break_1 cgentry::hooked [num_tokens=6]
-      2        1.0   20.0 %          -  cgcompile/piece_2 [num_tokens=6]""",
+steps 2, 5.0 us of the host each, 60.0% of it in eager breaks
+count  host us  share  device us  segment
+2      1.0      20.0%  -          cgcompile/piece_0 [num_tokens=6]
+2      3.0      60.0%  -          cgcompile/break_1 cgentry::hooked [num_tokens=6]
+2      1.0      20.0%  -          cgcompile/piece_2 [num_tokens=6]""",
         )
         assert (found.steps, found.step_us) == (2, 5.0)
         assert found.break_share == pytest.approx(0.6)

@@ -30,7 +30,7 @@ def overview() -> cgcompile.debug.Overview:
         served.run(requests(count - 2, 2))
     found = cgcompile.debug.report(served)
     assert found.counters.replays == served.counters.replays == 6
-    assert sum(dict(found.memory).values()) == served.graph_memory().total > 0
+    assert sum(found.memory.values()) == served.graph_memory().total > 0
     return found
 
 
@@ -70,7 +70,6 @@ def test_recorded_steps_are_those_of_the_value(
     columns = {
         "graphs": "graphs",
         "breaks": "breaks",
-        "nodes": "nodes",
         "bytes": "nbytes",
         "capture": "seconds",
         "replays": "replays",
@@ -147,9 +146,7 @@ def test_counters_and_memory_are_those_of_the_value(
         assert (name in page.tables) == bool(found["counters"][name])
     for row, each in zip(page.rows("plain"), found["counters"]["plain"], strict=True):
         assert (row["reason"][0], exact(row, "calls")) == (each["reason"], each["calls"])
-    assert [exact(row, "bytes") for row in page.rows("memory")] == [
-        each["nbytes"] for each in found["memory"]
-    ]
+    assert [exact(row, "bytes") for row in page.rows("memory")] == list(found["memory"].values())
 
 
 def test_no_number_comes_from_elsewhere(page: Page, overview: cgcompile.debug.Overview) -> None:
@@ -158,6 +155,7 @@ def test_no_number_comes_from_elsewhere(page: Page, overview: cgcompile.debug.Ov
 
     def visit(value: Any) -> None:
         if isinstance(value, dict):
+            known.add(sum(each for each in value.values() if isinstance(each, int)))
             for each in value.values():
                 visit(each)
         elif isinstance(value, list):
@@ -262,7 +260,7 @@ def test_long_lists_are_folded() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0, "0 s"), (2.5, "2.50 s"), (0.0123, "12.3 ms"), (4e-7, "0.40 us"), (123.4, "123 s")],
+    [(0.0, "0.0 us"), (2.5, "2.5 s"), (0.0123, "12.3 ms"), (4e-7, "0.4 us")],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -304,8 +302,6 @@ def test_every_door(run_model: tuple[Any, str]) -> None:
     assert overview.title == "mine"
     (step,) = overview.steps
     assert (step.batch, step.mode, step.graphs, step.breaks) == ("num_tokens=2", "PIECEWISE", 2, 1)
-    assert step.nodes is not None
-    assert step.nodes > 0
     assert step.replays == overview.counters.replays >= 2
     assert overview.counters.calls == 4
     (record,) = overview.timeline
@@ -314,7 +310,7 @@ def test_every_door(run_model: tuple[Any, str]) -> None:
     assert [p.captured for g in overview.graphs for p in g.pieces] == (
         [] if door == "breakable" else [True, False, True]
     )
-    assert dict(overview.memory)["pools"] > 0
+    assert overview.memory["pools"] > 0
     assert json.loads(overview.to_json()) == overview.to_dict()
     found = Page(render("overview", overview.to_dict()))
     assert exact(found.rows("steps")[0], "replays") == step.replays
