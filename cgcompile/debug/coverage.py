@@ -7,7 +7,7 @@ not what was planned, and the rows add up to all steps (or items).
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from cgcompile.config import CUDAGraphMode
 from cgcompile.debug.output import Result, clipped, wrapped
@@ -45,37 +45,6 @@ class CoverageRow:
         return _padding([self])
 
 
-class ReasonCount(NamedTuple):
-    """A reason, its number of calls, and its last detail."""
-
-    reason: str
-    calls: int
-    detail: str
-
-
-@dataclass(frozen=True)
-class CountersReport:
-    """:class:`cgcompile.debug.Counters` as plain values; warm-ups and captures count too."""
-
-    calls: int
-    captures: int
-    replays: int
-    failures: int
-    plain: tuple[ReasonCount, ...]
-    degraded: tuple[ReasonCount, ...]
-
-    @classmethod
-    def of(cls, counters: Counters) -> "CountersReport":
-        """Return counters as plain values."""
-
-        def counts(reasons: Counter[Reason]) -> tuple[ReasonCount, ...]:
-            rows = [(r.value, n, counters.details.get(r, "")) for r, n in reasons.items()]
-            return tuple(ReasonCount(*row) for row in sorted(rows))
-
-        numbers = counters.calls, counters.captures, counters.replays, counters.failures
-        return cls(*numbers, counts(counters.plain), counts(counters.degraded))
-
-
 @dataclass(frozen=True)
 class Coverage(Result):
     """What graphs were worth. ``print`` it.
@@ -100,7 +69,7 @@ class Coverage(Result):
     unit: str
     rows: tuple[CoverageRow, ...]
     lesser: tuple[CoverageRow, ...]
-    counters: CountersReport
+    counters: Counters
 
     @property
     def total(self) -> int:
@@ -157,8 +126,7 @@ def coverage(model: Any) -> Coverage:
         rows = _of_recorders(recorders, counters)
         rows += _reasons("NONE", counters.plain, counters)
         lesser += _reasons("-", counters.degraded, counters)
-    report = CountersReport.of(counters)
-    return Coverage(VERSION, kind, unit, tuple(rows), tuple(lesser), report)
+    return Coverage(VERSION, kind, unit, tuple(rows), tuple(lesser), counters)
 
 
 # ---------------------------------------------------------------- models

@@ -55,21 +55,6 @@ class SourceLine(NamedTuple):
         return f"{self.where}: {self.code}" if self.code else self.where
 
 
-class Cause(NamedTuple):
-    """The name of a :class:`cgcompile.Reason`, and what it is about."""
-
-    reason: str
-    detail: str
-
-    @classmethod
-    def of(cls, fallback: Fallback) -> "Cause":
-        """Return a fallback as text."""
-        return cls(fallback.reason.value, fallback.detail)
-
-    def __str__(self) -> str:
-        return f"{self.reason}: {self.detail}"
-
-
 @dataclass(frozen=True)
 class Bytes:
     """A number of bytes."""
@@ -110,7 +95,7 @@ class PieceReport:
     index: int  # in the order of execution
     name: str
     captured: bool
-    why: tuple[Cause, ...]  # it runs eager
+    why: tuple[Fallback, ...]  # it runs eager
     support: str  # name of the AttentionCGSupport
     num_ops: int
     source: tuple[SourceLine, ...]  # of the boundary, or of the first node
@@ -168,7 +153,7 @@ class ModeReport:
     result: str  # what serving.CudagraphDispatcher makes of it
     without_context: str | None  # the runtime mode of a call without a forward context
     support: str | None  # the AttentionCGSupport of the least able boundary; None if untraced
-    lost: tuple[Cause, ...]  # why the result is less than the settings
+    lost: tuple[Fallback, ...]  # why the result is less than the settings
 
 
 class SettingReport(NamedTuple):
@@ -384,7 +369,7 @@ class SplitReporter:
             index=piece.index,
             name=piece.name,
             captured=piece.capture,
-            why=tuple(map(Cause.of, piece.why)),
+            why=piece.why,
             support=piece.support.name,
             num_ops=piece.num_ops,
             source=tuple(SourceLine(*line) for line in piece.lines),
@@ -482,7 +467,7 @@ def _mode_report(
     support = full_support(split)
     never = why_never(split, wanted, True)
     if never is not None:
-        lost = () if wanted is CUDAGraphMode.NONE else (Cause.of(never),)
+        lost = () if wanted is CUDAGraphMode.NONE else (never,)
         return ModeReport(wanted.name, "NONE", "NONE", support.name, lost)
     piecewise = config.mode is CompilationMode.PIECEWISE
     piecewise &= any(piece.capture for piece in split.pieces)
@@ -491,10 +476,10 @@ def _mode_report(
         resolved_mode = resolve_mode(
             wanted, support, query_lens=query_lens, piecewise=piecewise, support_why=about
         )
-        result, lost = resolved_mode.mode.name, tuple(map(Cause.of, resolved_mode.whys))
+        result, lost = resolved_mode.mode.name, tuple(resolved_mode.whys)
     except ConfigError:  # no graph is possible at all
         detail = f"attention support is {support.name} ({about}), and there are no pieces"
-        result, lost = "NONE", (Cause(Reason.ATTENTION_SUPPORT.value, detail),)
+        result, lost = "NONE", (Fallback(Reason.ATTENTION_SUPPORT, detail),)
     return ModeReport(wanted.name, result, auto_mode(split, wanted).name, support.name, lost)
 
 

@@ -62,19 +62,24 @@ class Page(Result):
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON types, without fields that equality ignores; inf and NaN as None."""
+    """Return a value as JSON types: enum members as text, inf and NaN as None.
+
+    Fields that equality ignores are left out.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         names = [*getattr(value, "computed", ()), *(f.name for f in fields(value) if f.compare)]
         return {name: plain(getattr(value, name)) for name in names}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in value.items()}
+        return {plain(name): plain(item) for name, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value.name if isinstance(value, Enum) else value
+    if isinstance(value, Enum):
+        return value.value if isinstance(value.value, str) else value.name
+    return value
 
 
 # ---------------------------------------------------------------- text

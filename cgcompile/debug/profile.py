@@ -34,7 +34,7 @@ class SegmentTime:
     sequence: int  # index of the recorded step in the profile; several may have one batch
     count: int
     host_us: float  # average
-    share: float  # of the host time of all steps of the profile
+    share: float  # of the host time of all segments of the profile
     device_us: float | None  # average between events on the stream; None if not measured
 
 
@@ -42,12 +42,10 @@ class _Times:
     """The times of one recorded step. Holds no reference to the step."""
 
     def __init__(self, sequence: GraphSequence) -> None:
-        eager = [isinstance(segment, EagerSegment) for segment in sequence.segments]
-        self.kinds = ["eager" if is_eager else "graph" for is_eager in eager]
-        self.labels, self.batch = sequence.labels, sequence.batch
-        self.counts, self.host = [0] * len(eager), [0] * len(eager)  # nanoseconds
-        self.steps = self.step = 0
-        self.device: list[list[float]] = [[] for _ in eager]  # milliseconds
+        self.batch, self.labels = sequence.batch, sequence.labels
+        self.eager = [isinstance(segment, EagerSegment) for segment in sequence.segments]
+        self.host: list[list[int]] = [[0, 0] for _ in self.eager]  # count, nanoseconds
+        self.device: list[list[float]] = [[] for _ in self.eager]  # milliseconds
         self.marks: list[list[torch.cuda.Event]] = []  # of each step: its begin, ends of segments
 
 
@@ -70,10 +68,9 @@ class Profile(Result):
         self._target, self._clock, self._events = target, clock, device_times
         self._times: list[_Times] = []
         self._known: WeakKeyDictionary[GraphSequence, _Times] = WeakKeyDictionary()
+        self.steps = 0
         if target is not None:
             list(sequences_of(target, "debug.profile"))  # refuses other targets
-
-    # -------------------------------------------------------------- measuring
 
     @contextmanager
     def around(self, sequence: Observed, index: int | None) -> Iterator[None]:
@@ -82,20 +79,18 @@ class Profile(Result):
         times = self._known.get(sequence) or self._times_of(sequence)
         if times is None:
             yield
-            return
-        if self._events and index is None:
-            times.marks.append([_mark()])
-        start = self._clock()
-        yield  # what raises is not counted
-        taken = self._clock() - start
-        if index is None:
-            times.steps += 1
-            times.step += taken
-            return
-        times.counts[index] += 1
-        times.host[index] += taken
-        if self._events:
-            times.marks[-1].append(_mark())
+        elif index is None:
+            if self._events:
+                times.marks.append([_mark()])
+            yield  # what raises is not counted
+            self.steps += 1
+        else:
+            start = self._clock()
+            yield
+            times.host[index][1] += self._clock() - start
+            times.host[index][0] += 1
+            if self._events:
+                times.marks[-1].append(_mark())
 
     def _times_of(self, sequence: GraphSequence) -> _Times | None:
         if self._target is not None and sequence not in sequences_of(self._target, "debug.profile"):
@@ -114,13 +109,6 @@ class Profile(Result):
                     times.device[index].append(begin.elapsed_time(end))
             times.marks.clear()
 
-    # -------------------------------------------------------------- what was measured
-
-    @property
-    def steps(self) -> int:
-        """The number of replayed steps."""
-        return sum(times.steps for times in self._times)
-
     @property
     def step_us(self) -> float:
         """Average host time of a step's segments, in microseconds."""
@@ -134,24 +122,27 @@ class Profile(Result):
     @property
     def segments(self) -> tuple[SegmentTime, ...]:
         """A row for each segment of each recorded step, in order."""
+        total = max(self._nanoseconds, 1)
         return tuple(
             SegmentTime(
                 name=times.labels[index],
-                kind=times.kinds[index],
+                kind="eager" if times.eager[index] else "graph",
                 batch=times.batch,
                 sequence=number,
-                count=times.counts[index],
-                host_us=times.host[index] / max(times.counts[index], 1) / 1e3,
-                share=times.host[index] / max(self._nanoseconds, 1),
-                device_us=1e3 * sum(spans) / len(spans) if spans else None,
+                count=count,
+                host_us=nanoseconds / max(count, 1) / 1e3,
+                share=nanoseconds / total,
+                device_us=1e3 * sum(device) / len(device) if device else None,
             )
             for number, times in enumerate(self._times)
-            for index, spans in enumerate(times.device)
+            for index, ((count, nanoseconds), device) in enumerate(
+                zip(times.host, times.device, strict=True)
+            )
         )
 
     @property
     def _nanoseconds(self) -> int:
-        return sum(times.step for times in self._times)
+        return sum(nanoseconds for times in self._times for _, nanoseconds in times.host)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: ``steps``, ``step_us``, ``break_share``, ``segments``."""
@@ -168,9 +159,8 @@ class Profile(Result):
             batch = "" if segment.kind == "graph" else f" [{segment.batch}]"
             rows.append((str(segment.count), host, share, device, segment.name + batch))
         total = f"steps {self.steps}, {self.step_us:.1f} us of the host each"
-        return "\n".join(
-            [f"{total}, {self.break_share:.1%} of it in eager breaks", *text_table(rows)]
-        )
+        breaks = f"{self.break_share:.1%} of it in eager breaks"
+        return "\n".join([f"{total}, {breaks}", *text_table(rows)])
 
 
 def _mark() -> torch.cuda.Event:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from cgcompile.backend import handle_of
 from cgcompile.config import CompilationConfig
-from cgcompile.debug.coverage import CountersReport, Coverage, coverage
+from cgcompile.debug.coverage import Coverage, coverage
 from cgcompile.debug.environment import versions
 from cgcompile.debug.explain import (
     PieceReport,
@@ -26,6 +26,7 @@ from cgcompile.debug.profile import timeline
 from cgcompile.debug.subject import original_of, recorders_of
 from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.reasons import Counters
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.settings import checked, sizes_given
@@ -92,7 +93,7 @@ class Overview(Page):
     steps: tuple[StepReport, ...]
     timeline: tuple[CaptureRecord, ...]
     coverage: Coverage
-    counters: CountersReport
+    counters: Counters
     memory: Mapping[str, int]
     settings: tuple[SettingReport, ...]
     environment: Mapping[str, str]

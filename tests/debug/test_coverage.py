@@ -287,11 +287,12 @@ counters:
   captures: int
   replays: int
   failures: int
-  plain: list
-    reason: str
-    calls: int
-    detail: str
-  degraded: list""",
+  plain:
+    warming: int
+  degraded:
+
+  details:
+    warming: str""",
     )
 
 

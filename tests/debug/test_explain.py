@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cgcompile
-from cgcompile import explain
+from cgcompile import Reason, explain
 
 # ------------------------------------------------------------------ what is told
 
@@ -50,7 +50,7 @@ def test_a_piece_and_its_values() -> None:
     first, attention, *_ = found.pieces
     assert (first.captured, attention.captured) == (True, False)
     (why,) = attention.why
-    assert why.reason == "splitting_op"
+    assert why.reason is Reason.SPLITTING_OP
     assert "scaled_dot_product_attention" in why.detail
     assert attention.support == "ALWAYS"
     (line,) = attention.source
@@ -137,7 +137,7 @@ def test_it_is_the_split_of_torch_compile(name: str) -> None:
     mark(case, given)
     found = explain(build(case), *given, config=case.settings)
     assert found.split.text(lines=False) == split_texts(case)
-    assert {why.reason for piece in found.pieces for why in piece.why} == CASE_REASONS[name]
+    assert {why.reason.value for piece in found.pieces for why in piece.why} == CASE_REASONS[name]
     for piece in found.pieces:
         assert piece.captured == (not piece.why)
         assert piece.source
@@ -178,7 +178,7 @@ def test_weights_and_arguments_may_be_anywhere(there: str, given: str) -> None:
     if given == "fake":
         x = mode.from_tensor(x)
     found = explain(model, x, dynamic_dims={"x": 0})
-    reasons = {why.reason for piece in found.pieces for why in piece.why}
+    reasons = {why.reason.value for piece in found.pieces for why in piece.why}
     assert reasons == {"splitting_op"}
     assert found.device == ("meta" if there == "meta" else "cpu")
     same = explain(Decoder(), inputs(), dynamic_dims={"x": 0})
@@ -202,7 +202,7 @@ def test_on_meta_a_cpu_argument_is_one_if_others_are_not() -> None:
     moved = explain(model, inputs(), lengths)
     assert [piece.captured for piece in moved.pieces] == [True]
     kept = explain(model, inputs(device="meta"), lengths)
-    assert [why.reason for piece in kept.pieces for why in piece.why] == ["device_copy"]
+    assert [why.reason.value for piece in kept.pieces for why in piece.why] == ["device_copy"]
     assert "meta tensors stand for" in "".join(kept.notes)
 
 

@@ -39,7 +39,7 @@ def test_a_graph_break_is_told_with_its_line_and_a_fix() -> None:
 def test_what_breaks_under_torch_compile_alone() -> None:
     found = explain(Reads(), inputs(), torch.ones(4))
     assert found.traced
-    assert "host_sync" in [why.reason for piece in found.pieces for why in piece.why]
+    assert "host_sync" in [why.reason.value for piece in found.pieces for why in piece.why]
     (broken,) = found.breaks
     assert broken.entry_point == "torch.compile"
     assert broken.source.code == "return y * 2, lengths.max().item()"
@@ -68,7 +68,7 @@ def test_the_mode_is_the_one_of_the_dispatcher(support: AttentionCGSupport, mode
         asked, [1, 2], max_num_reqs=2, support=support
     )
     assert (found.asked, found.result) == (mode, dispatcher.mode.name)
-    assert [why.reason for why in found.lost] == [w.reason.value for w in dispatcher.degraded]
+    assert [why.reason.value for why in found.lost] == [w.reason.value for w in dispatcher.degraded]
     assert found.support == support.name
     if found.lost:
         assert "scaled_dot_product_attention" in found.lost[0].detail

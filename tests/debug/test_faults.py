@@ -163,7 +163,7 @@ def test_a_tensor_on_the_cpu() -> None:
         return [(piece.why[0].reason, piece.source[0].where) for piece in pieces]
 
     ((reason, where),) = eager(Places())
-    assert reason == Reason.CPU_TENSOR.value
+    assert reason is Reason.CPU_TENSOR
     assert where.startswith(at(Places, "arange"))
     assert eager(PlacesRight()) == []
 
@@ -293,7 +293,7 @@ def test_a_vmap_region_with_a_boundary() -> None:
         return {cause.reason for cause in piece.why}, piece.source[0].where
 
     reasons, where = eager(Maps())
-    assert reasons == {Reason.SPLITTING_OP.value, Reason.STATE_REGION.value}
+    assert reasons == {Reason.SPLITTING_OP, Reason.STATE_REGION}
     assert where.startswith(at(Maps, "vmap"))
     assert eager(MapsRight())[0] == {Reason.SPLITTING_OP.value}
 
