@@ -293,10 +293,11 @@ _FACT_LENGTH = 40  # lines of a fact that are printed
 def _list(options: argparse.Namespace) -> int:
     store = _store(options)
     entries = sorted(store.entries(), key=lambda entry: -entry.created)
-    rows = [("key", "kind", "bytes", "age", "what", "line")]
+    rows = [("key", "kind", "bytes", "created", "what", "line")]
     for entry in entries:
-        age, line = _age(time.time() - entry.created), entry.notes.get("line", "")
-        rows.append((_short(entry), entry.kind, str(entry.size), age, _what(entry), line))
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.created))
+        size, line = str(entry.size), entry.notes.get("line", "")
+        rows.append((_short(entry), entry.kind, size, created, _what(entry), line))
     if entries:
         print(*text_table(rows), sep="\n")
     total = sum(entry.size for entry in entries)
@@ -373,13 +374,6 @@ def _what(entry: Entry) -> str:
     what = [f"{calls} ops"] if calls else []
     what += [entry.facts[name].split()[0] for name in ("compiler", "torch") if name in entry.facts]
     return ", ".join(what)
-
-
-def _age(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
 
 
 def _print_facts(title: str, facts: Mapping[str, str], full: bool) -> None:
@@ -503,15 +497,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe
         sys.stderr.close()
         return 0
-    except SystemExit as error:  # of the user's code, whose statuses are not ours
+    except (Exception, SystemExit) as error:  # also of the user's code, whose statuses are not ours
         print(f"cgcompile: {_error_text(error)}", file=sys.stderr)
         if options.traceback:
             traceback.print_exception(error)
-        return 1
-    except Exception as error:  # of the user's code as well
-        if options.traceback:
-            raise
-        print(f"cgcompile: {_error_text(error)}", file=sys.stderr)
         return 2 if isinstance(error, (CommandError, ConfigError)) else 1
 
 

@@ -347,7 +347,7 @@ class SplitReporter:
         if chosen is not None:
             self._at = [(size, symbols.numbers_with(chosen, size)) for size in sizes]
 
-    def bytes(self, expression: Any) -> Bytes:
+    def _bytes(self, expression: Any) -> Bytes:
         """Return an expression, its number in the traced call, and at each size."""
         at = tuple((size, _evaluated(expression, numbers)) for size, numbers in self._at)
         return Bytes(self._symbols.pretty(expression), _evaluated(expression, self._traced), at)
@@ -356,11 +356,11 @@ class SplitReporter:
         """Return the bytes of the memory behind values, each storage once."""
         memory = [tensor for value in values for tensor in tensors(value.meta)]
         sizes = map(self._symbols.storage, memory)
-        return self.bytes(sum(dict(sizes).values(), sympy.Integer(0)))
+        return self._bytes(sum(dict(sizes).values(), sympy.Integer(0)))
 
-    def pieces(self) -> tuple[PieceReport, ...]:
-        """Return all pieces, in order."""
-        return tuple(map(self._piece, self._split.pieces))
+    def parts(self) -> tuple[tuple[PieceReport, ...], tuple[SymbolReport, ...], Totals]:
+        """Return all pieces in order, the sizes that vary in that of the inputs, and sums."""
+        return tuple(map(self._piece, self._split.pieces)), tuple(self._dims()), self._totals()
 
     def _piece(self, piece: Piece) -> PieceReport:
         inputs = [self._split.values[name] for name in piece.inputs]
@@ -389,22 +389,18 @@ class SplitReporter:
             shape = tuple(symbols.pretty(symbols.number(size)) for size in tensor.shape)
             nbytes, (_, storage) = symbols.nbytes(tensor), symbols.storage(tensor)
             described = shape, dtype_text(tensor.dtype), str(tensor.device)
-            described += self.bytes(nbytes), self.bytes(storage)
+            described += self._bytes(nbytes), self._bytes(storage)
         return ValueReport(value.name, *described, value.source, value.static, value.written)
 
-    def symbols(self) -> tuple[SymbolReport, ...]:
-        """Return the sizes that vary, in the order of the inputs."""
-        result = []
+    def _dims(self) -> Iterator[SymbolReport]:
         for symbol, dim in zip(self._symbols, self._symbols.dims.items(), strict=True):
             least, limit = self._symbols.bounds(symbol)
             most = int(limit) if getattr(limit, "is_Integer", False) else None
             guards = tuple(self._symbols.guards_on(symbol))
             traced = self._traced.get(symbol)
-            result.append(SymbolReport(*dim, traced, int(least), most, guards))
-        return tuple(result)
+            yield SymbolReport(*dim, traced, int(least), most, guards)
 
-    def totals(self) -> Totals:
-        """Return sums over all pieces."""
+    def _totals(self) -> Totals:
         pieces, distinct = self._split.pieces, self._split.distinct
         captured = sum(piece.capture for piece in pieces)
         return Totals(
@@ -414,7 +410,7 @@ class SplitReporter:
             distinct=len(distinct),
             compiled=sum(piece.compiled for piece in distinct),
             ops=sum(piece.num_ops for piece in pieces),
-            crossing=self.bytes(self._split.crossing_bytes()),
+            crossing=self._bytes(self._split.crossing_bytes()),
             static=self._storages(value for value in self._split.values.values() if value.static),
         )
 
@@ -551,8 +547,7 @@ def explain(
         return Explanation(VERSION, name_of(runnable), None, False, (), (), None, *rest)
     _check_dim(split, capture_dim)
     report = SplitReporter(split, chosen, chosen_sizes, capture_dim)
-    parts = report.pieces(), report.symbols(), report.totals()
-    return Explanation(VERSION, name_of(runnable), str(split.device), True, *parts, *rest)
+    return Explanation(VERSION, name_of(runnable), str(split.device), True, *report.parts(), *rest)
 
 
 _FIX = (

@@ -26,6 +26,7 @@ from cgcompile.debug.profile import timeline
 from cgcompile.debug.subject import original_of, recorders_of
 from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.pieces.cache import Compilation
 from cgcompile.reasons import Counters
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.manager import CudaGraphManager
@@ -37,18 +38,14 @@ _NOTHING = "Nothing was compiled yet: call the model, then ask again."
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One compiled graph: its split, and how its distinct pieces were compiled."""
+    """One compiled graph: its split, and how its distinct pieces were compiled or loaded."""
 
     index: int  # in the order of compilation
     device: str
     pieces: tuple[PieceReport, ...]
     symbols: tuple[SymbolReport, ...]
     totals: Totals
-    compiled: int
-    loaded: int  # from disk
-    shared: int  # with an equal piece of the backend
-    failed: int  # the compiler raised: they run uncompiled
-    compile_seconds: float
+    compilation: Compilation
 
 
 @dataclass(frozen=True)
@@ -57,11 +54,11 @@ class StepReport:
 
     owner: str  # ``graph 0``, or the name of a wrapper
     batch: str
-    mode: str  # PIECEWISE or FULL; empty where the record of the capture is gone
+    mode: str
     graphs: int
     breaks: int  # functions that run between the graphs
-    seconds: float | None  # the capture took, its execution included
-    nbytes: int | None  # by which memory grew
+    seconds: float  # the capture took, its execution included
+    nbytes: int  # by which memory grew
     replays: int
 
 
@@ -135,17 +132,18 @@ def report(
     recorders = recorders_of(target, "debug.report")
     chosen = sizes_given("sizes", "report", sizes)
     config = _config_of(target, recorders)
-    compiled = [recorder for recorder in recorders if isinstance(recorder, CompiledGraph)]
+    graphs = []
+    for graph in [recorder for recorder in recorders if isinstance(recorder, CompiledGraph)]:
+        parts = SplitReporter(graph.split, config, chosen, capture_dim).parts()
+        device = str(graph.split.device)
+        graphs.append(GraphReport(len(graphs), device, *parts, graph.compilation))
     served = coverage(target)
     model = target.model if isinstance(target, CudaGraphManager) else target
     result = Overview(
         version=VERSION,
         title=title or name_of(original_of(model)),
         kind=type(target).__name__,
-        graphs=tuple(
-            _graph(index, graph, SplitReporter(graph.split, config, chosen, capture_dim))
-            for index, graph in enumerate(compiled)
-        ),
+        graphs=tuple(graphs),
         steps=tuple(_steps(recorders)),
         timeline=timeline(target),
         coverage=served,
@@ -168,22 +166,6 @@ def _config_of(target: Any, recorders: Sequence[Any]) -> CompilationConfig:
     return CompilationConfig()
 
 
-def _graph(index: int, graph: CompiledGraph, reporter: SplitReporter) -> GraphReport:
-    compilation = graph.compilation
-    return GraphReport(
-        index=index,
-        device=str(graph.split.device),
-        pieces=reporter.pieces(),
-        symbols=reporter.symbols(),
-        totals=reporter.totals(),
-        compiled=compilation.compiled,
-        loaded=compilation.loaded,
-        shared=compilation.shared,
-        failed=compilation.failed,
-        compile_seconds=compilation.seconds,
-    )
-
-
 def _steps(recorders: Sequence[CompiledGraph | CUDAGraphWrapper]) -> Iterator[StepReport]:
     number = 0
     for recorder in recorders:
@@ -194,16 +176,10 @@ def _steps(recorders: Sequence[CompiledGraph | CUDAGraphWrapper]) -> Iterator[St
             owner, sequences = recorder.name, [entry.sequence for entry in recorder.entries]
         for sequence in sequences:
             record = recorder.timeline.record_of(sequence)
-            yield StepReport(
-                owner=owner,
-                batch=sequence.batch,
-                mode="" if record is None else record.mode.name,
-                graphs=sequence.num_graphs,
-                breaks=sequence.num_eager_breaks,
-                seconds=None if record is None else record.seconds,
-                nbytes=None if record is None else record.nbytes,
-                replays=sequence.stats.replays,
-            )
+            if record is not None:
+                counts = sequence.num_graphs, sequence.num_eager_breaks
+                cost = record.seconds, record.nbytes, sequence.stats.replays
+                yield StepReport(owner, sequence.batch, record.mode.name, *counts, *cost)
 
 
 def _memory(target: Any, recorders: Sequence[Any]) -> dict[str, int]:

@@ -295,7 +295,7 @@ def test_a_vmap_region_with_a_boundary() -> None:
     reasons, where = eager(Maps())
     assert reasons == {Reason.SPLITTING_OP, Reason.STATE_REGION}
     assert where.startswith(at(Maps, "vmap"))
-    assert eager(MapsRight())[0] == {Reason.SPLITTING_OP.value}
+    assert eager(MapsRight())[0] == {Reason.SPLITTING_OP}
 
 
 class MapsAlone(nn.Module):
