@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 import time
 import traceback
@@ -28,7 +29,7 @@ from cgcompile.boundaries import Boundaries
 from cgcompile.compile import compile
 from cgcompile.config import CompilationConfig
 from cgcompile.debug.doctor import check_arguments, doctor
-from cgcompile.debug.environment import environment
+from cgcompile.debug.environment import environment, environment_text
 from cgcompile.debug.explain import explain
 from cgcompile.debug.report import report
 from cgcompile.debug.subject import original_of
@@ -226,7 +227,7 @@ _MODEL_COMMANDS = {
 
 def _env(options: argparse.Namespace) -> int:
     result = environment()
-    print(result.to_json() if options.json else result)
+    print(json.dumps(result, indent=2) if options.json else environment_text(result))
     return 0
 
 

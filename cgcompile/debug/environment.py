@@ -3,54 +3,47 @@
 import os
 import platform
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
-from cgcompile.debug.output import Result
 from cgcompile.pieces.cache import Store, cache_folder
 from cgcompile.settings import ENV_PREFIX
 from cgcompile.version import __version__
 
 
-@dataclass(frozen=True)
-class Environment(Result):
-    """What this process runs on."""
-
-    versions: Mapping[str, str]
-    private: Mapping[str, bool]  # undocumented names of torch: whether they exist in this build
-    cache: Mapping[str, str | int | None]  # of compiled pieces: folder, entries, bytes
-    settings: Mapping[str, str]  # environment variables
-
-    def __str__(self) -> str:
-        missing = [name for name, exists in self.private.items() if not exists]
-        present = len(self.private) - len(missing)
-        rows = [f"{name}: {value}" for name, value in self.versions.items()]
-        rows.append(f"private names of torch: {present} of {len(self.private)} there")
-        rows += [f"  missing: {name}" for name in missing]
-        counts = f"{self.cache['entries']} entries, {self.cache['bytes']} bytes"
-        folder = self.cache["folder"]
-        rows.append("cache: off" if folder is None else f"cache: {counts} in {folder}")
-        rows += [f"{name}={value}" for name, value in self.settings.items()] or ["no settings"]
-        return "\n".join(rows)
-
-
-def environment() -> Environment:
-    """Return what this process runs on."""
+def environment() -> dict[str, dict[str, Any]]:
+    """Return versions, private names of torch and whether they exist, cache and settings."""
     folder = cache_folder(CompilationConfig())
     entries = [] if folder is None else list(Store(folder).entries())
-    cache = {
-        "folder": None if folder is None else str(folder),
-        "entries": len(entries),
-        "bytes": sum(entry.size for entry in entries),
-    }
     names = sorted(name for name in os.environ if name.startswith(ENV_PREFIX))
-    settings = {name: os.environ[name] for name in names}
-    return Environment(versions(), compat.private_names(), cache, settings)
+    return {
+        "versions": versions(),
+        "private": dict(compat.private_names()),
+        "cache": {
+            "folder": None if folder is None else str(folder),
+            "entries": len(entries),
+            "bytes": sum(entry.size for entry in entries),
+        },
+        "settings": {name: os.environ[name] for name in names},
+    }
+
+
+def environment_text(environment: dict[str, dict[str, Any]]) -> str:
+    """Return :func:`environment` as text."""
+    private, cache = environment["private"], environment["cache"]
+    missing = [name for name, exists in private.items() if not exists]
+    rows = [f"{name}: {value}" for name, value in environment["versions"].items()]
+    rows.append(f"private names of torch: {len(private) - len(missing)} of {len(private)} there")
+    rows += [f"  missing: {name}" for name in missing]
+    counts = f"{cache['entries']} entries, {cache['bytes']} bytes in {cache['folder']}"
+    rows.append("cache: off" if cache["folder"] is None else f"cache: {counts}")
+    settings = environment["settings"].items()
+    rows += [f"{name}={value}" for name, value in settings] or ["no settings"]
+    return "\n".join(rows)
 
 
 def versions() -> dict[str, str]:

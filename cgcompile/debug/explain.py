@@ -276,48 +276,25 @@ def _mode_lines(modes: ModeReport) -> Iterator[str]:
 
 
 def _piece_lines(pieces: Sequence[PieceReport]) -> Iterator[str]:
-    """Yield a row for each piece; repeated layers are printed once."""
-    if not pieces:
-        return
-    head = ("piece", "kind", "ops", "same as", "bytes out", "where, why")
-    head_line, *lines = map(clipped, text_table([head, *map(_cells, pieces)]))
-    yield head_line
-    index = 0
-    while index < len(pieces):
-        period, times = _repeated(pieces, index)
-        end = index + period
-        for piece, line in zip(pieces[index:end], lines[index:end], strict=True):
-            yield line
-            for remark in _remarks(piece):
+    """Yield a row for each distinct piece, with the number of equal ones."""
+    equal: dict[tuple[int, bool], list[PieceReport]] = {}
+    for piece in pieces:
+        equal.setdefault((piece.same_as, piece.captured), []).append(piece)
+    cells = [("piece", "kind", "times", "ops", "bytes out", "where, why")]
+    for first, *others in equal.values():
+        kind, where = "captured" if first.captured else "eager", [*map(str, first.source), "-"]
+        numbers = str(1 + len(others)), str(first.num_ops), first.bytes_out.expression
+        cells.append((first.name, kind, *numbers, where[0]))
+    if pieces:
+        head, *rows = map(clipped, text_table(cells))
+        yield head
+        for (first, *_), row in zip(equal.values(), rows, strict=True):
+            yield row
+            for remark in _remarks(first):
                 yield from wrapped("", remark, 10)
-        index += period * times
-        if times > 1:
-            span = f"piece_{end} .. piece_{index - 1}"
-            yield f"{span}  the same {count(period, 'piece')} {times - 1} times more"
-
-
-def _repeated(pieces: Sequence[PieceReport], start: int) -> tuple[int, int]:
-    """Return (period, times) of the repetition from there on that saves the most rows."""
-    keys = [(piece.same_as, piece.captured) for piece in pieces[start:]]
-    best = (1, 1)
-    for period in range(1, min(16, len(keys) // 2) + 1):
-        differing = (i for i in range(period, len(keys)) if keys[i] != keys[i - period])
-        times = next(differing, len(keys)) // period
-        if times > 2 and period * (times - 1) > best[0] * (best[1] - 1):
-            best = (period, times)
-    return best
-
-
-def _cells(piece: PieceReport) -> tuple[str, ...]:
-    where = str(piece.source[0]) if piece.source else "-"
-    same = "-" if piece.same_as == piece.index else f"piece_{piece.same_as}"
-    size, kind = piece.bytes_out.expression, "captured" if piece.captured else "eager"
-    return piece.name, kind, str(piece.num_ops), same, size, where
 
 
 def _remarks(piece: PieceReport) -> Iterator[str]:
-    if piece.same_as != piece.index:
-        return
     yield from map(str, piece.why)
     if piece.uncompiled is not None:
         yield f"left uncompiled: {piece.uncompiled}"
