@@ -132,24 +132,26 @@ def _call(target: str, function: Any) -> Any:
 
 def _target(name: str, result: Any) -> Target:
     """Return the target that a result of the function stands for."""
-    model, args, kwargs, wrong = result, None, {}, ""
+    model: Any = result
+    args: Any = None
+    kwargs: Any = {}
+    wrong = ""
     if isinstance(result, dict):
         if "model" not in result or set(result) - {"model", "args", "kwargs"}:
             wrong = f"a dict with the keys {sorted(result)}"
         model, kwargs = result.get("model"), result.get("kwargs", {})
         args = result.get("args", () if "kwargs" in result else None)
+    elif isinstance(result, tuple) and len(result) not in (2, 3):
+        wrong = f"a tuple of {len(result)}"
     elif isinstance(result, tuple):
-        if len(result) not in (2, 3):
-            wrong = f"a tuple of {len(result)}"
-        model, args, kwargs = (*result, {}, {})[:3]
-    if isinstance(args, torch.Tensor):
-        args = (args,)
-    if not wrong and args is not None and not isinstance(args, (tuple, list)):
-        wrong = f"args of type {type(args).__name__}"
-    elif not wrong and not isinstance(kwargs, dict):
-        wrong = f"kwargs of type {type(kwargs).__name__}"
-    elif not wrong and (model is None or isinstance(model, (str, int, float, torch.Tensor))):
-        wrong = f"a model of type {type(model).__name__}"
+        model, args, kwargs = (*result, {})[:3]
+    args = (args,) if isinstance(args, torch.Tensor) else args
+    if args is not None and not isinstance(args, (tuple, list)):
+        wrong = wrong or f"args of type {type(args).__name__}"
+    if not isinstance(kwargs, dict):
+        wrong = wrong or f"kwargs of type {type(kwargs).__name__}"
+    if model is None or isinstance(model, (str, int, float, torch.Tensor)):
+        wrong = wrong or f"a model of type {type(model).__name__}"
     if wrong:
         raise CommandError.bad_result(target=name, found=wrong)
     return Target(name, model, None if args is None else tuple(args), kwargs)

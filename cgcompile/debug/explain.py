@@ -6,7 +6,7 @@ tuples of such, and a change of a field raises ``VERSION``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import sympy
@@ -73,16 +73,16 @@ class Bytes:
         return f"{self.expression} B" + (f" ({', '.join(numbers)})" if numbers else "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ValueReport:
     """An input or an output of a piece; equal names are one value."""
 
     name: str
-    shape: tuple[str, ...] | None  # in the symbols; this and the next four None if no tensor
-    dtype: str | None  # such as ``bf16``
-    device: str | None
-    bytes: Bytes | None  # of its elements
-    storage: Bytes | None  # of the memory that a view of it keeps alive
+    shape: tuple[str, ...] | None = None  # in the symbols; this and the next four None if no tensor
+    dtype: str | None = None  # such as ``bf16``
+    device: str | None = None
+    bytes: Bytes | None = None  # of its elements
+    storage: Bytes | None = None  # of the memory that a view of it keeps alive
     source: str | None  # such as ``model.layers.0.weight``; None for results
     static: bool  # at a fixed address: a parameter, a buffer or an attribute of a module
     written: bool  # some piece may write its memory
@@ -185,7 +185,7 @@ def name_of(model: Any) -> str:
     return str(getattr(model, "__qualname__", type(model).__name__))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Explanation(Page):
     """What would be split where, and why. ``print`` it.
 
@@ -211,11 +211,11 @@ class Explanation(Page):
 
     version: int
     model: str
-    device: str | None
-    traced: bool
-    pieces: tuple[PieceReport, ...]
-    symbols: tuple[SymbolReport, ...]
-    totals: Totals | None
+    device: str | None = None
+    traced: bool = False
+    pieces: tuple[PieceReport, ...] = ()
+    symbols: tuple[SymbolReport, ...] = ()
+    totals: Totals | None = None
     breaks: tuple[GraphBreak, ...]
     modes: ModeReport
     settings: tuple[SettingReport, ...]
@@ -361,13 +361,18 @@ class SplitReporter:
 
     def _value(self, value: Value) -> ValueReport:
         tensor, symbols = value.meta, self._symbols
-        described: tuple[Any, ...] = (None,) * 5
-        if isinstance(tensor, torch.Tensor):
-            shape = tuple(symbols.pretty(symbols.number(size)) for size in tensor.shape)
-            nbytes, (_, storage) = symbols.nbytes(tensor), symbols.storage(tensor)
-            described = shape, dtype_text(tensor.dtype), str(tensor.device)
-            described += self._bytes(nbytes), self._bytes(storage)
-        return ValueReport(value.name, *described, value.source, value.static, value.written)
+        source, static, written = value.source, value.static, value.written
+        report = ValueReport(name=value.name, source=source, static=static, written=written)
+        if not isinstance(tensor, torch.Tensor):
+            return report
+        return replace(
+            report,
+            shape=tuple(symbols.pretty(symbols.number(size)) for size in tensor.shape),
+            dtype=dtype_text(tensor.dtype),
+            device=str(tensor.device),
+            bytes=self._bytes(symbols.nbytes(tensor)),
+            storage=self._bytes(symbols.storage(tensor)[1]),
+        )
 
     def _dims(self) -> Iterator[SymbolReport]:
         for symbol, dim in zip(self._symbols, self._symbols.dims.items(), strict=True):
@@ -440,16 +445,16 @@ def _mode_report(
     support = full_support(split)
     never = why_never(split, wanted, True)
     if never is not None:
-        lost = () if wanted is CUDAGraphMode.NONE else (never,)
-        return ModeReport(wanted.name, "NONE", "NONE", support.name, lost)
+        whys = () if wanted is CUDAGraphMode.NONE else (never,)
+        return ModeReport(wanted.name, "NONE", "NONE", support.name, whys)
     piecewise = config.mode is CompilationMode.PIECEWISE
     piecewise &= any(piece.capture for piece in split.pieces)
     about = _least_able(split)
     try:
-        resolved_mode = resolve_mode(
+        resolution = resolve_mode(
             wanted, support, query_lens=query_lens, piecewise=piecewise, support_why=about
         )
-        result, lost = resolved_mode.mode.name, tuple(resolved_mode.whys)
+        result, lost = resolution.mode.name, tuple(resolution.whys)
     except ConfigError:  # no graph is possible at all
         detail = f"attention support is {support.name} ({about}), and there are no pieces"
         result, lost = "NONE", (Fallback(Reason.ATTENTION_SUPPORT, detail),)
@@ -513,18 +518,25 @@ def explain(
         PassError: a pass raised or left an invalid graph.
         ArgumentsError: the model does not take these arguments; a ``TypeError``.
     """
-    chosen_sizes = sizes_given("sizes", "explain", sizes)
+    numbers = sizes_given("sizes", "explain", sizes)
     runnable, settings, dims, rules = _traced_as(model, config, dynamic_dims, dynamic_shapes)
     chosen = resolved(settings, "explain")
     call = _with_weights(runnable, args, kwargs)
     split, breaks, notes = _split_of(Look(runnable, dims, rules), chosen, call)
-    modes, settings_report = _mode_report(split, chosen, query_lens), settings_of(chosen)
-    rest = breaks, modes, settings_report, notes, split
+    result = Explanation(
+        version=VERSION,
+        model=name_of(runnable),
+        breaks=breaks,
+        modes=_mode_report(split, chosen, query_lens),
+        settings=settings_of(chosen),
+        notes=notes,
+    )
     if split is None:
-        return Explanation(VERSION, name_of(runnable), None, False, (), (), None, *rest)
+        return result
     _check_dim(split, capture_dim)
-    report = SplitReporter(split, chosen, chosen_sizes, capture_dim)
-    return Explanation(VERSION, name_of(runnable), str(split.device), True, *report.parts(), *rest)
+    parts = SplitReporter(split, chosen, numbers, capture_dim).parts()
+    split_fields: dict[str, Any] = dict(zip(("pieces", "symbols", "totals"), parts, strict=True))
+    return replace(result, device=str(split.device), traced=True, split=split, **split_fields)
 
 
 _FIX = (

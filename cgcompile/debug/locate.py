@@ -7,7 +7,7 @@ node. The rule: a run leaves what one execution of the step leaves.
 
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -219,7 +219,7 @@ class Values:
     """Copies of the values after each piece: those it left, and earlier ones still needed."""
 
     def __init__(self, split: SplitGraph) -> None:
-        self.after: dict[int, dict[str, Any]] = {}
+        self.after: dict[int, dict[str, Any]] = {}  # by index; the result behind the last one
         self._current: dict[str, Any] = {}
         self._last_use = {name: piece.index for piece in split.pieces for name in piece.inputs}
         self._last_use |= dict.fromkeys(returned_names(split), len(split.pieces))
@@ -252,37 +252,39 @@ class Watcher:
 
     def _watch(self, step: Step) -> Any:
         self.seen.append(step)
-        before: Any = None
-        for mode in (PieceMode.UNCOMPILED, PieceMode.COMPILED):
+        before: dict[int, dict[str, Any]] = {}
+        for mode in PieceMode:
             values = Values(step.split)
-            with step.restored():
-                result = copied(step.run(mode, after=values.note))
-            if self._differs(step, mode, before, (values.after, result)):
-                return step.run(PieceMode.REPLAYED)
-            before = values.after, result
-        values = Values(step.split)
-        output = step.run(PieceMode.REPLAYED, after=values.note)
-        self._differs(step, PieceMode.REPLAYED, before, (values.after, copied(output)))
-        return output
-
-    def _differs(self, step: Step, mode: PieceMode, before: Any, now: Any) -> bool:
-        """Note where a mode differs from the one before, with the op that makes the value."""
-        difference = None if before is None else self._first(step, mode, before, now)
-        if difference is not None:
-            self.differences.append((step.graph, difference))
-        return difference is not None
-
-    def _first(self, step: Step, mode: PieceMode, before: Any, now: Any) -> Difference | None:
-        for piece in step.split.pieces:
-            values = now[0].get(piece.index, {})
-            known = {n: v for n, v in before[0].get(piece.index, {}).items() if n in values}
-            difference = self._tolerance.first(piece.name, known, values)
+            with nullcontext() if mode is PieceMode.REPLAYED else step.restored():
+                result = step.run(mode, after=values.note)
+                values.after[len(step.split.pieces)] = copied(result)
+            difference = self._first(step, mode, before, values.after) if before else None
             if difference is not None:
-                place = _origin(piece, difference.value)
+                self.differences.append((step.graph, difference))
+                break
+            before = values.after
+        return result if mode is PieceMode.REPLAYED else step.run(PieceMode.REPLAYED)
+
+    def _first(
+        self,
+        step: Step,
+        mode: PieceMode,
+        before: Mapping[int, Mapping[str, Any]],
+        after: Mapping[int, Mapping[str, Any]],
+    ) -> Difference | None:
+        """Return where a mode differs from the one before, with the op that makes the value."""
+        pieces = step.split.pieces
+        for index, values in after.items():
+            whole = index == len(pieces)
+            known = before[index].items()
+            expected = {name: value for name, value in known if whole or name in values}
+            name = "the result" if whole else pieces[index].name
+            difference = self._tolerance.first(name, expected, values)
+            if difference is not None:
+                place = Difference(piece=WHOLE)
+                place = place if whole else _origin(pieces[index], difference.value)
                 return located(STAGES[mode], difference, step.real, place)
-        difference = self._tolerance.first("the result", before[1], now[1])
-        place = Difference(piece=WHOLE)
-        return difference and located(STAGES[mode], difference, step.real, place)
+        return None
 
 
 # ---------------------------------------------------------------- nodes of a piece

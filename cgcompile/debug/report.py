@@ -132,7 +132,7 @@ def report(
     recorders = recorders_of(target, "debug.report")
     chosen = sizes_given("sizes", "report", sizes)
     config = _config_of(target, recorders)
-    graphs = []
+    graphs: list[GraphReport] = []
     for graph in [recorder for recorder in recorders if isinstance(recorder, CompiledGraph)]:
         parts = SplitReporter(graph.split, config, chosen, capture_dim).parts()
         device = str(graph.split.device)
@@ -177,9 +177,16 @@ def _steps(recorders: Sequence[CompiledGraph | CUDAGraphWrapper]) -> Iterator[St
         for sequence in sequences:
             record = recorder.timeline.record_of(sequence)
             if record is not None:
-                counts = sequence.num_graphs, sequence.num_eager_breaks
-                cost = record.seconds, record.nbytes, sequence.stats.replays
-                yield StepReport(owner, sequence.batch, record.mode.name, *counts, *cost)
+                yield StepReport(
+                    owner=owner,
+                    batch=sequence.batch,
+                    mode=record.mode.name,
+                    graphs=sequence.num_graphs,
+                    breaks=sequence.num_eager_breaks,
+                    seconds=record.seconds,
+                    nbytes=record.nbytes,
+                    replays=sequence.stats.replays,
+                )
 
 
 def _memory(target: Any, recorders: Sequence[Any]) -> dict[str, int]:
