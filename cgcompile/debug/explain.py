@@ -335,9 +335,10 @@ class SplitReporter:
         sizes = map(self._symbols.storage, memory)
         return self._bytes(sum(dict(sizes).values(), sympy.Integer(0)))
 
-    def parts(self) -> tuple[tuple[PieceReport, ...], tuple[SymbolReport, ...], Totals]:
-        """Return all pieces in order, the sizes that vary in that of the inputs, and sums."""
-        return tuple(map(self._piece, self._split.pieces)), tuple(self._dims()), self._totals()
+    def parts(self) -> dict[str, Any]:
+        """Return the fields ``pieces``, ``symbols`` and ``totals`` of a report."""
+        pieces = tuple(map(self._piece, self._split.pieces))
+        return {"pieces": pieces, "symbols": tuple(self._dims()), "totals": self._totals()}
 
     def _piece(self, piece: Piece) -> PieceReport:
         inputs = [self._split.values[name] for name in piece.inputs]
@@ -535,8 +536,7 @@ def explain(
         return result
     _check_dim(split, capture_dim)
     parts = SplitReporter(split, chosen, numbers, capture_dim).parts()
-    split_fields: dict[str, Any] = dict(zip(("pieces", "symbols", "totals"), parts, strict=True))
-    return replace(result, device=str(split.device), traced=True, split=split, **split_fields)
+    return replace(result, device=str(split.device), traced=True, split=split, **parts)
 
 
 _FIX = (

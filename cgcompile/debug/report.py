@@ -135,8 +135,8 @@ def report(
     graphs: list[GraphReport] = []
     for graph in [recorder for recorder in recorders if isinstance(recorder, CompiledGraph)]:
         parts = SplitReporter(graph.split, config, chosen, capture_dim).parts()
-        device = str(graph.split.device)
-        graphs.append(GraphReport(len(graphs), device, *parts, graph.compilation))
+        device, compilation = str(graph.split.device), graph.compilation
+        graphs.append(GraphReport(len(graphs), device, compilation=compilation, **parts))
     served = coverage(target)
     model = target.model if isinstance(target, CudaGraphManager) else target
     result = Overview(
