@@ -173,7 +173,7 @@ def test_regional_compilation_compiles_one_layer_once() -> None:
     pieces = len(seen)
     assert pieces == len([p for p in backend.graphs[0].split.pieces if p.capture])
     assert_counts(backend, 8, 16, {WARMING: 8})
-    assert len(backend.graphs[0].bindings) == 4
+    assert len(backend.graphs[0].weight_sets) == 4
 
 
 def test_recompiles_of_torch_compile_are_counted_and_those_of_compile_refused() -> None:

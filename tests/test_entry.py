@@ -587,7 +587,7 @@ def test_two_models_of_one_class_keep_their_weights_apart(device: str, name: str
             assert_steps(one, model, device, steps=1)
     assert_counts(backend, 2, 4, {WARMING: 2})
     (graph,) = backend.graphs
-    assert len(graph.bindings) == 2
+    assert len(graph.weight_sets) == 2
 
 
 class ReturnsItsBias(nn.Module):
@@ -608,10 +608,10 @@ def test_a_dead_model_takes_its_graphs_along(device: str, kind: Any) -> None:
     assert_steps(other, second, device)
     assert_steps(one, first, device)
     (graph,) = backend.graphs
-    assert len(graph.bindings) == 2
+    assert len(graph.weight_sets) == 2
     del other, second
     gc.collect()
-    assert len(graph.bindings) == 1
+    assert len(graph.weight_sets) == 1
     third = other_weights(made(kind, device))
     assert_steps(torch.compile(third, backend=backend), third, device)
     assert_steps(one, first, device)
@@ -634,11 +634,11 @@ def test_replaced_weights_are_another_binding(device: str) -> None:
     model, compiled, backend = compiled_case("sdpa", device)
     start(compiled, model, device)
     assert_steps(compiled, model, device)
-    (before,) = backend.graphs[0].bindings
+    (before,) = backend.graphs[0].weight_sets
     fresh = other_weights(build(CASES["sdpa"], device)).state_dict()
     model.load_state_dict(fresh, assign=True)
     assert_steps(compiled, model, device)
-    assert backend.graphs[0].bindings[-1] is not before
+    assert backend.graphs[0].weight_sets[-1] is not before
     assert_counts(backend, 2, 3, {WARMING: 2})
 
 
@@ -654,7 +654,7 @@ def test_layers_compiled_one_by_one(device: str) -> None:
         assert_same(found, x)
     assert_counts(backend, 3, 9, {WARMING: 3})
     (graph,) = backend.graphs
-    assert len(graph.bindings) == 3
+    assert len(graph.weight_sets) == 3
 
 
 def test_a_static_and_then_a_dynamic_compilation(device: str) -> None:

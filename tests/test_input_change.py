@@ -258,7 +258,7 @@ def test_a_recapture_that_fails_spares_what_was_captured(device: str, hook: Any)
     hook(lambda x: torch.softmax(x, -1))
     check(first, 2)
     assert_counts(backend, 1, 3, {WARMING: 2}, failures=1)
-    (graph,), (binding,) = backend.graphs, backend.graphs[0].bindings
+    (graph,), (binding,) = backend.graphs, backend.graphs[0].weight_sets
     (recording,) = graph.recordings
     entries = [each.concrete_cudagraph_entries for each in binding.wrappers.values()]
     kept = [each[BatchDescriptor(ROWS)].graph for each in entries if each]

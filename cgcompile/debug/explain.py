@@ -39,7 +39,7 @@ from cgcompile.runtime.dispatch import auto_mode
 from cgcompile.runtime.inputs import full_support, why_never
 from cgcompile.serving.plan import resolve_mode
 from cgcompile.settings import checked_but, sizes_given
-from cgcompile.tracing.preview import Look
+from cgcompile.tracing.preview import Preview
 from cgcompile.tracing.trace_cache import SHAPES, Rules
 
 
@@ -687,7 +687,7 @@ def explain(
     runnable, settings, dims, rules = _traced_as(model, config, dynamic_dims, dynamic_shapes)
     chosen = resolved(settings, "explain")
     call = _with_weights(runnable, args, kwargs)
-    split, breaks, notes = _split_of(Look(runnable, dims, rules), chosen, call)
+    split, breaks, notes = _split_of(Preview(runnable, dims, rules), chosen, call)
     reporter = None
     if split is not None:
         _check_dim(split, capture_dim)
@@ -709,7 +709,7 @@ def explain(
 
 
 def _split_of(
-    look: Look, config: CompilationConfig, call: tuple[tuple[Any, ...], dict[str, Any]]
+    preview: Preview, config: CompilationConfig, call: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> tuple[SplitGraph | None, tuple[GraphBreak, ...], tuple[str, ...]]:
     """Return (split, breaks, notes) of a call; no split where no one graph is made of it."""
     if config.splitting == "breakable":
@@ -720,7 +720,7 @@ def _split_of(
         splits.append(split_as_set(graph, config)[0])
 
     try:
-        look.at(*call, split_graph)
+        preview.trace(*call, split_graph)
     except compat.CannotTrace as error:
         return None, (_broken(error),), (_FIRST_NOTE,)
     if not splits:
@@ -741,7 +741,7 @@ def _traced_as(
         )
     inputs = Rules() if shapes is None else Rules(shapes=shapes)
     if isinstance(model, CompiledModel):
-        own_dims, own_rules = model.asked
+        own_dims, own_rules = model.trace_arguments
         inputs = own_rules if shapes is None else inputs
         model, config = model.unwrap(), model.backend if config is None else config
         dims = own_dims if dims is None else dims

@@ -61,7 +61,7 @@ class Engine:
             for _ in range(4):
                 self.step()
         self.graph = self.backend.graphs[-1]
-        assert self.graph.turn.replays >= 1
+        assert self.graph.fast_paths.replays >= 1
 
     def context_of(self, mode: CUDAGraphMode, rows: int = ROWS) -> Any:
         descriptor = BatchDescriptor(rows)
@@ -76,9 +76,9 @@ class Engine:
     def short(self, run: Callable[[], torch.Tensor]) -> bool:
         """Whether a step went the shortest way; what it returns is what eager returns."""
         self.x.copy_(torch.randn_like(self.x))
-        before = self.graph.turn.replays
+        before = self.graph.fast_paths.replays
         assert_same([run()], [self.model(self.x)])
-        return self.graph.turn.replays > before
+        return self.graph.fast_paths.replays > before
 
 
 def context(mode: Any = FULL, rows: int = 3) -> Any:

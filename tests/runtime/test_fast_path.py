@@ -61,7 +61,7 @@ def without_graphs(engine: Engine) -> None:
         nothing if kind == "GraphSegment" else step
         for kind, step in zip(kinds, sequence.steps, strict=True)
     )
-    engine.graph.turn.forget()  # what holds the graph's own replay
+    engine.graph.fast_paths.forget()  # what holds the graph's own replay
     for _ in range(2):
         engine.step()
 
@@ -71,7 +71,7 @@ def test_a_full_step_takes_as_many_calls_as_there_are_questions(layers: int) -> 
     engine = Engine(layers)
     without_graphs(engine)
     python, native = calls_of(engine.step)
-    assert engine.graph.turn.replays >= 2
+    assert engine.graph.fast_paths.replays >= 2
     assert python.total() <= 8, python  # of them one of this test, two of the host device
     assert native.total() <= 18, native
     assert python["replay"] == python["fits"] == python["forward"] == 0, python
@@ -85,10 +85,10 @@ def test_another_step_takes_few_calls_more() -> None:
     for _ in range(4):
         for x, context in zip(views, contexts, strict=True):
             engine.step(x, context)
-    before = engine.graph.turn.replays
+    before = engine.graph.fast_paths.replays
     same, _ = calls_of(lambda: engine.step(views[1], contexts[1]))
     python, _ = calls_of(lambda: engine.step(views[0], contexts[0]))
-    assert engine.graph.turn.replays == before + 2
+    assert engine.graph.fast_paths.replays == before + 2
     assert python - same == {"step": 1, "switched": 1, "__hash__": 1}
     engine.step(views[1], contexts[1])
     again, _ = calls_of(lambda: engine.step(views[1], contexts[1]))
@@ -140,9 +140,9 @@ def test_gradients_and_autocast() -> None:
         engine.x.requires_grad_(False)
     assert engine.short(engine.step)
     with torch.autocast("cpu", torch.bfloat16):
-        before = engine.graph.turn.replays
+        before = engine.graph.fast_paths.replays
         engine.compiled(engine.x)
-        assert engine.graph.turn.replays == before
+        assert engine.graph.fast_paths.replays == before
 
 
 def test_inside_of_a_capture() -> None:
@@ -153,9 +153,9 @@ def test_inside_of_a_capture() -> None:
     pool = device.new_pool(None)
     outer.begin(pool)
     try:
-        before = engine.graph.turn.replays
+        before = engine.graph.fast_paths.replays
         results.append(engine.step())
-        assert engine.graph.turn.replays == before
+        assert engine.graph.fast_paths.replays == before
     finally:
         outer.end()
 
@@ -178,15 +178,6 @@ def test_released_graphs() -> None:
 def test_graphs_that_somebody_else_dropped() -> None:
     engine = Engine()
     engine.graph.pool.release()
-    assert not engine.short(engine.step)
-
-
-def test_weights_that_died() -> None:
-    engine = Engine()
-    (binding,) = engine.graph.bindings
-    binding.let_go()
-    assert engine.graph.turn.again is None
-    assert engine.graph.turn.short is None
     assert not engine.short(engine.step)
 
 
@@ -233,7 +224,7 @@ def test_a_step_within_a_step() -> None:
             engine.step()
     finally:
         Hook.function = plain
-    assert engine.graph.turn.owner == 0
+    assert engine.graph.fast_paths.owner == 0
     assert engine.short(engine.step)
 
 
@@ -246,7 +237,7 @@ def test_one_step_at_a_time() -> None:
             done.append(engine.step())
 
     thread = threading.Thread(target=other)
-    with engine.graph.turn.lock:
+    with engine.graph.fast_paths.lock:
         thread.start()
         thread.join(0.2)
         assert thread.is_alive()
@@ -257,7 +248,7 @@ def test_one_step_at_a_time() -> None:
 
 def test_a_context_that_another_thread_copied() -> None:
     engine = Engine()
-    before = engine.graph.turn.replays
+    before = engine.graph.fast_paths.replays
 
     def other() -> None:
         with torch.no_grad():
@@ -267,9 +258,9 @@ def test_a_context_that_another_thread_copied() -> None:
         thread = threading.Thread(target=contextvars.copy_context().run, args=(other,))
         thread.start()
         thread.join(10)
-        assert engine.graph.turn.replays == before
+        assert engine.graph.fast_paths.replays == before
         engine.compiled(engine.x)
-    assert engine.graph.turn.replays == before + 1
+    assert engine.graph.fast_paths.replays == before + 1
 
 
 def test_rows_that_are_padding() -> None:

@@ -23,15 +23,11 @@ def no_grad():
 
 def way(engine: Engine) -> Any:
     """The shortest way of the last step."""
-    return engine.graph.turn.short
+    return engine.graph.fast_paths.call
 
 
 def text_of(engine: Engine) -> str:
-    traces = engine.compiled._traces
-    shortcut = traces.made[0].fast_path
-    again = shortcut.turn.again
-    args = (traces._bound, engine.x)
-    return shortcut._text_of(again, args, {}, traces._bound, traces._hooks)[0]
+    return str(engine.graph.fast_paths.call.__doc__)
 
 
 class TestText(TestCase):
@@ -51,10 +47,10 @@ def step(args, kwargs):
     loop = running_loop()
     if task is not (None if loop is None else current_task(loop)):
         return another
-    asked = context.batch_descriptor
-    if context.cudagraph_runtime_mode is not mode or asked is not descriptor and asked != descriptor:
-        return turn.switched(context, args, kwargs)
-    if turn.owner == thread or grad_is_on() or capturing() or forward_ad._current_level >= 0:
+    wanted = context.batch_descriptor
+    if context.cudagraph_runtime_mode is not mode or wanted is not descriptor and wanted != descriptor:
+        return paths.switched(context, args, kwargs)
+    if paths.owner == thread or grad_is_on() or capturing() or forward_ad._current_level >= 0:
         return another
     if hooks_0 or hooks_1:
         return another
@@ -69,9 +65,9 @@ def step(args, kwargs):
         if not alike(v2, out_0) or v2.data_ptr() != at_1 or out_0.data_ptr() != at_out_0:
             return another
     with lock:
-        if turn.epoch is not epoch or pool.generation != generation:
+        if paths.epoch is not epoch or pool.generation != generation:
             return another
-        turn.owner = thread
+        paths.owner = thread
         try:
             if context.inputs_ready is not None:
                 wait(context.inputs_ready, device)
@@ -89,8 +85,8 @@ def step(args, kwargs):
             failed()
             raise
         finally:
-            turn.owner = 0
-        turn.replays += 1
+            paths.owner = 0
+        paths.replays += 1
         return out_0
 """,
         )
@@ -109,20 +105,20 @@ def step(args, kwargs):
     if not alike(v2) or v2.data_ptr() != at_1:
         return another
     with lock:
-        if turn.epoch is not epoch or pool.generation != generation:
+        if paths.epoch is not epoch or pool.generation != generation:
             return another
-        turn.owner = thread
+        paths.owner = thread
         try:
             if context.inputs_ready is not None:
                 wait(context.inputs_ready, device)
-            made = replay((n_0, v2,), context.num_unpadded_tokens)
+            outputs = replay((n_0, v2,), context.num_unpadded_tokens)
         except BaseException:
             failed()
             raise
         finally:
-            turn.owner = 0
-        turn.replays += 1
-        return made[0]
+            paths.owner = 0
+        paths.replays += 1
+        return outputs[0]
 """,
         )
 
@@ -135,16 +131,16 @@ def test_sizes_in_turn() -> None:
     for _ in range(4):
         for n in sizes:
             engine.step(engine.x[:n], contexts[n])
-    turn = engine.graph.turn
-    assert len(turn.shorts) == 3
+    fast_paths = engine.graph.fast_paths
+    assert len(fast_paths.calls) == 3
     ways = set()
     for n in [*sizes, *sizes[::-1]]:
         engine.x.copy_(torch.randn_like(engine.x))
-        before = turn.replays
+        before = fast_paths.replays
         assert_same([engine.step(engine.x[:n], contexts[n])], [engine.model(engine.x[:n])])
-        assert turn.replays == before + 1
-        assert turn.short in turn.shorts.values()
-        ways.add(turn.short)
+        assert fast_paths.replays == before + 1
+        assert fast_paths.call in fast_paths.calls.values()
+        ways.add(fast_paths.call)
     assert len(ways) == 3
 
 
@@ -183,7 +179,7 @@ def test_what_it_leaves_to_the_longer_way() -> None:
         with around(), engine.context:
             assert made((x,), {}) is ANOTHER
     assert made((x,), {}) is ANOTHER, "no context"
-    engine.graph.turn.forget()
+    engine.graph.fast_paths.forget()
     with engine.context:
         assert made((x,), {}) is ANOTHER
 
@@ -214,7 +210,7 @@ def test_what_was_invalidated_is_forgotten() -> None:
     assert way(engine) is None
     for _ in range(5):
         assert_same([engine.step()], [engine.model(engine.x)])
-    assert engine.compiled._traces.turn.short is not None
+    assert engine.compiled._traces.fast_paths.call is not None
 
 
 def test_a_failing_step_is_counted_once() -> None:
@@ -238,12 +234,12 @@ def test_a_failing_step_is_counted_once() -> None:
 def test_tasks() -> None:
     """A task has the context that it sets, not that of who began it."""
     engine = Engine()
-    turn = engine.graph.turn
+    fast_paths = engine.graph.fast_paths
 
     async def inner() -> int:
-        before = turn.replays
+        before = fast_paths.replays
         engine.compiled(engine.x)
-        return turn.replays - before
+        return fast_paths.replays - before
 
     async def outer() -> tuple[int, int]:
         with engine.context:
@@ -299,10 +295,10 @@ def test_containers_arguments_and_constants(given: dict[str, int]) -> None:
         assert found["more"][1][1] is None
         assert found["y"] is wanted["y"]
     (graph,) = compiled.backend.graphs
-    assert graph.turn.short is not None
-    assert graph.turn.replays >= 2
+    assert graph.fast_paths.call is not None
+    assert graph.fast_paths.replays >= 2
     with context:
-        assert graph.turn.short((x,), {"scale": 3, **more}) is ANOTHER
+        assert graph.fast_paths.call((x,), {"scale": 3, **more}) is ANOTHER
 
 
 class Writes(nn.Module):
@@ -334,4 +330,4 @@ def test_python_that_does_more() -> None:
             found = compiled(x)
         assert torch.equal(found, model.inner(x) + 1)
         assert torch.equal(model.last, model.inner(x))
-    assert all(each.fast_path is None for each in compiled.traces)
+    assert all(each.fast_paths is None for each in compiled.traces)

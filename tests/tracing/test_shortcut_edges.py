@@ -30,7 +30,7 @@ def test_an_empty_tuple() -> None:
     for _ in range(5):
         with context():
             assert runs(x)[1:] == ((), [()])
-    assert runs.backend.graphs[0].turn.replays == 2
+    assert runs.backend.graphs[0].fast_paths.replays == 2
 
 
 class Attends(Linear):
@@ -53,7 +53,7 @@ def test_keywords_in_another_order() -> None:
             made, same = runs(x, b=b, a=a)
         assert torch.allclose(made, model(x, a, b)[0])
         assert same is a
-    assert runs.backend.graphs[0].turn.short is not None
+    assert runs.backend.graphs[0].fast_paths.call is not None
 
 
 class NoInputs(Linear):
@@ -71,7 +71,7 @@ def test_a_graph_without_inputs() -> None:
         with context(PIECEWISE):
             made = runs(2)
         assert torch.allclose(made, model(2))
-    assert runs.backend.graphs[0].turn.replays == 2
+    assert runs.backend.graphs[0].fast_paths.replays == 2
 
 
 class Twice(Linear):
@@ -147,7 +147,7 @@ def test_it_is_there_again_after_many_releases() -> None:
         engine.backend.release()
         for _ in range(3):
             engine.step()
-    assert engine.graph.turn.short is not None
+    assert engine.graph.fast_paths.call is not None
 
 
 def test_steps_in_turn_are_not_made_anew() -> None:
@@ -161,7 +161,7 @@ def test_steps_in_turn_are_not_made_anew() -> None:
         for rows in (4, 3):
             with context(FULL, rows):
                 assert torch.equal(runs(x[:rows]), model(x[:rows]))
-            known.append(runs.backend.graphs[0].turn.again)
+            known.append(runs.backend.graphs[0].fast_paths.graph)
     assert known[-1] is known[-3] is not known[-2]
 
 
@@ -197,34 +197,34 @@ def test_two_traces_in_turn_keep_their_ways() -> None:
 
     for _ in range(5):
         round_of_calls()
-    turns = [graph.turn for graph in runs.backend.graphs]
-    assert len(turns) == 2
-    ways = [dict(turn.shorts) for turn in turns]
-    assert all(ways)
-    before = [turn.replays for turn in turns]
+    both = [graph.fast_paths for graph in runs.backend.graphs]
+    assert len(both) == 2
+    known = [dict(fast_paths.calls) for fast_paths in both]
+    assert all(known)
+    before = [fast_paths.replays for fast_paths in both]
     for _ in range(20):
         round_of_calls()
-    assert [turn.shorts for turn in turns] == ways
-    assert [turn.replays for turn in turns] == [count + 20 for count in before]
+    assert [fast_paths.calls for fast_paths in both] == known
+    assert [fast_paths.replays for fast_paths in both] == [count + 20 for count in before]
 
 
 def test_graphs_that_were_cleared_while_a_call_waited_are_not_replayed() -> None:
     engine = Engine()
-    turn, pool = engine.graph.turn, engine.graph.pool
-    assert turn.short is not None
-    before, found = turn.replays, []
+    fast_paths, pool = engine.graph.fast_paths, engine.graph.pool
+    assert fast_paths.call is not None
+    before, found = fast_paths.replays, []
 
     def call() -> None:
         with torch.no_grad():
             found.append(engine.step().clone())
 
-    with turn.lock:  # as if another step ran
+    with fast_paths.lock:  # as if another step ran
         thread = threading.Thread(target=call)
         thread.start()
         time.sleep(0.3)  # it waits for its turn
         pool.generation += 1  # as clear_graphs() of a wrapper
     thread.join(20)
-    assert turn.replays == before
+    assert fast_paths.replays == before
     assert_same([*found], [engine.model(engine.x)])
 
 
@@ -243,16 +243,16 @@ def test_what_follows_from_addresses_and_sizes_is_not_asked_again(apart: bool) -
     for _ in range(5):
         with context():
             runs(x, y)
-    turn = runs.backend.graphs[0].turn
-    asked = turn.short.__code__.co_names
+    fast_paths = runs.backend.graphs[0].fast_paths
+    asked = fast_paths.call.__code__.co_names
     assert "shape" not in asked
     assert ("id" in asked) != apart
-    assert turn.replays == 2
+    assert fast_paths.replays == 2
     for other in [x, y, x, y, y]:
         x.copy_(torch.randn(3, 4))
         with context():
             assert_same([runs(x, other)], [model(x, other)])
-    assert turn.replays > 2, "the step is still remembered"
+    assert fast_paths.replays > 2, "the step is still remembered"
     with context(), pytest.raises(HostValueChangedError, match=r"y.size\(\)\[0\]' is 2, was 3"):
         runs(x, y[:2])
     if apart:
@@ -273,7 +273,7 @@ def test_a_frozen_tensor_where_an_argument_lies(apart: bool) -> None:
     for _ in range(5):
         with context():
             runs(x)
-    assert ("id" in runs.backend.graphs[0].turn.short.__code__.co_names) != apart
+    assert ("id" in runs.backend.graphs[0].fast_paths.call.__code__.co_names) != apart
     for given in [x, model.kept, x, x, model.kept]:
         given.copy_(torch.randn(3, 4))
         with context():
@@ -302,8 +302,8 @@ def test_inputs_and_buffers_in_the_result(mode: Any) -> None:
         assert made[2] is kept is model.kept
         assert made[3] is not same
     (graph,) = runs.backend.graphs
-    assert graph.turn.short is not None
-    assert graph.turn.replays == 3
+    assert graph.fast_paths.call is not None
+    assert graph.fast_paths.replays == 3
 
 
 class GivesBuffer(Linear):
@@ -322,5 +322,5 @@ def test_a_buffer_in_a_result_that_is_the_same_at_each_step() -> None:
         assert torch.equal(same, before * 2)
         assert torch.allclose(made, model.inner(x) + before)
     (graph,) = runs.backend.graphs
-    assert graph.turn.short is not None
-    assert graph.turn.replays == 3
+    assert graph.fast_paths.call is not None
+    assert graph.fast_paths.replays == 3
