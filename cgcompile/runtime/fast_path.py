@@ -331,7 +331,7 @@ def _around(
 ) -> tuple[tuple[Any, ...], Any]:
     """Return the inputs of the graph in a call, and the result with marks for its outputs."""
     calls: list[tuple[Any, ...]] = []
-    marks = tuple([_Output(index) for index in range(graph.recording.returned.count)])
+    marks = tuple([_Output(item) for item in range(graph.recording.returned.count)])
 
     def marked(*inputs: Any) -> tuple[_Output, ...]:
         calls.append(inputs)
@@ -349,7 +349,7 @@ class _NoFastPath(Exception):
 class _Output(NamedTuple):
     """An output of the graph, in the result of a call."""
 
-    index: int
+    item: int
 
 
 class _CallLines:
@@ -469,7 +469,7 @@ class _CallLines:
         """Return the result of a call as an expression over the outputs of the graph."""
         kind = type(value)
         if kind is _Output:
-            return self._output(value.index)
+            return self._output(value.item)
         if kind is list or kind is dict:
             if id(value) in self._containers:
                 raise _NoFastPath  # one object twice in the result
@@ -484,15 +484,15 @@ class _CallLines:
             return repr(value)
         return self._variable(value)
 
-    def _output(self, index: int) -> str:
+    def _output(self, item: int) -> str:
         returned = self._recording.returned
         if self.one_graph is None:
             if not returned.is_flat:
                 raise _NoFastPath
-            return f"outputs[{index}]"
-        if index in returned.lent_items:
-            return f"out_{returned.lent_items.index(index)}"
-        return self._bound(f"constant_{index}", returned.constants[index])
+            return f"outputs[{item}]"
+        if item in returned.lent_items:
+            return f"out_{returned.lent_items.index(item)}"
+        return self._bound(f"constant_{item}", returned.constants[item])
 
 
 def _tuple(items: Sequence[str]) -> str:

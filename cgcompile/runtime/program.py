@@ -77,8 +77,8 @@ def _eager_call(
     names = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
     args = tuple(Name(names[arg]) if isinstance(arg, fx.Node) else arg for arg in node.args)
     overloads = compat.op_overloads(node.target)  # a packet looks its overload up at every call
-    function = own.get(node) or (overloads[0] if len(overloads) == 1 else node.target)
-    return EagerCall(function, args, _one if piece.outputs else _nothing)
+    target: Any = overloads[0] if len(overloads) == 1 else node.target
+    return EagerCall(own.get(node, target), args, _one if piece.outputs else _nothing)
 
 
 def _with_functions(
@@ -180,11 +180,11 @@ class TracedOutputs:
             traced = self._split.values[name].meta
             if not isinstance(output, torch.Tensor) or not isinstance(traced, torch.Tensor):
                 continue
-            sizes = [self._split.symbols.number(size).subs(symbols) for size in traced.shape]
-            expected = [int(n) if n.is_number else None for n in sizes]  # None: depends on data
+            numbers = [self._split.symbols.number(size).subs(symbols) for size in traced.shape]
+            expected = [int(n) if n.is_number else None for n in numbers]  # None: depends on data
             same = output.dtype is traced.dtype and len(expected) == output.dim()
-            pairs = zip(expected, output.shape, strict=False)
-            if not same or any(size not in (None, now) for size, now in pairs):
+            sizes = zip(expected, output.shape, strict=False)
+            if not same or any(size not in (None, now) for size, now in sizes):
                 shape = ["?" if size is None else size for size in expected]
                 raise PieceCompileError.unlike_traced(
                     piece=piece.name,
