@@ -76,35 +76,17 @@ def test_each_size_is_warmed_captured_and_replayed_in_turn(device: str, name: st
 
 
 @pytest.mark.parametrize("name", ["sdpa", "op_packet"])
-def test_tensors_of_the_caller_are_not_written_by_later_steps(device: str, name: str) -> None:
-    _, compiled, backend = compiled_case(name, device)
-    given = [marked(batch(device))] + [batch(device) for _ in range(4)]
-    kept = [each.clone() for each in given]
-    for x in given:
-        compiled(x)
-    assert_same(given, kept)
-    assert_counts(backend, 1, 3, {WARMING: 1})
-
-
-@pytest.mark.parametrize("name", ["sdpa", "op_packet"])
-def test_a_result_survives_later_steps_and_release(device: str, name: str) -> None:
+def test_inputs_and_results_are_the_callers(device: str, name: str) -> None:
     model, compiled, backend = compiled_case(name, device)
-    given = [marked(batch(device))] + [batch(device) for _ in range(4)]
-    found = [compiled(x) for x in given]
+    inputs = [marked(batch(device))] + [batch(device) for _ in range(4)]
+    kept = [x.clone() for x in inputs]
+    results = [compiled(x) for x in inputs]
+    assert_same(inputs, kept)
     assert_steps(compiled, model, device, size=3)
     backend.graphs[0].release()
-    assert_same(found, [model(x) for x in given])
-    assert len({each.data_ptr() for each in found}) == len(found)
+    assert_same(results, [model(x) for x in inputs])
+    assert len({result.data_ptr() for result in results}) == len(results)
     assert_counts(backend, 2, 4, {WARMING: 2})
-
-
-@pytest.mark.parametrize(("name", "mode"), [("sdpa", FULL), ("op_packet", PIECEWISE)])
-def test_one_graph_where_attention_allows_it_else_pieces(device: str, name: str, mode: Any) -> None:
-    model, compiled, backend = compiled_case(name, device)
-    start(compiled, model, device)
-    assert_steps(compiled, model, device)
-    assert modes(backend) == [mode]
-    assert_counts(backend, 1, 2, {WARMING: 1})
 
 
 @pytest.mark.parametrize("warmups", [0, 2])
@@ -243,12 +225,14 @@ def test_released_graphs_are_warmed_captured_and_replayed_again(device: str) -> 
 @pytest.mark.parametrize(
     ("name", "setting", "mode"),
     [
+        ("sdpa", "FULL_AND_PIECEWISE", FULL),  # one graph where attention allows it
+        ("op_packet", "FULL_AND_PIECEWISE", PIECEWISE),
         ("sdpa", "FULL", FULL),
         ("sdpa", "PIECEWISE", PIECEWISE),
         ("op_packet", "PIECEWISE", PIECEWISE),
     ],
 )
-def test_the_settings_say_which_graphs(device: str, name: str, setting: str, mode: Any) -> None:
+def test_modes_of_graphs(device: str, name: str, setting: str, mode: Any) -> None:
     model, compiled, backend = compiled_case(name, device, cudagraph_mode=setting)
     start(compiled, model, device)
     assert_steps(compiled, model, device)
