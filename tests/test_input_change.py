@@ -236,6 +236,14 @@ def test_recapture_is_bounded(device: str, mode: Any) -> None:
     assert_counts(backend, 2, 4, {WARMING: 2, Reason.TOO_MANY_SHAPES: 4})
 
 
+def test_recapture_of_addresses_that_never_repeat(device: str) -> None:
+    runs, backend = compiled_nested(device, PIECEWISE, on_input_change="recapture")
+    inputs = [Given.on(device) for _ in range(12)]  # held, so that all addresses differ
+    for given in inputs:
+        runs.check(given)
+    assert_counts(backend, 0, 0, {WARMING: 12})
+
+
 def test_a_recapture_that_fails_spares_what_was_captured(device: str, hook: Any) -> None:
     settings = {**HOOKED, "on_input_change": "recapture"}
     model, compiled, backend = compiled_model(Hooked, device, **settings)
