@@ -181,11 +181,11 @@ if paths.owner == thread or grad_is_on() or capturing() or {forward}:
 
 # Checks the inputs of a graph; ``check`` raises, unless a number is equal after all.
 _INPUTS = """\
-for place, address in addresses:
-    if inputs[place].data_ptr() != address:
+for position, address in addresses:
+    if inputs[position].data_ptr() != address:
         check(inputs)
-for place, number in numbers:
-    now = inputs[place]
+for position, number in numbers:
+    now = inputs[position]
     if now is not number and not same_value(now, number):
         check(inputs)
 """
