@@ -39,7 +39,7 @@ from cgcompile.runtime.inputs import full_support, why_never
 from cgcompile.serving.plan import resolve_mode
 from cgcompile.serving.statistics import text_table
 from cgcompile.settings import checked_but, sizes_given
-from cgcompile.tracing.preview import Look
+from cgcompile.tracing.preview import Preview
 from cgcompile.tracing.trace_cache import SHAPES, Rules
 
 VERSION = 2  # of the schema of Explanation.to_dict()
@@ -523,7 +523,7 @@ def explain(
     runnable, settings, dims, rules = _traced_as(model, config, dynamic_dims, dynamic_shapes)
     chosen = resolved(settings, "explain")
     call = _with_weights(runnable, args, kwargs)
-    split, breaks, notes = _split_of(Look(runnable, dims, rules), chosen, call)
+    split, breaks, notes = _split_of(Preview(runnable, dims, rules), chosen, call)
     result = Explanation(
         version=VERSION,
         model=name_of(runnable),
@@ -554,13 +554,13 @@ _FIRST_NOTE = "what Dynamo says of the code behind the first break is not known 
 
 
 def _split_of(
-    look: Look, config: CompilationConfig, call: tuple[tuple[Any, ...], dict[str, Any]]
+    preview: Preview, config: CompilationConfig, call: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> tuple[SplitGraph | None, tuple[GraphBreak, ...], tuple[str, ...]]:
     """Return (split, breaks, notes) of a call; no split where it does not become one graph."""
     if config.splitting == "breakable":
         return None, (), _untraced(config)
     try:
-        split = look.at(*call, lambda graph, inputs: split_as_set(graph, config)[0])
+        split = preview.trace(*call, lambda graph, inputs: split_as_set(graph, config)[0])
     except compat.CannotTrace as error:
         line = None if error.line is None else SourceLine(*error.line)
         fix = _RAISES_FIX if error.model_raises else _FIX
@@ -582,7 +582,7 @@ def _traced_as(
     rules = Rules() if shapes is None else Rules(shapes=shapes)
     original = compat.original_of(model)
     if isinstance(model, CompiledModel):
-        own_dims, own_rules = model.asked
+        own_dims, own_rules = model.trace_arguments
         rules = own_rules if shapes is None else rules
         dims = own_dims if dims is None else dims
         config = model.backend if config is None else config
