@@ -17,7 +17,7 @@ import torch
 from cgcompile.debug.output import Result, plain
 from cgcompile.debug.subject import recorders_of, sequences_of
 from cgcompile.errors import CaptureError, ConfigError
-from cgcompile.graphs.profiling import Observed, observing
+from cgcompile.graphs.profiling import observing
 from cgcompile.graphs.sequence import EagerSegment, GraphSequence
 from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.settings import checked
@@ -80,8 +80,8 @@ class Profile(Result):
     # -------------------------------------------------------------- measuring
 
     @contextmanager
-    def around(self, sequence: Observed, index: int | None) -> Iterator[None]:
-        """See :class:`cgcompile.graphs.profiling.Observer`."""
+    def around(self, sequence: Any, index: int | None) -> Iterator[None]:
+        """See :data:`cgcompile.graphs.profiling.Observer`."""
         assert isinstance(sequence, GraphSequence)
         times = self._known.get(sequence) or self._begun(sequence)
         if times is None:
@@ -231,7 +231,7 @@ def profile(
 @contextmanager
 def _measured(result: Profile) -> Iterator[Profile]:
     try:
-        with observing(result):
+        with observing(result.around):
             yield result
     finally:
         result.finish()

@@ -82,7 +82,7 @@ def record(
         if outcome.recording is None:
             found.why = str(outcome.why)
         else:
-            found.done(recording.sequence)
+            found.sequence = recording.sequence
     return outcome
 
 

@@ -29,19 +29,13 @@ from cgcompile.context import set_forward_context
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import AddressChangedError, CaptureError, ManagerError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.capture import postponed_capture
+from cgcompile.graphs.capture import postponed_capture, why_not_here
 from cgcompile.graphs.capture_all import BulkCapture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import StaleResults, check_debug
-from cgcompile.graphs.wrapper import (
-    CUDAGraphEntry,
-    CUDAGraphWrapper,
-    Whole,
-    gradients_due,
-    why_not_here,
-)
+from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper, Whole, gradients_due
 from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.serving.batch import AllHooks, Batch, GraphHooks, Metadata
 from cgcompile.serving.buffers import OutputBuffers, Outputs, StaticInputs

@@ -58,7 +58,7 @@ class Texts(TestCase):
         # Reads: step, graph, graph, break, break, graph, graph, step.
         times = iter([0, 0, 1000, 1000, 4000, 4000, 5000, 5000] * 2)
         found = Profile(backend, clock=lambda: next(times))
-        with observing(found):
+        with observing(found.around):
             compiled(x)
             compiled(x)
         self.assertExpectedInline(

@@ -206,12 +206,11 @@ def test_somebody_who_observes() -> None:
 def test_ranges_are_seen() -> None:
     engine, seen = Engine(), []
 
-    class Ranges:
-        def around(self, sequence: Any, place: int | None) -> Any:
-            seen.append(place)
-            return torch.no_grad()
+    def around(sequence: Any, index: int | None) -> Any:
+        seen.append(index)
+        return torch.no_grad()
 
-    with observing(Ranges()):
+    with observing(around):
         assert engine.short(engine.step)
     assert seen == [None, 0]
 
