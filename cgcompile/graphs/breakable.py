@@ -92,7 +92,8 @@ class SegmentRecorder(Breaker):
         self.has_run = False  # whether a part of the step was executed
         self._boundaries, self._batch = boundaries, batch
         self._executes = state is not None
-        self._rebinding, self._storages = state or (None, None)
+        self._rebinding = None if state is None else state[0]
+        self._storages = None if state is None else state[1]
         self._below_autograd, self._debug, self._compiled = sees_composites, debug, compiled
         self._frame = pool.arena.frame()
         self._segments: list[Segment] = []

@@ -81,7 +81,7 @@ class GraphPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all that graphs of the pool need: its own, the arena's, and owners' buffers."""
-        buffers = sum(owner.input_bytes for owner in list(self._owners))
+        buffers: int = sum(owner.input_bytes for owner in list(self._owners))
         return self.held.held + self.arena.nbytes + buffers
 
     @property
