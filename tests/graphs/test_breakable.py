@@ -62,11 +62,10 @@ from cgcompile.graphs.breakable import (
     BreakableCUDAGraphWrapper,
     eager_break_during_capture,
 )
-from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.host import HostDevice
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
-from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Reason
 
 SOFT = ("cgbreak::soft",)
@@ -1279,17 +1278,6 @@ def broken_model(cut):
 PLAIN_MODEL = broken_model(soft)
 
 
-def test_wrapper_without_context_runs_plain(device, wrap) -> None:
-    cut, calls = counted(soft)
-    wrapper = wrap(broken_model(cut))
-    for _ in range(2):
-        x = rand(device=device)
-        assert same(wrapper(x), PLAIN_MODEL(x))
-    assert len(calls) == 4
-    assert not wrapper.concrete_cudagraph_entries
-    assert_counters(wrapper, plain={Reason.NO_CONTEXT: 2})
-
-
 @pytest.mark.parametrize(
     ("own", "asked", "reason"),
     [
@@ -1349,29 +1337,6 @@ def test_wrapper_refuses_modes_without_graphs(mode) -> None:
     with pytest.raises(DispatchError, match=r"BreakableCUDAGraphWrapper\(runtime_mode="):
         BreakableCUDAGraphWrapper(soft, runtime_mode=mode)
     assert "PIECEWISE or FULL" in repr(BreakableCUDAGraphWrapper(soft, runtime_mode=None))
-
-
-def test_wrapper_without_descriptor_is_an_error(device, wrap) -> None:
-    wrapper, x = wrap(soft, name="block"), rand(device=device)
-    context = set_forward_context(cudagraph_runtime_mode=PIECEWISE)
-    with context, pytest.raises(DispatchError, match="block"):
-        wrapper(x)
-    assert_counters(wrapper, failures=1)
-
-
-def test_wrapper_where_capture_is_forbidden(device, wrap) -> None:
-    cut, _ = counted(soft)
-    wrapper = wrap(broken_model(cut))
-    x, y = rand(device=device), rand(6, 8, device=device)
-    assert_calls(wrapper, PLAIN_MODEL, x)
-    with allow_capture(False):
-        assert_calls(wrapper, PLAIN_MODEL, y, tokens=6)
-        assert_calls(wrapper, PLAIN_MODEL, x)
-    assert_counters(wrapper, captures=1, replays=5, plain={Reason.CAPTURE_FORBIDDEN: 3})
-    strict = wrap(broken_model(cut), strict=True, name="block")
-    with allow_capture(False), step(4), pytest.raises(DispatchError, match="block"):
-        strict(x)
-    assert_counters(strict, failures=1)
 
 
 def test_wrapper_inside_of_a_capture_runs_plain(device, wrap, new_capture) -> None:
@@ -1445,53 +1410,6 @@ def test_break_of_a_capturing_call_sees_computed_data(device, wrap) -> None:
         assert same(seen, [x * 2, (x * 2).cos() + 1])
         assert same(found, ((x * 2).cos() + 1).cos())
     assert_counters(wrapper, captures=1, replays=2)
-
-
-def test_structure_of_outputs(device, wrap) -> None:
-    def model(x, cut):
-        y = cut(x * 2)
-        return y, {"sum": x.sum(0), "more": [y + 1, None, 7, "text"]}, x
-
-    cut, _ = counted(soft)
-    wrapper = wrap(lambda x: model(x, cut))
-    x = rand(device=device)
-    assert_calls(wrapper, lambda x: model(x, soft), x)
-    with step(4):
-        found = wrapper(x)
-    assert found[1]["more"][1:] == [None, 7, "text"]
-    assert found[2].data_ptr() == x.data_ptr()
-    assert_counters(wrapper, captures=1, replays=3)
-
-
-@pytest.mark.parametrize("weak", [True, False])
-def test_weak_and_strong_outputs(device, wrap, weak) -> None:
-    cut, _ = counted(soft)
-    wrapper = wrap(broken_model(cut), options=CUDAGraphOptions(weak_ref_output=weak))
-    assert_calls(wrapper, PLAIN_MODEL, rand(device=device))
-    assert_calls(wrapper, PLAIN_MODEL, rand(6, 8, device=device), tokens=6)
-    assert_counters(wrapper, captures=2, replays=4)
-
-
-def test_failing_capturing_call_keeps_nothing(device, wrap) -> None:
-    error, failing_now = Asked("on purpose"), [True]
-
-    def sometimes(y):
-        if failing_now:
-            raise error
-        return soft(y)
-
-    cut, calls = counted(sometimes)
-    wrapper, x = wrap(broken_model(cut)), rand(device=device)
-    for failures in (1, 2):
-        with step(4), pytest.raises(Asked) as caught:
-            wrapper(x)
-        assert caught.value is error
-        assert len(calls) == failures
-        assert not wrapper.concrete_cudagraph_entries
-        assert BreakableCUDAGraphCapture.current() is None
-    failing_now.clear()
-    assert_calls(wrapper, PLAIN_MODEL, x)
-    assert_counters(wrapper, captures=1, replays=2, failures=2)
 
 
 def test_error_of_a_break_at_replay_of_a_wrapper(device, wrap) -> None:
@@ -1667,38 +1585,6 @@ def test_wrapper_guards_its_inputs(device, wrap) -> None:
     assert_counters(wrapper, captures=1, replays=3, failures=4)
 
 
-def test_wrapper_gradients_run_plain(device, wrap) -> None:
-    cut, _ = counted(soft)
-    wrapper, x = wrap(broken_model(cut)), rand(device=device)
-    tracked = x.detach().requires_grad_()
-    with step(4):
-        assert wrapper(tracked).requires_grad
-    assert_counters(wrapper, plain={Reason.GRADIENTS: 1})
-    assert_calls(wrapper, PLAIN_MODEL, x)
-    assert_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 1})
-
-
-def test_cleared_graphs_are_captured_again(device, wrap) -> None:
-    cut, calls = counted(soft)
-    wrapper, x, moved = wrap(broken_model(cut)), *(rand(device=device) for _ in range(2))
-    assert_calls(wrapper, PLAIN_MODEL, x)
-    wrapper.clear_graphs()
-    assert not wrapper.concrete_cudagraph_entries
-    assert_calls(wrapper, PLAIN_MODEL, moved)
-    assert_counters(wrapper, captures=2, replays=4)
-    assert len(calls) == 12
-
-
-def test_wrapper_passes_attributes_on(wrap) -> None:
-    module = nn.Linear(8, 4)
-    wrapper = wrap(module, name="block")
-    assert wrapper.in_features == 8
-    assert wrapper.weight is module.weight
-    assert not hasattr(wrapper, "missing")
-    with pytest.raises(AttributeError, match=r"Linear .* 'missing'"):
-        _ = wrapper.missing
-
-
 def test_unwrap_through_both_kinds(wrap) -> None:
     module, config = nn.Linear(8, 4), CompilationConfig(capture_device="host")
     inner = wrap(module, PIECEWISE)
@@ -1706,21 +1592,6 @@ def test_unwrap_through_both_kinds(wrap) -> None:
     assert CUDAGraphWrapper(inner, config, FULL).unwrap() is module
     assert wrap(CUDAGraphWrapper(module, config, FULL)).unwrap() is module
     assert wrap(inner).unwrap() is module
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_copies_have_no_graphs_and_work(device, wrap, copied) -> None:
-    model = Stack(2, 8).eval().to(device)
-    wrapper, x = wrap(model, PIECEWISE, splitting_ops=ATTEND, name="block"), rand(device=device)
-    assert_calls(wrapper, model, x)
-    other = copied(wrapper)
-    assert type(other) is BreakableCUDAGraphWrapper
-    assert (other.runtime_mode, other.name) == (wrapper.runtime_mode, "block")
-    assert not other.concrete_cudagraph_entries
-    assert_calls(other, model, x)
-    assert_counters(other, captures=1, replays=2)
-    assert_calls(wrapper, model, x)
-    assert_counters(wrapper, captures=1, replays=5)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
@@ -1749,21 +1620,6 @@ def test_full_wrapper_outside_of_a_breakable_one(device, wrap) -> None:
     assert_counters(outer, captures=1, replays=5, plain={Reason.OTHER_MODE: 6})
     assert_counters(inner, captures=1, replays=5, plain={Reason.OTHER_MODE: 1})
     assert len(calls) == 2 * 6 + 2
-
-
-def test_wrappers_of_one_pool_do_not_disturb_each_other(device, wrap, pool) -> None:
-    cut, _ = counted(soft)
-    plains = [lambda x, f, k=k: f(x * k) + f(x.sin() - k) for k in (1, 2, 3)]
-    wrappers = [wrap(lambda x, p=plain: p(x, cut), pool=pool) for plain in plains]
-    x = rand(device=device)
-    for _ in range(4):
-        x.uniform_()
-        for wrapper, plain in zip(wrappers, plains, strict=True):
-            with step(4):
-                assert same(wrapper(x), plain(x, soft))
-    for wrapper in wrappers:
-        assert wrapper.pool is pool
-        assert_counters(wrapper, captures=1, replays=3)
 
 
 def test_other_thread_replays_in_its_own_context(device, wrap) -> None:
