@@ -111,16 +111,7 @@ class SegmentRecorder(Breaker):
     # -------------------------------------------------------------- begin and end
 
     def start(self, *, wait: bool = True, before: Callable[[], None] | None = None) -> None:
-        """Begin to record; on an exception nothing is left behind.
-
-        Args:
-            wait: wait a few seconds for the capture of another thread.
-            before: called right before the capture begins, when nothing can refuse it any more.
-
-        Raises:
-            CaptureBusyError: another capture runs, in this thread or another one.
-            CaptureError: the current stream is being captured by other code.
-        """
+        """Begin to record; see :func:`enter_capture`. On an exception nothing is left behind."""
         device, context = self.pool.device, current_forward_context()
         self.is_full = in_full_mode()
         self._descriptor = None if context is None else context.batch_descriptor
@@ -145,12 +136,7 @@ class SegmentRecorder(Breaker):
             self._stack = stack.pop_all()
 
     def finish(self) -> GraphSequence:
-        """End the recording.
-
-        Raises:
-            CaptureError: an exception of a break was swallowed; a thread took part that must not;
-                no declared splitting op ran.
-        """
+        """End the recording; refuse it if a break failed or no declared splitting op ran."""
         try:
             if self._failed is not None:
                 name, error = self._failed
@@ -283,15 +269,7 @@ class SegmentRecorder(Breaker):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """End the segment, run a function, and begin the next segment.
-
-        Returns:
-            Its result, with bridges in place of the tensors that it created.
-
-        Raises:
-            CaptureError: it runs inside of a transform of ``torch.func``, or of a backward pass.
-            BaseException: what the function raised, unchanged; the recording is lost then.
-        """
+        """Run a function between two segments; bridges replace the tensors that it creates."""
         arguments = args, dict(kwargs or {})
         transform = transform_around(arguments)
         if transform is not None:

@@ -243,14 +243,8 @@ _lock = new_lock(watch=False)  # one a process; waited for some seconds, against
 class capture_lock:
     """Context manager that holds the capture lock; no generator, which a collection would end.
 
-    Args:
-        what: what is captured, for messages.
-        owner: what :func:`who_captures_here` returns meanwhile.
-        wait: seconds to wait for the capture of another thread.
-        before: called on entering, when no other thread can capture any more.
-
-    Raises:
-        CaptureBusyError: a capture runs in this thread, or one in another thread does not end.
+    It waits ``wait`` seconds for the capture of another thread, then raises
+    :class:`CaptureBusyError`. ``before`` is called once no other thread can capture any more.
     """
 
     holder: ClassVar["capture_lock | None"] = None
@@ -466,19 +460,9 @@ def capture(
 ) -> tuple[DeviceGraph, Any]:
     """Record what ``function`` does, without doing it; return the graph and its result.
 
-    Args:
-        function: what to record; its tensors come from the pool and hold nothing yet.
-        pool: where the memory comes from.
-        what: what is captured, for messages.
-        collect: collect garbage first, so that dead tensors release their memory.
-        storages: tensors whose memory ``function`` must not replace; restored if it does.
-        compiled: whether ``function`` calls what ``torch.compile`` made.
-        wait: wait a few seconds for the capture of another thread.
-
-    Raises:
-        CaptureBusyError: a capture runs in this thread, or one in another thread does not end.
-        CaptureError: other code captures the current stream, or a storage was replaced.
-        BaseException: what ``function`` raised, unchanged.
+    ``collect`` garbage first, so that dead tensors release their memory. ``storages`` are tensors
+    whose memory ``function`` must not replace; they are restored if it does. ``compiled``: it calls
+    code of ``torch.compile``. What it raises is raised unchanged.
     """
     with ExitStack() as stack:
         enter_capture(stack, pool, what, wait=wait, collect=collect)

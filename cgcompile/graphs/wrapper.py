@@ -502,19 +502,10 @@ class CUDAGraphWrapper(Transparent):
         storages: SameStorages | None = None,
         wait: bool = True,
     ) -> Captured | None:
-        """Capture ``runnable`` for a descriptor (``shown`` as text), without executing anything.
+        """Capture ``runnable`` for a descriptor (``shown`` as text); None if an output needs grad.
 
-        It must not replace the memory of ``storages``; by default of all that is reachable.
-        ``wait`` a few seconds for the capture of another thread.
-
-        Returns:
-            The capture, to be run once and then kept with :meth:`keep`; None if an output requires
-            grad.
-
-        Raises:
-            CaptureBusyError: another capture runs.
-            CaptureError: ``runnable`` rebinds a field or replaces such memory; both are restored.
-            BaseException: what ``runnable`` raised, unchanged.
+        It must not rebind fields, nor replace the memory of ``storages``, by default of all that is
+        reachable: both are restored. Run the result once, then :meth:`keep` its entry.
         """
         assert self._pool is not None, "a wrapper captures into a pool"
         shown = shown or str(descriptor)
@@ -607,18 +598,10 @@ class CUDAGraphWrapper(Transparent):
         inputs: Sequence[Any] = (),
         observer: StepObserver | None = None,
     ) -> Any:
-        """Replay an entry whose inputs the caller has compared, and count that as a call.
+        """Replay an entry whose inputs the caller has compared; return its ``output``.
 
-        Args:
-            entry: of this wrapper.
-            inputs: of the call; ``poison`` leaves them alone.
-            observer: runs each step; for debugging.
-
-        Returns:
-            :attr:`CUDAGraphEntry.output`, which callers must not change.
-
-        Raises:
-            HostValueChangedError: another autocast mode than at the capture.
+        Callers must not change that. ``poison`` leaves ``inputs`` alone. The autocast mode is
+        compared with that of the capture.
         """
         if entry.guard is not None:
             entry.guard.check_autocast(self.name, entry.batch_descriptor)

@@ -70,11 +70,7 @@ from cgcompile.reasons import Reason
 
 SOFT = ("cgbreak::soft",)
 ATTEND = ("cgtest::attend",)
-
-
-@pytest.fixture(autouse=True)
-def with_operators():
-    operators(), library()
+operators(), library()
 
 
 @pytest.fixture(autouse=True)
@@ -150,43 +146,61 @@ def assert_fails(cap, body, kind, match=None):
 # ---------------------------------------------------------------- what is recorded
 
 
-def test_without_a_break_there_is_one_graph(device, new_capture) -> None:
-    x, cap = rand(device=device), new_capture()
-    with cap:
-        out = (x.sin() + x * 2).relu()
-    assert_alternates(cap, 0)
-    assert_replays(cap, out, [x], lambda x: (x.sin() + x * 2).relu())
+def shared(y):
+    whole = y.cos()
+    return whole, whole[1:]
 
 
-@pytest.mark.parametrize("breaks", [1, 2, 5])
-def test_graphs_and_breaks_alternate(device, new_capture, breaks) -> None:
-    cut, calls = counted(soft)
+def reads_shared(x, cut):
+    whole, part = cut(x * 2)
+    whole.mul_(5)
+    return part + 1, whole - 1
+
+
+def keeps_results(x, cut):
+    kept = []
+    for _ in range(5):
+        x = cut(x * 2) + 1
+        kept.append(cut(x.sin()))
+    return kept, x
+
+
+def two(y, z):
+    return [y @ z.t(), {"k": z.cos()}]
+
+
+def reads_two(x, cut):
+    for _ in range(4):
+        first, more = cut(x.sin(), x + 1)
+        x = first @ more["k"] - x
+    return x
+
+
+CHAINS = {
+    "no break": (0, soft, lambda x, cut: (x.sin() + x * 2).relu()),
+    **{f"{n} breaks": (n, soft, lambda x, cut, n=n: layers(n, x, cut)) for n in (1, 2, 5)},
+    "at both ends and twice in a row": (3, soft, lambda x, cut: cut(cut(cut(x)).sin())),
+    "results that share memory": (1, shared, reads_shared),
+    "results that the caller keeps": (10, soft, keeps_results),
+    "several arguments and results": (4, two, reads_two),
+}
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_graphs_and_breaks_alternate_and_replays_equal_eager(device, new_capture, kind) -> None:
+    breaks, function, model = CHAINS[kind]
+    cut, calls = counted(function)
     x, cap = rand(device=device), new_capture(name="model")
     with cap as entered:
-        out = layers(breaks, x, cut)
-    assert entered is cap or entered is None
+        out = model(x, cut)
+    assert entered is cap
     assert len(calls) == breaks
     assert_alternates(cap, breaks)
     assert isinstance(cap.segments, tuple)
-    assert all("soft" in each.name for each in eager_segments(cap))
-    assert all(isinstance(each.name, str) and each.name for each in cap.segments)
-    assert_replays(cap, out, [x], lambda x: layers(breaks, x, soft), times=4)
-    assert len(calls) == breaks * 5
-
-
-def test_break_at_both_ends_and_twice_in_a_row(device, new_capture) -> None:
-    """Graphs begin and end the sequence, and stand between breaks, even where they are empty."""
-
-    cut, calls = counted(soft)
-    x, cap = rand(device=device), new_capture()
-    with cap:
-        y = cut(x)
-        z = cut(y)
-        out = cut(z.sin())
-    kinds = [type(each).__name__ for each in cap.segments]
-    assert kinds == ["GraphSegment", *["EagerSegment", "GraphSegment"] * 3]
-    assert_replays(cap, out, [x], lambda x: soft(soft(soft(x)).sin()))
-    assert len(calls) == 3 * 4
+    assert all(function.__name__ in segment.name for segment in eager_segments(cap))
+    plain = functools.partial(model, cut=function)
+    assert_replays(cap, out, [x], plain, times=10, between=lambda: churn(device))
+    assert len(calls) == breaks * 11
 
 
 def test_capture_runs_eager_functions_once_and_graphs_not_at_all(device, new_capture) -> None:
@@ -223,21 +237,6 @@ def test_side_effects_keep_their_order(device, new_capture) -> None:
     assert_alternates(cap, 2)
     assert_replays(cap, out, [x], plain)
     assert log.item() == (3 + 1) * 3 + 2
-
-
-def test_random_inputs_in_many_buffers(device, new_capture) -> None:
-    def model(a, b, c, cut):
-        mixed = cut(a @ b.t())
-        return cut(mixed @ b + c) - a
-
-    cut, calls = counted(soft)
-    a, b, c = (rand(device=device) for _ in range(3))
-    cap = new_capture()
-    with cap:
-        out = model(a, b, c, cut)
-    assert_alternates(cap, 2)
-    assert_replays(cap, out, [a, b, c], lambda a, b, c: model(a, b, c, soft), times=10)
-    assert len(calls) == 2 * 11
 
 
 # ---------------------------------------------------------------- what a break returns
@@ -437,44 +436,6 @@ def test_fresh_result_in_place_of_an_argument_is_an_error(device, new_capture) -
     fresh[0] = True
     with pytest.raises(GuardError):
         cap.replay()
-
-
-def test_fresh_results_that_share_memory_still_do(device, new_capture) -> None:
-    def both(y):
-        made = y.cos()
-        return made, made[1:]
-
-    def model(x, cut):
-        whole, part = cut(x * 2)
-        whole.mul_(5)
-        return part + 1, whole - 1
-
-    cut, calls = counted(both)
-    x, cap = rand(device=device), new_capture()
-    with cap:
-        out = model(x, cut)
-    assert_alternates(cap, 1)
-    assert_replays(cap, out, [x], lambda x: model(x, both))
-    assert len(calls) == 4
-
-
-def test_results_that_the_caller_keeps_are_not_overwritten(device, new_capture) -> None:
-    """Bridges serve one break after the other only where nobody holds what lies in them."""
-
-    def model(x, cut):
-        kept = []
-        for _ in range(5):
-            x = cut(x * 2) + 1
-            kept.append(cut(x.sin()))
-        return kept, x
-
-    cut, calls = counted(soft)
-    x, cap = rand(device=device), new_capture()
-    with cap:
-        out = model(x, cut)
-    assert_alternates(cap, 10)
-    assert_replays(cap, out, [x], lambda x: model(x, soft))
-    assert len(calls) == 40
 
 
 # ---------------------------------------------------------------- which capture is current
@@ -686,46 +647,48 @@ def softened(x):
     return torch.ops.cgbreak.soft(x * 2) + 1
 
 
-@pytest.mark.parametrize(
-    ("model", "entry", "name"),
-    [
-        (attended, "cgtest::attend", "cgtest::attend"),
-        (attended, "cgtest::*", "cgtest::attend"),
-        (softened, "cgbreak::soft", "cgbreak::soft"),
-        (softened, "cgbreak.soft", "cgbreak::soft"),
-        (lambda x: torch.ops.cgbreak.outer(x) * 2, "cgbreak::soft", "cgbreak::soft"),
-        (lambda x: outer_custom(x) * 2, "cgbreak::soft", "cgbreak::soft"),
-        (lambda x: torch.ops.cgbreak.outer(x) * 2, "cgbreak::outer", "cgbreak::outer"),
-        (lambda x: torch.ops.cgtest.unsafe(x * 2) + 1, None, "cgtest::unsafe"),
-    ],
-    ids=["in place", "pattern", "functional", "dotted", "in impl", "in custom op", "outer", "tag"],
-)
+def attention(x, causal=False):
+    x = x.expand(2, 3, *x.shape)
+    return F.scaled_dot_product_attention(x.sin(), x.cos(), x * 2, is_causal=causal) + x
+
+
+def soft_and_hooked(x):
+    return torch.ops.cgbreak.hooked(softened(x)) + 1
+
+
+ENTRIES = (SplittingOp("cgbreak::soft"), torch.ops.cgbreak.hooked.default)
+OPS = {
+    "in place": (attended, ATTEND, ["cgtest::attend"]),
+    "pattern": (attended, ("cgtest::*",), ["cgtest::attend"]),
+    "functional": (softened, SOFT, ["cgbreak::soft"]),
+    "dotted": (softened, ("cgbreak.soft",), ["cgbreak::soft"]),
+    "in impl": (lambda x: torch.ops.cgbreak.outer(x) * 2, SOFT, ["cgbreak::soft"]),
+    "in custom op": (lambda x: outer_custom(x) * 2, SOFT, ["cgbreak::soft"]),
+    "outer": (lambda x: torch.ops.cgbreak.outer(x) * 2, ("cgbreak::outer",), ["cgbreak::outer"]),
+    "tag": (lambda x: torch.ops.cgtest.unsafe(x * 2) + 1, None, ["cgtest::unsafe"]),
+    "entry and overload": (soft_and_hooked, ENTRIES, ["cgbreak::soft", "cgbreak::hooked"]),
+    "unregistered": (softened, None, []),
+    "attention": (attention, None, ["scaled_dot_product"]),
+    "causal attention": (lambda x: attention(x, True), None, ["scaled_dot_product"]),
+    "attention left in the graph": (attention, Boundaries(builtin=False), []),
+}
+
+
+@pytest.mark.parametrize("kind", OPS)
 @pytest.mark.parametrize("inference", [False, True])
-def test_registered_op_breaks_by_itself(device, new_capture, model, entry, name, inference) -> None:
-    boundaries = None if entry is None else Boundaries((entry,))
+def test_registered_op_breaks_by_itself(device, new_capture, kind, inference) -> None:
+    model, ops, names = OPS[kind]
+    if "attention" in kind and not inference:
+        pytest.skip("composite outside of inference mode; wrappers let it skip autograd")
+    boundaries = Boundaries(ops) if isinstance(ops, tuple) else ops
     x, cap = rand(device=device), new_capture(boundaries=boundaries)
-    mode = torch.inference_mode() if inference else contextlib.nullcontext()
-    with mode, cap:
-        out = model(x)
-    assert_alternates(cap, 1)
-    assert name in eager_segments(cap)[0].name
-    assert_replays(cap, out, [x], model)
-
-
-def test_entry_objects_and_overloads_break(device, new_capture) -> None:
-    entries = (SplittingOp("cgbreak::soft"), torch.ops.cgbreak.hooked.default)
-    x, cap = rand(device=device), new_capture(boundaries=Boundaries(entries))
-
-    def model(x):
-        return torch.ops.cgbreak.hooked(torch.ops.cgbreak.soft(x * 2) + 1) + 1
-
-    with cap:
-        out = model(x)
-    assert_alternates(cap, 2)
-    names = [each.name for each in eager_segments(cap)]
-    assert "cgbreak::soft" in names[0]
-    assert "cgbreak::hooked" in names[1]
-    assert_replays(cap, out, [x], model)
+    with torch.inference_mode() if inference else contextlib.nullcontext():
+        with cap:
+            out = model(x)
+        assert_alternates(cap, len(names))
+        for name, segment in zip(names, eager_segments(cap), strict=True):
+            assert name in segment.name
+        assert_replays(cap, out, [x], model)
 
 
 def test_registered_op_runs_its_kernel_at_each_replay(device, new_capture, monkeypatch) -> None:
@@ -749,39 +712,6 @@ def test_registered_op_inside_a_break_runs_inline(device, new_capture) -> None:
     assert "softened" in eager_segments(cap)[0].name
     assert_replays(cap, out, [x], lambda x: softened(x - 1) + 1)
     assert len(calls) == 4
-
-
-def test_unregistered_op_is_captured(device, new_capture) -> None:
-    x, cap = rand(device=device), new_capture()
-    with cap:
-        out = softened(x)
-    assert_alternates(cap, 0)
-    assert_replays(cap, out, [x], softened)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_builtin_attention_breaks_by_itself(device, new_capture, causal) -> None:
-    def model(x):
-        q, k, v = x.sin(), x.cos(), x * 2
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal) + x
-
-    x, cap = rand(2, 3, 4, 8, device=device), new_capture()
-    with torch.inference_mode(), cap:
-        out = model(x)
-    assert_alternates(cap, 1)
-    assert "scaled_dot_product" in eager_segments(cap)[0].name
-    with torch.inference_mode():
-        assert_replays(cap, out, [x], model)
-
-
-def test_builtin_attention_can_be_left_in_the_graph(device, new_capture) -> None:
-    x = rand(2, 3, 4, 8, device=device)
-    cap = new_capture(boundaries=Boundaries(builtin=False))
-    with torch.inference_mode(), cap:
-        out = F.scaled_dot_product_attention(x, x, x) + 1
-    assert_alternates(cap, 0)
-    with torch.inference_mode():
-        assert_replays(cap, out, [x], lambda x: F.scaled_dot_product_attention(x, x, x) + 1)
 
 
 def test_boundaries_that_never_ran_are_an_error(device, new_capture) -> None:
@@ -1226,25 +1156,6 @@ def test_nothing_of_a_finished_capture_is_live(host_pool) -> None:
         assert torch.equal(target, layers(count, x, soft))
 
 
-def test_replays_under_churn(device, new_capture) -> None:
-    def two(y, z):
-        return [y @ z.t(), {"k": z.cos()}]
-
-    def model(x, cut):
-        for _ in range(4):
-            first, more = cut(x.sin(), x + 1)
-            x = first @ more["k"] - x
-        return x
-
-    cut, calls = counted(two)
-    x, cap = rand(device=device), new_capture()
-    with cap:
-        out = model(x, cut)
-    assert_alternates(cap, 4)
-    assert_replays(cap, out, [x], lambda x: model(x, two), times=10, between=lambda: churn(device))
-    assert len(calls) == 4 * 11
-
-
 def test_bridges_of_a_chain_use_the_same_memory(device, new_capture, pool) -> None:
     cut, calls = counted(soft)
     x, cap = rand(8, 8, device=device), new_capture()
@@ -1300,36 +1211,46 @@ def test_wrapper_in_another_mode_runs_plain(device, wrap, own, asked, reason) ->
     assert_alternates(entry.sequence, 0 if mine is FULL else 2)
 
 
-def test_wrapper_captures_and_replays(device, wrap) -> None:
+SOFT_ALWAYS = (SplittingOp("cgbreak::soft", support=AttentionCGSupport.ALWAYS),)
+WRAPPED = {
+    "decorated": (PLAIN_MODEL, (), PIECEWISE, ["soft", "soft"]),
+    "decorated in FULL": (PLAIN_MODEL, (), FULL, []),
+    "splitting op": (attended, ATTEND, PIECEWISE, ["cgtest::attend"]),
+    "splitting op in FULL": (softened, SOFT_ALWAYS, FULL, []),
+    "attention": (attention, (), PIECEWISE, ["scaled_dot_product"]),
+    "attention in FULL": (attention, (), FULL, []),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_wrapper_of_both_modes_captures_and_replays(device, wrap, kind) -> None:
+    plain, ops, mode, names = WRAPPED[kind]
+    cut, calls = counted(soft)
+    wrapper = wrap(broken_model(cut) if plain is PLAIN_MODEL else plain, splitting_ops=ops)
+    x, y = rand(device=device), rand(6, 8, device=device)
+    with torch.inference_mode():
+        assert_calls(wrapper, plain, x, mode, times=5)
+        assert_calls(wrapper, plain, y, mode, tokens=6)
+        assert_calls(wrapper, plain, x, mode)
+    entries = wrapper.concrete_cudagraph_entries
+    assert set(entries) == {BatchDescriptor(4), BatchDescriptor(6)}
+    for entry in entries.values():
+        assert isinstance(entry.sequence, GraphSequence)
+        assert_alternates(entry.sequence, len(names))
+        for name, segment in zip(names, eager_segments(entry.sequence), strict=True):
+            assert name in segment.name
+    assert_counters(wrapper, captures=2, replays=9)
+    if plain is PLAIN_MODEL:
+        assert len(calls) == (2 * 11 if mode is PIECEWISE else 2 * 2)
+
+
+def test_wrapper_keeps_both_modes_apart(device, wrap) -> None:
     cut, calls = counted(soft)
     wrapper, x = wrap(broken_model(cut)), rand(device=device)
-    assert_calls(wrapper, PLAIN_MODEL, x, times=5)
-    assert_counters(wrapper, captures=1, replays=4)
-    assert set(wrapper.concrete_cudagraph_entries) == {BatchDescriptor(4)}
-    entry = wrapper.concrete_cudagraph_entries[BatchDescriptor(4)]
-    assert isinstance(entry.sequence, GraphSequence)
-    assert_alternates(entry.sequence, 2)
-    assert all("soft" in each.name for each in eager_segments(entry.sequence))
-    assert len(calls) == 10
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        wrapper.concrete_cudagraph_entries[BatchDescriptor(5)] = entry
-
-
-def test_wrapper_serves_both_modes(device, wrap) -> None:
-    """FULL captures breaks inline; each mode has its own descriptor here."""
-    cut, calls = counted(soft)
-    wrapper = wrap(broken_model(cut))
-    x, y = rand(device=device), rand(6, 8, device=device)
-    assert_calls(wrapper, PLAIN_MODEL, x, FULL)
-    assert len(calls) == 2
-    assert_calls(wrapper, PLAIN_MODEL, y, PIECEWISE, tokens=6)
-    assert len(calls) == 2 + 6
-    assert_calls(wrapper, PLAIN_MODEL, x, FULL)
-    assert len(calls) == 2 + 6
-    entries = wrapper.concrete_cudagraph_entries
-    assert_alternates(entries[BatchDescriptor(4)].sequence, 0)
-    assert_alternates(entries[BatchDescriptor(6)].sequence, 2)
-    assert_counters(wrapper, captures=2, replays=7)
+    for mode, ran in ((FULL, 2), (PIECEWISE, 2 + 6), (FULL, 2 + 6), (PIECEWISE, 2 + 12)):
+        assert_calls(wrapper, PLAIN_MODEL, x, mode)
+        assert len(calls) == ran
+    assert_counters(wrapper, captures=2, replays=10)
 
 
 @pytest.mark.parametrize("mode", [NONE, CUDAGraphMode.FULL_AND_PIECEWISE, "FULL", 2, 0, "", False])
@@ -1434,27 +1355,6 @@ def test_error_of_a_break_at_replay_of_a_wrapper(device, wrap) -> None:
 # ---------------------------------------------------------------- the wrapper: operators
 
 
-def test_wrapper_breaks_at_splitting_ops(device, wrap) -> None:
-    wrapper, x = wrap(attended, splitting_ops=ATTEND), rand(device=device)
-    assert_calls(wrapper, attended, x, times=5)
-    (entry,) = wrapper.concrete_cudagraph_entries.values()
-    assert_alternates(entry.sequence, 1)
-    assert "cgtest::attend" in eager_segments(entry.sequence)[0].name
-    assert_counters(wrapper, captures=1, replays=4)
-
-
-def test_wrapper_breaks_at_builtin_attention(device, wrap) -> None:
-    def model(x):
-        return F.scaled_dot_product_attention(x.sin(), x.cos(), x * 2) + x
-
-    wrapper, x = wrap(model), rand(2, 3, 4, 8, device=device)
-    with torch.inference_mode():
-        assert_calls(wrapper, model, x)
-    (entry,) = wrapper.concrete_cudagraph_entries.values()
-    assert_alternates(entry.sequence, 1)
-    assert_counters(wrapper, captures=1, replays=2)
-
-
 def test_splitting_ops_that_never_ran_are_an_error(device, wrap) -> None:
     wrapper, x = wrap(torch.sin, splitting_ops=SOFT, name="block"), rand(device=device)
     for _ in range(2):
@@ -1483,15 +1383,6 @@ def test_op_that_must_not_be_captured_is_an_error_in_full(
     (entry,) = wrapper.concrete_cudagraph_entries.values()
     assert_alternates(entry.sequence, 1)
     assert_counters(wrapper, failures=1, captures=1, replays=2)
-
-
-def test_op_that_may_be_captured_is_inline_in_full(device, wrap) -> None:
-    ops = (SplittingOp("cgbreak::soft", support=AttentionCGSupport.ALWAYS),)
-    wrapper, x = wrap(softened, splitting_ops=ops), rand(device=device)
-    assert_calls(wrapper, softened, x, FULL)
-    (entry,) = wrapper.concrete_cudagraph_entries.values()
-    assert_alternates(entry.sequence, 0)
-    assert_counters(wrapper, captures=1, replays=2)
 
 
 def test_break_that_returns_nothing_and_later_something(device, wrap) -> None:
@@ -1532,18 +1423,6 @@ def test_what_an_op_runs_that_returns_nothing(device, wrap, direct) -> None:
     assert bare.func is (own if direct else torch.ops.cgtest.attend.default)
     assert_counters(wrapper, captures=1, replays=2)
     assert calls == [4] * 3 * direct
-
-
-def test_builtin_attention_is_inline_in_full(device, wrap) -> None:
-    def model(x):
-        return F.scaled_dot_product_attention(x.sin(), x.cos(), x * 2) + x
-
-    wrapper, x = wrap(model, FULL), rand(2, 3, 4, 8, device=device)
-    with torch.inference_mode():
-        assert_calls(wrapper, model, x, FULL)
-    (entry,) = wrapper.concrete_cudagraph_entries.values()
-    assert_alternates(entry.sequence, 0)
-    assert_counters(wrapper, captures=1, replays=2)
 
 
 @pytest.mark.parametrize("kind", ["op", "decorated"])
@@ -1620,24 +1499,6 @@ def test_full_wrapper_outside_of_a_breakable_one(device, wrap) -> None:
     assert_counters(outer, captures=1, replays=5, plain={Reason.OTHER_MODE: 6})
     assert_counters(inner, captures=1, replays=5, plain={Reason.OTHER_MODE: 1})
     assert len(calls) == 2 * 6 + 2
-
-
-def test_other_thread_replays_in_its_own_context(device, wrap) -> None:
-    wrapper = wrap(torch.ops.cgbreak.by_context, splitting_ops=("cgbreak::by_context",))
-    x = rand(device=device)
-
-    def one(metadata):
-        with step(4, metadata=metadata):
-            return wrapper(x).clone()
-
-    for metadata in (2.0, 3.0):
-        x.uniform_()
-        assert same(one(metadata), x * metadata)
-    x.uniform_()
-    found, error = in_thread(lambda: one(-4.0))
-    assert error is None
-    assert same(found, x * -4.0)
-    assert_counters(wrapper, captures=1, replays=2)
 
 
 def test_a_break_breaks_while_another_thread_compiles(device, wrap) -> None:
