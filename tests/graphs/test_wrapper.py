@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_structure
 
 from cgcompile import (
     BatchDescriptor,
+    BreakableCUDAGraphWrapper,
     CompilationConfig,
     CUDAGraphMode,
     CUDAGraphOptions,
@@ -295,78 +296,106 @@ def test_which_argument_is_none(device, wrap) -> None:
     assert_counters(wrapper, captures=2, replays=5, failures=2)
 
 
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        (2, 3),
-        (2, 2.0),
-        (1, True),
-        (0.5, 0.25),
-        (0.0, -0.0),
-        (complex(1, 0.0), complex(1, -0.0)),
-        ("a", "b"),
-        (None, 0),
-        (torch.float32, torch.float64),
-        (torch.Size([1]), torch.Size([2])),
+def total(value):
+    """Adds all tensors of a value, however nested."""
+    return sum(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def model(first, more=None, **named):
+    return total(first) * 2 + total((more, named))
+
+
+def call(*args, **kwargs):
+    return args, kwargs
+
+
+VALUES = [
+    (2, 3),
+    (2, 2.0),
+    (1, True),
+    (0.5, 0.25),
+    (0.0, -0.0),
+    (complex(1, 0.0), complex(1, -0.0)),
+    ("a", "b"),
+    (None, 0),
+    (torch.float32, torch.float64),
+    (torch.Size([1]), torch.Size([2])),
+]
+PLACES = {
+    "input 0 is": lambda x, y: call(y),
+    "input 'more' is": lambda x, y: call(x, more=y),
+    r"input 0\[1\] is": lambda x, y: call((x, y)),
+    r"input 0\[1\]\[1\] is": lambda x, y: call([x, (x, y)]),
+    r"input 0\['b'\] is": lambda x, y: call({"a": x, "b": y}),
+    r"input 'more'\['a'\]\[1\] is": lambda x, y: call(x, more={"a": (x, y)}),
+}
+LAYOUTS = [
+    lambda x: x[:2],
+    lambda x: x.t(),
+    lambda x: x.view(1, 64),
+    lambda x: x.view(torch.int32),
+    lambda x: x.as_strided((8, 8), (0, 1)),
+    lambda x: 1,
+    lambda x: None,
+    lambda x: [x],
+]
+ARGUMENTS = [
+    lambda x: call(x, x),
+    lambda x: call(first=x),
+    lambda x: call(x, more=x),
+    lambda x: call((x,)),
+]
+# A call that is captured, one that is refused, the error and a part of its text.
+REFUSED = [
+    *[
+        (lambda x, y, v=v: call(x, v), lambda x, y, w=w: call(x, w), "input 1.* is .*, was")
+        for v, w in VALUES
     ],
-)
-def test_changed_value_is_an_error(device, wrap, before, now) -> None:
-    wrapper, x = wrap(lambda x, value: wave(x), name="block"), torch.rand(4, 8, device=device)
-    with step(4):
-        wrapper(x, before)
-        with pytest.raises(
-            HostValueChangedError, match=r"block, num_tokens=4: input 1.* is .*, was"
-        ):
-            wrapper(x, now)
-        x.uniform_()
-        assert torch.equal(wrapper(x, before), wave(x))
-    assert_counters(wrapper, captures=1, replays=1, failures=1)
-
-
-def test_changed_int_names_the_keyword_and_the_path(device, wrap) -> None:
-    wrapper, x = wrap(lambda x, *, sizes: x * sizes["k"][0]), torch.rand(4, 8, device=device)
-    with step(4):
-        wrapper(x, sizes={"k": (2, 0)})
-        with pytest.raises(HostValueChangedError, match=r"input 'sizes'\['k'\]\[0\] is 3, was 2"):
-            wrapper(x, sizes={"k": (3, 0)})
-        x.uniform_()
-        assert torch.equal(wrapper(x, sizes={"k": (2, 0)}), x * 2)
-    assert_counters(wrapper, captures=1, replays=1, failures=1)
-
-
-def nested_sum(first, *, more=None, extra=None):
-    """Adds all tensors of an argument, however nested."""
-    if isinstance(first, torch.Tensor):
-        total = first
-    else:
-        values = first.values() if isinstance(first, dict) else first
-        total = sum(nested_sum(each) for each in values)
-    return total if more is None else total + nested_sum(more)
-
-
-@pytest.mark.parametrize(
-    ("place", "path"),
-    [
-        (lambda x, y: ((y,), {}), "input 0 is"),
-        (lambda x, y: ((x,), {"more": y}), "input 'more' is"),
-        (lambda x, y: (((x, y),), {}), r"input 0\[1\] is"),
-        (lambda x, y: (([x, (x, y)],), {}), r"input 0\[1\]\[1\] is"),
-        (lambda x, y: (({"a": x, "b": y},), {}), r"input 0\['b'\] is"),
-        (lambda x, y: ((x,), {"more": {"a": (x, y)}}), r"input 'more'\['a'\]\[1\] is"),
+    (
+        lambda x, y: call(x, sizes={"k": (2, 0)}),
+        lambda x, y: call(x, sizes={"k": (3, 0)}),
+        r"input 'sizes'\['k'\]\[0\] is 3, was 2",
+    ),
+    *[
+        (lambda x, y, p=place: p(x, y), lambda x, y, p=place: p(x, y.clone()), f"{path} at 0x")
+        for path, place in PLACES.items()
     ],
-)
-def test_moved_tensor_is_an_error_that_names_it(device, wrap, place, path) -> None:
-    wrapper = wrap(nested_sum, name="block")
-    x, y, moved = (torch.rand(4, 8, device=device) for _ in range(3))
+    *[
+        (lambda x, y: call(x), lambda x, y, c=change: call(c(x)), "input 0 is .*, was a tensor")
+        for change in LAYOUTS
+    ],
+    *[(lambda x, y: call(x), lambda x, y, o=other: o(x), "when captured") for other in ARGUMENTS],
+    # address, shape, strides and dtype are equal; what the kernels read is not
+    *[
+        (lambda x, y, v=v: call(v(complex_of(x))), lambda x, y, o=o: call(o(complex_of(x))), "0")
+        for v, o in ((lambda z: z, torch.conj), (lambda z: z.imag, lambda z: z.conj().imag))
+    ],
+]
+
+
+def complex_of(x):
+    return x.view(torch.complex64)
+
+
+@pytest.mark.parametrize(("captured", "refused", "text"), REFUSED)
+def test_another_input_is_an_error_that_names_it(device, wrap, captured, refused, text) -> None:
+    wrapper = wrap(model, name="block")
+    x, y = (torch.rand(8, 8, device=device) for _ in range(2))
+    moved = "at 0x" in text
+    previous = None
     with step(4):
-        args, kwargs = place(x, y)
-        assert torch.equal(wrapper(*args, **kwargs), nested_sum(*args, **kwargs))
-        y.uniform_()
-        other, other_kwargs = place(x, moved)
-        with pytest.raises(AddressChangedError, match=f"block, num_tokens=4: {path} at 0x"):
-            wrapper(*other, **other_kwargs)
-        assert torch.equal(wrapper(*args, **kwargs), nested_sum(*args, **kwargs))
-    assert_counters(wrapper, captures=1, replays=1, failures=1)
+        for _ in range(3):
+            x.uniform_(), y.uniform_()
+            args, kwargs = captured(x, y)
+            found = wrapper(*args, **kwargs)
+            assert torch.equal(found, model(*args, **kwargs))
+            assert previous is None or not torch.equal(found, previous)
+            previous = found.clone()
+            args, kwargs = refused(x, y)
+            kind = AddressChangedError if moved else HostValueChangedError
+            with pytest.raises(kind, match=f"block, num_tokens=4: .*{text}"):
+                wrapper(*args, **kwargs)
+    assert_counters(wrapper, captures=1, replays=2, failures=3)
 
 
 def test_other_object_at_the_same_address(device, wrap) -> None:
@@ -378,68 +407,6 @@ def test_other_object_at_the_same_address(device, wrap) -> None:
             assert other is not x
             assert torch.equal(wrapper(other), wave(x))
     assert_counters(wrapper, captures=1, replays=3)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x[:2],
-        lambda x: x.t(),
-        lambda x: x.view(1, 64),
-        lambda x: x.view(torch.int32),
-        lambda x: x.as_strided((8, 8), (0, 1)),
-        lambda x: 1,
-        lambda x: None,
-        lambda x: [x],
-    ],
-)
-def test_other_layout_at_the_same_address_is_an_error(device, wrap, change) -> None:
-    wrapper, x = wrap(wave), torch.rand(8, 8, device=device)
-    with step(8):
-        wrapper(x)
-        with pytest.raises(HostValueChangedError, match=r"input 0 is .*, was a tensor"):
-            wrapper(change(x))
-        x.uniform_()
-        assert torch.equal(wrapper(x), wave(x))
-    assert_counters(wrapper, captures=1, replays=1, failures=1)
-
-
-@pytest.mark.parametrize(
-    ("view", "other"),
-    [(lambda z: z, torch.conj), (lambda z: z.imag, lambda z: z.conj().imag)],
-    ids=["conjugate", "negative"],
-)
-def test_another_bit_is_another_layout(device, wrap, view, other) -> None:
-    """Address, shape, strides and dtype are equal; what the kernels read is not."""
-    wrapper = wrap(lambda z: z * 2)
-    z = torch.randn(4, 8, dtype=torch.complex64, device=device).mul_(2)
-    with step(4):
-        wrapper(view(z))
-        with pytest.raises(HostValueChangedError, match="input 0"):
-            wrapper(other(z))
-        z.mul_(3)
-        assert torch.equal(wrapper(view(z)), view(z) * 2)
-    assert_counters(wrapper, captures=1, replays=1, failures=1)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda f, x: f(x, x),
-        lambda f, x: f(first=x),
-        lambda f, x: f(x, more=x),
-        lambda f, x: f((x,)),
-    ],
-)
-def test_other_arguments_are_an_error(device, wrap, call) -> None:
-    wrapper, x = wrap(lambda first, more=None: wave(first)), torch.rand(4, 8, device=device)
-    with step(4):
-        wrapper(x)
-        with pytest.raises(HostValueChangedError, match="when captured"):
-            call(wrapper, x)
-        x.uniform_()
-        assert torch.equal(wrapper(x), wave(x))
-    assert_counters(wrapper, captures=1, replays=1, failures=1)
 
 
 def test_keywords_in_another_order_are_the_same_call(device, wrap) -> None:
@@ -669,6 +636,9 @@ def test_unwrap_through_wrappers(wrap) -> None:
     inner = wrap(module, PIECEWISE)
     assert inner.unwrap() is module
     assert wrap(inner).unwrap() is module
+    config = CompilationConfig(capture_device="host")
+    for kind in (CUDAGraphWrapper, BreakableCUDAGraphWrapper):
+        assert kind(inner, config, FULL).unwrap() is module
     assert wrap(wave).unwrap() is wave
 
 
