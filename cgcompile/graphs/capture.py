@@ -104,13 +104,13 @@ def weights_of(runnable: object) -> list[torch.Tensor]:
     At a third of the cost of torch's own walk.
     """
     modules = dict.fromkeys(modules_of(runnable))
-    found = list(modules)
-    for module in found:  # grows meanwhile
+    walked = list(modules)
+    for module in walked:  # grows meanwhile
         for inner in module._modules.values():
             if inner is not None and inner not in modules:
                 modules[inner] = None
-                found.append(inner)
-    tables = [module._parameters for module in found] + [module._buffers for module in found]
+                walked.append(inner)
+    tables = [module._parameters for module in walked] + [module._buffers for module in walked]
     return [weight for table in tables for weight in table.values() if weight is not None]
 
 
