@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import gc
-import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -494,36 +493,24 @@ def test_break_binds_arguments_and_keywords(device, new_capture) -> None:
     assert_replays(cap, out, [x, bias], model)
 
 
-def test_nested_breaks_run_inline(device, new_capture) -> None:
-    inner, inner_calls = counted(soft)
+inner, inner_calls = counted(soft)
+INSIDE = {
+    "decorated": lambda y: inner(inner(y * 3)) + 1,
+    "splitting op": lambda y: torch.ops.cgtest.unsafe(y) + 1,
+}
 
-    def outer(y):
-        return inner(inner(y * 3)) + 1
 
-    cut, calls = counted(outer)
+@pytest.mark.parametrize("kind", INSIDE)
+def test_a_break_inside_a_break_runs_inline(device, new_capture, kind) -> None:
+    cut, calls = counted(INSIDE[kind])
     x, cap = rand(device=device), new_capture()
+    inner_calls.clear()
     with cap:
         out = cut(x * 2) - 1
     assert_alternates(cap, 1)
-    assert (len(calls), len(inner_calls)) == (1, 2)
-    assert_replays(cap, out, [x], lambda x: soft(soft(x * 2 * 3)) + 1 - 1)
-    assert (len(calls), len(inner_calls)) == (4, 8)
-
-
-def test_add_eager_inside_a_break_runs_inline(device, new_capture) -> None:
-    x, cap, calls = rand(device=device), new_capture(), []
-
-    def outer():
-        calls.append("outer")
-        y = torch.ops.cgtest.unsafe(x)
-        return F.softmax(y, -1)
-
-    with cap:
-        z = x * 2
-        out = cap.add_eager(outer) + z
-    assert_alternates(cap, 1)
-    assert_replays(cap, out, [x], lambda x: F.softmax(x.sin() * 2, -1) + x * 2)
+    assert_replays(cap, out, [x], lambda x: INSIDE[kind](x * 2) - 1)
     assert len(calls) == 4
+    assert kind != "decorated" or len(inner_calls) == 2 * (4 + 3)
 
 
 @pytest.mark.parametrize(("mode", "breaks"), [(FULL, 0), (PIECEWISE, 3), (NONE, 3)])
@@ -672,17 +659,6 @@ def test_registered_op_runs_its_kernel_at_each_replay(device, new_capture, monke
     assert len(calls) == 1
     assert_alternates(cap, 1)
     assert_replays(cap, out, [x], lambda x: (x * 2).cos() + 1)
-    assert len(calls) == 4
-
-
-def test_registered_op_inside_a_break_runs_inline(device, new_capture) -> None:
-    cut, calls = counted(softened)
-    x, cap = rand(device=device), new_capture(boundaries=Boundaries(SOFT))
-    with cap:
-        out = cut(x - 1) + 1
-    assert_alternates(cap, 1)
-    assert "softened" in eager_segments(cap)[0].name
-    assert_replays(cap, out, [x], lambda x: softened(x - 1) + 1)
     assert len(calls) == 4
 
 
@@ -953,34 +929,32 @@ def test_stream_capture_that_cannot_begin(device, new_capture, pool, monkeypatch
 # ---------------------------------------------------------------- other threads
 
 
-def test_break_in_another_thread_on_memory_of_the_capture(device, new_capture) -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_break_in_another_thread(device, new_capture, own) -> None:
+    """On memory of the capture it is an error; on other memory it runs plain."""
     cut, calls = counted(soft)
-    x, cap, errors = rand(device=device), new_capture(), []
+    x, other, cap = rand(device=device), rand(device=device), new_capture()
+    outcome = []
 
     def body():
         y = x * 2
-        errors.append(in_thread(lambda: cut(y))[1])
-        y + 1
+        outcome.append(in_thread(lambda: cut(y if own else other)))
+        return (y if own else cut(y)) + 1
 
-    assert_fails(cap, body, CaptureError)
-    assert isinstance(errors[0], CaptureError)
-    assert not calls
+    if own:
+        assert_fails(cap, body, CaptureError)
+        assert isinstance(outcome[0][1], CaptureError)
+        assert not calls
+    else:
+        with cap:
+            out = body()
+        found, error = outcome[0]
+        assert error is None
+        assert same(found, soft(other))
+        assert_alternates(cap, 1)
+        assert_replays(cap, out, [x], lambda x: soft(x * 2) + 1)
+        assert len(calls) == 5
     assert_capture_works(new_capture, device)
-
-
-def test_break_in_another_thread_on_other_memory_runs_plain(device, new_capture) -> None:
-    cut, calls = counted(soft)
-    x, other, cap = rand(device=device), rand(device=device), new_capture()
-    with cap:
-        y = x * 2
-        found, error = in_thread(lambda: cut(other))
-        out = cut(y) + 1
-    assert error is None
-    assert same(found, soft(other))
-    assert_alternates(cap, 1)
-    assert len(calls) == 2
-    assert_replays(cap, out, [x], lambda x: soft(x * 2) + 1)
-    assert len(calls) == 5
 
 
 def test_replay_in_another_thread(device, new_capture) -> None:
@@ -1018,31 +992,29 @@ def hides_inside(y):
     ("function", "take"),
     [(hides, lambda: Shelf.kept), (hides_inside, lambda: Shelf.kept["deep"][0])],
 )
-def test_debug_finds_a_tensor_that_was_not_returned(device, new_capture, function, take) -> None:
+@pytest.mark.parametrize("debug", [True, False])
+def test_debug_finds_a_tensor_that_was_not_returned(
+    device, new_capture, function, take, debug
+) -> None:
+    """Without ``debug`` captured code reads what it held at the capture."""
     cut, _ = counted(function)
-    x, cap = rand(device=device), new_capture(debug=True)
+    x, cap, held = rand(device=device), new_capture(debug=debug), []
 
     def body():
         y = x * 2
         cut(y)
-        take() + y
+        held.append(take())  # a graph must not read freed memory
+        assert (held[0] + y).shape == x.shape
+        return y + 1
 
-    assert_fails(cap, body, CaptureError, function.__name__)
-    assert_capture_works(new_capture, device, debug=True)
-
-
-def test_without_debug_a_tensor_that_was_not_returned_is_frozen(device, new_capture) -> None:
-    cut, _ = counted(hides)
-    x, cap = rand(device=device), new_capture()
-    with cap:
-        y = x * 2
-        cut(y)
-        out = y + 1
-        hidden = Shelf.kept
-        stale = hidden + 0
-    assert_alternates(cap, 1)
-    assert_replays(cap, out, [x], lambda x: x * 2 + 1)
-    assert stale.shape == x.shape
+    if debug:
+        assert_fails(cap, body, CaptureError, function.__name__)
+    else:
+        with cap:
+            out = body()
+        assert_alternates(cap, 1)
+        assert_replays(cap, out, [x], lambda x: x * 2 + 1)
+    assert_capture_works(new_capture, device, debug=debug)
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -1138,27 +1110,21 @@ def test_nothing_of_a_finished_capture_is_live(host_pool) -> None:
         assert torch.equal(target, layers(count, x, soft))
 
 
-def test_bridges_of_a_chain_use_the_same_memory(device, new_capture, pool) -> None:
-    cut, calls = counted(soft)
+@pytest.mark.parametrize(
+    ("chain", "function", "bridges"), [(layers, soft, 3), (chain_in_place, write_soft, 0)]
+)
+def test_memory_of_bridges(device, new_capture, pool, chain, function, bridges) -> None:
+    """Those of a chain use the same memory; what is written in place needs none."""
+    cut, calls = counted(function)
     x, cap = rand(8, 8, device=device), new_capture()
     assert x.nbytes == 256
     with cap:
-        out = layers(12, x, cut)
+        out = chain(12, x, cut)
     assert_alternates(cap, 12)
-    assert 0 < pool.arena.nbytes <= 3 * 256
-    assert_replays(cap, out, [x], lambda x: layers(12, x, soft), between=lambda: churn(device))
+    assert bool(bridges) <= pool.arena.nbytes <= bridges * 256
+    plain = functools.partial(chain, 12, cut=function)
+    assert_replays(cap, out, [x], plain, between=lambda: churn(device))
     assert len(calls) == 12 * 4
-
-
-def test_in_place_breaks_need_no_bridge(device, new_capture, pool) -> None:
-    cut, calls = counted(write_soft)
-    x, cap = rand(8, 8, device=device), new_capture()
-    with cap:
-        out = chain_in_place(5, x, cut)
-    assert_alternates(cap, 5)
-    assert pool.arena.nbytes == 0
-    assert_replays(cap, out, [x], lambda x: chain_in_place(5, x, write_soft))
-    assert len(calls) == 5 * 4
 
 
 # ---------------------------------------------------------------- the wrapper: when it captures
@@ -1422,32 +1388,6 @@ def test_a_break_breaks_while_another_thread_compiles(device, wrap) -> None:
             with step(4, metadata=metadata):
                 assert same(wrapper(x), (x + 1) * metadata + 1)
     assert_counters(wrapper, captures=1, replays=2)
-
-
-def test_threads_take_turns_with_one_wrapper(device, wrap) -> None:
-    cut, calls = counted(soft)
-    wrapper = wrap(broken_model(cut))
-    buffers = {tokens: rand(tokens, 8, device=device) for tokens in (2, 3, 4)}
-    for tokens, buffer in buffers.items():
-        assert_calls(wrapper, PLAIN_MODEL, buffer, tokens=tokens, times=1)
-    expected = {tokens: PLAIN_MODEL(buffer) for tokens, buffer in buffers.items()}
-    lock, wrong = threading.Lock(), []
-
-    def target(tokens):
-        for _ in range(5):
-            with lock, step(tokens):
-                if not same(wrapper(buffers[tokens]), expected[tokens]):
-                    wrong.append(tokens)
-
-    threads = [threading.Thread(target=target, args=(tokens,)) for tokens in buffers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert not wrong
-    assert_counters(wrapper, captures=3, replays=15)
-    assert len(calls) == 2 * 18
 
 
 def test_plain_module_of_eight_layers(device, wrap) -> None:
