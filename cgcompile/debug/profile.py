@@ -17,7 +17,7 @@ import torch
 from cgcompile.debug.output import Result, plain
 from cgcompile.debug.subject import recorders_of, sequences_of
 from cgcompile.errors import CaptureError, ConfigError
-from cgcompile.graphs.profiling import Observed, observing
+from cgcompile.graphs.profiling import observing
 from cgcompile.graphs.sequence import EagerSegment, GraphSequence
 from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.serving.statistics import text_table
@@ -73,8 +73,8 @@ class Profile(Result):
             list(sequences_of(target, "debug.profile"))  # refuses other targets
 
     @contextmanager
-    def around(self, sequence: Observed, index: int | None) -> Iterator[None]:
-        """Measure one segment; see :class:`cgcompile.graphs.profiling.Observer`."""
+    def around(self, sequence: Any, index: int | None) -> Iterator[None]:
+        """Measure one segment; see :data:`cgcompile.graphs.profiling.Observer`."""
         assert isinstance(sequence, GraphSequence)
         times = self._known.get(sequence) or self._times_of(sequence)
         if times is None:
@@ -212,7 +212,7 @@ def profile(target: Any = _ANY, *, device_times: bool = False) -> AbstractContex
 @contextmanager
 def _measured(result: Profile) -> Iterator[Profile]:
     try:
-        with observing(result):
+        with observing(result.around):
             yield result
     finally:
         result.finish()

@@ -44,7 +44,7 @@ from cgcompile.debug.subject import Subject, observed
 from cgcompile.errors import CGCompileError, DispatchError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.breaks import Breaker, BreakMode
-from cgcompile.graphs.capture import capture_turn
+from cgcompile.graphs.capture import capture_lock
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.serving.batch import Batch
@@ -463,7 +463,7 @@ class _PlainBreaks(Breaker):
         composites = below or torch.is_inference_mode_enabled()
         mode = BreakMode(self, wrapper.boundaries, wrapper.pool.device.tensor_type, composites)
         with ExitStack() as stack:
-            stack.enter_context(capture_turn(f"verify {self.name}", self))
+            stack.enter_context(capture_lock(f"verify {self.name}", self))
             stack.enter_context(wrapper.pool.device.around())
             if below:
                 stack.enter_context(compat.below_autograd())

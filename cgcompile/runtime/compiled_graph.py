@@ -35,13 +35,18 @@ from cgcompile.context import (
     override_forward_context,
 )
 from cgcompile.errors import DispatchError, GradientError, GuardError
-from cgcompile.graphs.capture import IN_REGION, releasing, retry_while_busy
+from cgcompile.graphs.capture import (
+    GRADIENTS,
+    IN_REGION,
+    INSIDE_CAPTURE,
+    releasing,
+    retry_while_busy,
+)
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
-from cgcompile.graphs.wrapper import GRADIENTS, INSIDE_CAPTURE
 from cgcompile.passes.split import SplitGraph
 from cgcompile.pieces.cache import Compilation
 from cgcompile.pieces.compilers import Runnable

@@ -18,7 +18,7 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import BatchDescriptor, ForwardContext
 from cgcompile.descriptor import allows_full
 from cgcompile.errors import DispatchError
-from cgcompile.graphs.wrapper import why_never_captured, why_not_captured_yet, why_not_in
+from cgcompile.graphs.capture import why_never_captured, why_not_captured_yet, why_not_in
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
 from cgcompile.passes.split import SplitGraph
 from cgcompile.reasons import VARYING, Fallback, Ledger, Reason, varying_number

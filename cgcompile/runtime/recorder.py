@@ -67,7 +67,7 @@ def record(
         if outcome.fallback is not None:
             event.why = str(outcome.fallback)
         else:
-            event.done(recording.sequence)
+            event.sequence = recording.sequence
     return outcome
 
 

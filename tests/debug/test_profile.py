@@ -55,7 +55,7 @@ def test_text_and_data() -> None:
         str(found),
         """no step was replayed in this thread; a first call warms up, a second captures""",
     )
-    with observing(found):
+    with observing(found.around):
         compiled(x)
         compiled(x)
     assert_expected_inline(

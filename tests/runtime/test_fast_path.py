@@ -252,12 +252,11 @@ def test_invalidated_and_released_steps_come_back() -> None:
 def test_profiler_ranges() -> None:
     engine, seen = Engine(), []
 
-    class Ranges:
-        def around(self, sequence: Any, place: int | None) -> Any:
-            seen.append(place)
-            return torch.no_grad()
+    def around(sequence: Any, index: int | None) -> Any:
+        seen.append(index)
+        return torch.no_grad()
 
-    with observing(Ranges()):
+    with observing(around):
         assert engine.is_fast()
     assert seen == [None, 0]
 
