@@ -298,9 +298,7 @@ class SegmentRecorder(Breaker):
             self._end()
             with self._on_stream_of_breaks():
                 self._refuse_stale_originals()
-                for block in [block for block in self._bridges if not block.is_lent]:
-                    self._bridges.remove(block)  # the program dropped it: reuse it
-                    self._frame.give(block)
+                self._reuse_bridges()
                 yield
                 self._refuse_stale_originals()
             if self._rebinding is not None:
@@ -309,6 +307,15 @@ class SegmentRecorder(Breaker):
         except BaseException as error:
             self.fail(name, error)
             raise
+
+    def _reuse_bridges(self) -> None:
+        """Let bridges that the program has dropped serve later breaks."""
+        for block in [block for block in self._bridges if not block.is_lent]:
+            self._bridges.remove(block)
+            self._frame.give(block)
+            for original in self._originals:
+                if original.block is block:
+                    original.block = None
 
     def add_eager(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -78,7 +78,8 @@ class Original:
     """
 
     def __init__(self, name: str, source: torch.Tensor, bridge: torch.Tensor, block: Block) -> None:
-        self.name, self._block = name, block
+        self.name = name
+        self.block: Block | None = block  # of the bridge; None when the program dropped the bridge
         self.life = compat.StorageLife(source)
         self._source, self._bridge = compat.weak_tensor(source), compat.weak_tensor(bridge)
         self._before: torch.Tensor | None = None  # the values at the first check
@@ -92,8 +93,9 @@ class Original:
             return False
         if not torch.equal(now, self._before):
             return True
-        bridge = numbers_as_bytes(self._bridge)
-        return self._block.is_lent and not torch.equal(bridge, self._before)
+        if self.block is None or not self.block.is_lent:
+            return False
+        return not torch.equal(numbers_as_bytes(self._bridge), self._before)
 
 
 @contextmanager

@@ -163,6 +163,15 @@ def keeps_results(x, cut):
     return kept, x
 
 
+KEPT_BY_BREAKS: list[Any] = []
+
+
+def keeping(y):
+    """Keep the result; its bridge serves a later break, which is no write to this result."""
+    KEPT_BY_BREAKS.append(soft(y))
+    return KEPT_BY_BREAKS[-1]
+
+
 def two(y, z):
     return [y @ z.t(), {"k": z.cos()}]
 
@@ -180,6 +189,7 @@ CHAINS = {
     "at both ends and twice in a row": (3, soft, lambda x, cut: cut(cut(cut(x)).sin())),
     "results that share memory": (1, shared, reads_shared),
     "results that the caller keeps": (10, soft, keeps_results),
+    "results that the break keeps": (5, keeping, lambda x, cut: layers(5, x, cut)),
     "several arguments and results": (4, two, reads_two),
 }
 
