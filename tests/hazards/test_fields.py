@@ -403,7 +403,7 @@ def test_an_eager_break_may_rebind(device: str, kinds: tuple[str, str, str]) -> 
     refused = bool(kinds[0] or kinds[2])
     wrapper = cgcompile.BreakableCUDAGraphWrapper(model, settings(device))
     x = torch.empty(ROWS, WIDTH, device=device)
-    for count in range(5):
+    for _ in range(5):
         with step(ROWS, PIECEWISE):
             result = wrapper(x.uniform_()).clone()
         torch.testing.assert_close(result, expected(x))
