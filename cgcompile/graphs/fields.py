@@ -235,11 +235,12 @@ class Fields:
         self._index()
 
     def _index(self) -> None:
-        """Prepare the comparisons: plain dicts, of which modules have thousands, in one pass."""
-        targets = [holder.target for holder in self._holders if type(holder.target) is dict]
-        values: list[Iterable[Any]] = [target.values() for target in targets]
-        self._by_value = values, _identities(values)
-        self._by_name = [*targets, *values], _identities([*targets, *values])
+        """Prepare the comparison: plain dicts, of which modules have thousands, in one pass."""
+        self._dicts = [holder.target for holder in self._holders if type(holder.target) is dict]
+        self._sizes = [*map(len, self._dicts)]
+        filled = [target for target in self._dicts if target]
+        self._items: list[Iterable[Any]] = [*filled, *(target.values() for target in filled)]
+        self._known = _identities(self._items)
         closed = (dict, tuple, frozenset)
         self._others = [holder for holder in self._holders if type(holder.target) not in closed]
 
@@ -248,10 +249,11 @@ class Fields:
         """The tensors with memory that were reachable."""
         return self._tensors.tensors
 
-    def same_objects(self, names: bool = True) -> bool:
-        """Return whether every field holds the same object; of dicts in one order without names."""
-        items, known = self._by_name if names else self._by_value
-        return _identities(items) == known and all(holder.is_same() for holder in self._others)
+    def same_objects(self) -> bool:
+        """Return whether every field holds the same object."""
+        if [*map(len, self._dicts)] != self._sizes or _identities(self._items) != self._known:
+            return False
+        return all(holder.is_same() for holder in self._others)
 
     def follow(self) -> None:
         """Take the present fields where they differ."""
@@ -402,10 +404,10 @@ class Rebinding:
         """The tensors that are reachable."""
         return [tensor for fields in self._fields for tensor in fields.tensors]
 
-    def end_segment(self, names: bool = False) -> None:
+    def end_segment(self) -> None:
         """Compare the fields after captured code, and take what it may change as it is now."""
         for fields in self._fields:
-            if self._change is None and not fields.same_objects(names):
+            if self._change is None and not fields.same_objects():
                 self._change = next(fields.changes(_repeats), None)
                 if self._change is None:
                     fields.follow()
@@ -413,12 +415,12 @@ class Rebinding:
     def begin_segment(self) -> None:
         """Take the fields as they are now: an eager break may change them."""
         for fields in self._fields:
-            if not fields.same_objects(names=False):
+            if not fields.same_objects():
                 fields.follow()
 
     def error(self, what: str) -> CaptureError | None:
         """Return what to raise at the end of a capture that has rebound a field."""
-        self.end_segment(names=True)  # once a capture: it takes twice as long
+        self.end_segment()
         if self._change is None:
             return None
         path, before, after, _ = self._change

@@ -381,8 +381,10 @@ class _Recorder(compat.DispatchMode):
         step = self._step(str(func), call, args, kwargs)
         addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
         self._refuse_reads(True)
-        made = call(*args, **kwargs)
-        self._refuse_reads(False)
+        try:
+            made = call(*args, **kwargs)
+        finally:
+            self._refuse_reads(False)
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
             self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(written[0])))
         if packet is aten.lift_fresh:  # each replay begins with the data, whatever wrote it

@@ -156,10 +156,10 @@ class HostStaging:
         require(rows.device.type == "cpu", "rows.device", where, str(rows.device), "'cpu'")
         require(rows.dtype == buffer.dtype, "rows.dtype", where, rows.dtype, f"{buffer.dtype}")
         fits = rows.dim() == buffer.dim() and rows.shape[1:] == buffer.shape[1:]
-        wanted = ", ".join(["n", *map(str, buffer.shape[1:])])
-        expected = f"[{wanted}] with n at most {buffer.shape[0]}"
-        fits = fits and rows.shape[0] <= buffer.shape[0]
-        require(fits, "rows.shape", where, list(rows.shape), expected)
+        if not fits or rows.shape[0] > buffer.shape[0]:
+            wanted = ", ".join(["n", *map(str, buffer.shape[1:])])
+            expected = f"[{wanted}] with n at most {buffer.shape[0]}"
+            require(False, "rows.shape", where, list(rows.shape), expected)
 
 
 def _check_buffer(buffer: torch.Tensor) -> None:

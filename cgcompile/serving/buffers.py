@@ -483,13 +483,12 @@ class Outputs:
         leaves, spec = compat.tree_leaves(result), compat.tree_spec(result)
         kinds = self._kinds(leaves, sizes)
         if self._spec is None:
-            self._spec = spec
-            pairs = zip(leaves, kinds, strict=True)
+            buffers = []  # all, or none where memory runs out
             with torch.inference_mode(False), torch.no_grad():  # written in any mode
-                for leaf, kind in pairs:
+                for leaf, kind in zip(leaves, kinds, strict=True):
                     shape = (self._most[kind], *leaf.shape[1:])
-                    buffer = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-                    self._buffers.append(buffer)
+                    buffers.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
+            self._buffers, self._spec = buffers, spec
         fits = spec == self._spec and all(
             buffer.dtype == leaf.dtype and buffer.shape[1:] == leaf.shape[1:]
             for buffer, leaf in zip(self._buffers, leaves, strict=True)

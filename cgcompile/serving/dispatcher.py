@@ -534,9 +534,8 @@ class CudagraphDispatcher:
             limit = max(self._lora.counts, default=0)
             detail = f"{active or 'some'} active LoRA adapters; graphs have at most {limit}"
             return None, Fallback(Reason.UNLISTED_VARIANT, detail)
-        names = [axis.name for axis in self.axes]
-        if type(extra) is not tuple or len(extra) != len(names):
-            raise BatchError.axes(extra=extra, names=names)
+        if type(extra) is not tuple or len(extra) != len(self.axes):
+            raise self._bad_axes(extra)
         values, why = [], None
         for axis, value in zip(self.axes, extra, strict=True):
             try:
@@ -549,9 +548,12 @@ class CudagraphDispatcher:
                     return None, why
                 values.append(None)
             except TypeError:
-                raise BatchError.axes(extra=extra, names=names) from None
+                raise self._bad_axes(extra) from None
         variant = loras, tuple(values)
         return self._tables[variant_in_pieces(variant, self.axes) if why else variant], why
+
+    def _bad_axes(self, extra: object) -> BatchError:
+        return BatchError.axes(extra=extra, names=[axis.name for axis in self.axes])
 
     def dispatch(
         self,

@@ -151,6 +151,8 @@ def test_unchanged_tensors_are_the_same_objects() -> None:
     assert [tensor.shape for tensor in second[:2]] == [(3, 2), (0, 3)]
     assert second[0].data_ptr() == first[0].data_ptr()
     assert first[0].shape == (2, 3)
+    second[2].unsqueeze_(0)
+    assert torch.equal(reused.get()[2], conjugate)
     assert ReusedTensors([]).get() == ()
 
 

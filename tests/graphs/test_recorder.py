@@ -493,9 +493,10 @@ def test_profiler_takes_the_place_of_what_refuses_tolist(host_pool) -> None:
 
 def test_capture_leaves_no_profile_function(host_pool) -> None:
     x = torch.rand(SIZE)
-    with pytest.raises(CaptureError, match=r"Tensor.tolist\(\)"):
-        capture(x.tolist, host_pool, "read")
-    assert sys.getprofile() is None
+    for function, match in ((x.tolist, r"Tensor.tolist\(\)"), (lambda: x @ x.new_ones(99), "size")):
+        with pytest.raises(RuntimeError, match=match):
+            capture(function, host_pool, "broken")
+        assert sys.getprofile() is None
     graph, found = capture(lambda: x + 1, host_pool, "after")
     assert sys.getprofile() is None
     graph.replay()

@@ -122,12 +122,14 @@ def test_a_number_and_a_tensor_of_an_object(name: str, device: str, kind: Any) -
     assert made.wrapper.counters.replays == 4
 
 
+@pytest.mark.parametrize("path", [("on", "bias"), ("off", "mask")])
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_field_with_another_name(name: str, device: str) -> None:
-    made = Called(name, device, Record(torch.rand(WIDTH, device=device), more={"mask": None}))
+def test_a_value_under_another_name(name: str, device: str, path: tuple[str, str]) -> None:
+    more: dict[str, Any] = {"on": {"mask": None}, "off": {}}
+    made = Called(name, device, Record(torch.rand(WIDTH, device=device), more=more))
     for _ in range(3):
         made.check()
-    made.options.more["bias"] = made.options.more.pop("mask")
+    more[path[0]][path[1]] = more["on"].pop("mask")
     with pytest.raises(HostValueChangedError, match="more"):
         made()
     assert made.wrapper.counters.replays == 2
@@ -363,42 +365,57 @@ def test_what_the_first_step_makes_is_captured_later(name: str, device: str) -> 
 
 
 class Breaks(Rebinds):
-    """Rebinds a number in an eager break, and a buffer around it if told so."""
+    """Rebinds fields before, in and after an eager break."""
 
-    def __init__(self, rebinds: bool) -> None:
+    def __init__(self, *kinds: str) -> None:
         super().__init__()
-        self.rebinds, self.count = rebinds, 0
+        self.kinds, self.count = kinds, 0
+        self.names = {"0": torch.ones(())}
         self.scale = cgcompile.eager_break_during_capture(self.break_)
 
+    def rebind(self, kind: str, y: torch.Tensor) -> None:
+        if kind == "number":
+            self.count += 1
+        elif kind == "name":
+            (name,) = self.names
+            self.names[name + "0"] = self.names.pop(name)
+        elif kind == "buffer":
+            self.state = self.state * 0.5 + y.sum(0)
+
     def break_(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        return x * self.count
+        self.rebind(self.kinds[1], x)
+        (name,) = self.names
+        return x * (self.count + len(name))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rebind(self.kinds[0], x)
         y = self.scale(x + 1)
-        if self.rebinds:
-            self.state = self.state * 0.5 + y.sum(0)
+        self.rebind(self.kinds[2], y)
         return y + self.state
 
 
-@pytest.mark.parametrize("rebinds", [False, True])
-def test_an_eager_break_may_rebind(device: str, rebinds: bool) -> None:
-    model, expected = Breaks(rebinds).to(device), Breaks(rebinds).to(device)
+@pytest.mark.parametrize(
+    "kinds",
+    [("", "number", ""), ("", "name", ""), ("", "number", "buffer"), ("name", "number", "")],
+)
+def test_an_eager_break_may_rebind(device: str, kinds: tuple[str, str, str]) -> None:
+    model, expected = Breaks(*kinds).to(device), Breaks(*kinds).to(device)
+    refused = bool(kinds[0] or kinds[2])
     wrapper = cgcompile.BreakableCUDAGraphWrapper(model, settings(device))
     x = torch.empty(ROWS, WIDTH, device=device)
-    for count in range(5):
+    for _ in range(5):
         with step(ROWS, PIECEWISE):
             result = wrapper(x.uniform_()).clone()
         torch.testing.assert_close(result, expected(x))
-        assert model.count == expected.count == count + 1
+        assert (model.count, [*model.names]) == (expected.count, [*expected.names])
         torch.testing.assert_close(model.state, expected.state)
         if wrapper.pool is not None:
             assert not wrapper.pool.holds(model.state.untyped_storage().data_ptr())
             wrapper.pool.poison()
             torch.testing.assert_close(model.state, expected.state)
     counters = wrapper.counters
-    assert (counters.captures, counters.replays) == ((0, 0) if rebinds else (1, 4))
-    assert counters.plain[Reason.CAPTURE_FAILED] == (5 if rebinds else 0)
+    assert (counters.captures, counters.replays) == ((0, 0) if refused else (1, 4))
+    assert counters.plain[Reason.CAPTURE_FAILED] == (5 if refused else 0)
 
 
 def test_a_function_that_rebinds_what_is_around_it(device: str) -> None:

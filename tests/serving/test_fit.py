@@ -201,7 +201,7 @@ def test_close_to_the_exact_optimum(kind: str, budget: str) -> None:
         histogram = batches(kind, draw)
         top = max(histogram) + -max(histogram) % 8
         candidates = round_sizes(histogram, 8, top) if len(histogram) > 80 else tuple(histogram)
-        fixed, each = draw.uniform(0, 300), draw.randrange(300)
+        fixed, each = draw.uniform(0, 300), draw.randrange(3000)
         bytes_of = numbers(seed, 40)
         if budget != "any bytes":
             bytes_of = lambda size, each=each: 100 + each * size // 1000  # noqa: E731
