@@ -604,7 +604,8 @@ class SizesError(CGCompileError, ValueError):
         capture sizes {sizes:first 8}: above the maximum of {maximum}; no batch needs them.
         Leave them out, or raise the maximum.""")
     no_multiple = Template("""
-        no capture size is possible: the maximum is {maximum}, the multiple {multiple}.
+        no capture size is possible: the maximum is {maximum}, and sizes must be multiples of \
+        {multiple}.
         Raise the maximum, or take a smaller query length or parallel size.""")
     bad_entry = Template("""
         histogram: {{{batch!r}: {steps!r}}}; expected {{size: steps}}, whole numbers of at \
@@ -801,7 +802,8 @@ class EncoderError(CGCompileError, ValueError):
         {method}() takes no {keyword}=, and the configuration has {why}.
         Add the keyword argument {keyword} to the method, by which it can tell the graphs apart.""")
     no_buffer = Template("""
-        the encoder's forward raised KeyError: {key!r}; buffers: {known:list}.{known:close {key}}
+        the forward of an encoder raised KeyError: {key!r}; its buffers are \
+        {known:list}.{known:close {key}}
         A buffer belongs into buffer_keys and both prepare methods (tables= or offsets= of \
         PatchEncoder).""")
     modality = Template("""
@@ -816,7 +818,8 @@ class EncoderError(CGCompileError, ValueError):
         EncoderItemSpec: {name} = {found!r}; expected a whole number of at least 0.
         Read grids from the host once per call: grid_thw.tolist().""")
     unknown_path = Template("""
-        item {item}: tokens on unknown path {path!r}; paths: {known:list}.{known:close {path}}""")
+        item {item}: output tokens on path {path!r}, which the configuration does not have; paths: \
+        {known:list}.{known:close {path}}""")
     no_path = Template("""
         item {item}: {tokens} output tokens, and none of them on a path; paths: {known:list}.
         Give global_output_tokens and local_output_tokens, or path_output_tokens={{...}}.""")
