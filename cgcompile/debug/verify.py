@@ -38,17 +38,18 @@ from cgcompile.debug.compare import (
     rows_of,
 )
 from cgcompile.debug.locate import Watcher, located, padding_place, real_part
-from cgcompile.debug.output import Page, table
+from cgcompile.debug.output import Page
 from cgcompile.debug.restore import State, copies, restored_after
 from cgcompile.debug.subject import Subject, observed
 from cgcompile.errors import CGCompileError, DispatchError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.breaks import Breaker, BreakMode
-from cgcompile.graphs.capture import capture_turn
+from cgcompile.graphs.capture import capture_lock
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.serving.batch import Batch
 from cgcompile.serving.manager import CudaGraphManager
+from cgcompile.serving.statistics import text_table
 from cgcompile.settings import checked_but, require, sizes_given
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class Verification(Page):
         for check in self.checks:
             counts = str(check.compared), str(check.replays)
             cells.append((check.name, *counts, check.tolerance, _result(check)))
-        rows = [f"{self.subject}: {'ok' if self.ok else 'not ok'}", *table(cells)]
+        rows = [f"{self.subject}: {'ok' if self.ok else 'not ok'}", *text_table(cells)]
         uncompared = dict.fromkeys(name for check in self.checks for name in check.uncompared)
         if uncompared:
             rows.append(f"not compared: {', '.join(uncompared)}")
@@ -462,7 +463,7 @@ class _PlainBreaks(Breaker):
         composites = below or torch.is_inference_mode_enabled()
         mode = BreakMode(self, wrapper.boundaries, wrapper.pool.device.tensor_type, composites)
         with ExitStack() as stack:
-            stack.enter_context(capture_turn(f"verify {self.name}", self))
+            stack.enter_context(capture_lock(f"verify {self.name}", self))
             stack.enter_context(wrapper.pool.device.around())
             if below:
                 stack.enter_context(compat.below_autograd())

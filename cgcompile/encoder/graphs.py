@@ -38,17 +38,12 @@ from cgcompile.encoder.protocol import (
     unpadded_forward,
 )
 from cgcompile.errors import CaptureError, EncoderError
-from cgcompile.graphs.capture import bulk_capture, inside_capture
+from cgcompile.graphs.capture import bulk_capture, inside_capture, why_not_here
 from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.guards import WeightsGuard, modules_of
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.wrapper import (
-    CUDAGraphWrapper,
-    Whole,
-    holds_parameters_with_grad,
-    why_not_here,
-)
+from cgcompile.graphs.wrapper import CUDAGraphWrapper, Whole, holds_parameters_with_grad
 from cgcompile.reasons import Reason
 from cgcompile.serving.memory_plan import most_that_fit, ranked
 from cgcompile.settings import require_arguments, require_kind

@@ -24,12 +24,12 @@ from cgcompile.errors import (
     ManagerError,
 )
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.capture import postponed_capture
+from cgcompile.graphs.capture import postponed_capture, why_not_here
 from cgcompile.graphs.capture_all import BulkCapture, capture_set
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import check_debug
-from cgcompile.graphs.wrapper import CUDAGraphWrapper, why_not_here
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.serving.batch import (

@@ -175,7 +175,7 @@ def test_item() -> None:
 def test_a_tensor_on_the_cpu() -> None:
     x = torch.ones(ROWS, 4, D, device="meta")  # stands for a GPU
     assert kinds(examine(places, x)) == {"arange": "cpu_tensor break"}
-    assert eager_pieces(places, x) == [({Reason.CPU_TENSOR.value}, "arange")]
+    assert eager_pieces(places, x) == [({Reason.CPU_TENSOR}, "arange")]
     assert examine(places_on_the_device, x).findings == ()
     assert eager_pieces(places_on_the_device, x) == []
 
@@ -255,7 +255,7 @@ def test_a_vmap_region_with_a_boundary() -> None:
         chosen = config(splitting=splitting)
         assert kinds(examine(maps, x, config=chosen)) == {"vmap": f"functorch {severity}"}
         assert examine(maps_nothing, x, config=chosen).findings == ()
-    boundary, region = Reason.SPLITTING_OP.value, Reason.STATE_REGION.value
+    boundary, region = Reason.SPLITTING_OP, Reason.STATE_REGION
     assert eager_pieces(maps, x) == [({boundary, region}, "vmap")]
     assert eager_pieces(maps_nothing, x)[0][0] == {boundary}
 

@@ -84,6 +84,34 @@ def test_a_float_has_few_traces(guards: str, strict: bool, device: str) -> None:
     assert len(served.traces) == 9
 
 
+class Counts(nn.Linear):
+    """Counts its calls in a number that is baked into a trace."""
+
+    calls: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def test_a_number_of_the_model_has_few_traces(device: str) -> None:
+    module = Counts(WIDTH, WIDTH).to(device).requires_grad_(False)
+    module.calls = 0
+    served = cgcompile.compile(module, settings(device))
+    x = torch.randn(ROWS, WIDTH, device=device)
+    for calls in range(1, 21):
+        torch.testing.assert_close(served(x), nn.functional.linear(x, *module.parameters()) * calls)
+        assert module.calls == calls
+    assert len(served.traces) == 8
+    counters = served.backend.counters
+    assert counters.plain == {Reason.WARMING: 8, Reason.VARYING_NUMBER: 12}
+    assert "the number 'calls' differs" in counters.details[Reason.VARYING_NUMBER]
+    for _ in range(8 + 3):  # one that repeats is traced
+        module.calls = 30
+        torch.testing.assert_close(served(x), nn.functional.linear(x, *module.parameters()) * 31)
+    assert served.backend.counters.replays == 1
+
+
 class Options(nn.Module):
     def forward(self, x: torch.Tensor, *sizes: int, options: dict[str, Any]) -> torch.Tensor:
         return x * options["scale"] + sizes[0] * sizes[1]

@@ -78,18 +78,18 @@ def test_a_full_graph_through_torch_compile(mode: str) -> None:
     assert_counts(backend, 1, 2, {WARMING: 1})
 
 
-@pytest.mark.parametrize("door", ["compile", "torch.compile"])
+@pytest.mark.parametrize("entry_point", ["compile", "torch.compile"])
 @pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE"])
-def test_a_boundary_that_no_full_graph_may_hold(mode: str, door: str) -> None:
+def test_a_boundary_that_no_full_graph_may_hold(mode: str, entry_point: str) -> None:
     model = build(CASES["tagged_op"])
     backend = cgcompile.Backend(mode=mode, **WHOLE)
-    if door == "compile":
+    if entry_point == "compile":
         one = cgcompile.compile(model, mode=mode, **WHOLE)
         backend = one.backend
     else:
         one = torch.compile(model, backend=backend)
     x = batch("cpu", 6)
-    if (mode, door) == ("NONE", "compile"):  # nothing is known before it runs
+    if (mode, entry_point) == ("NONE", "compile"):  # nothing is known before it runs
         for _ in range(2):
             with pytest.raises(CaptureError, match=r"cgtest::unsafe.*NEVER.*inside of a FULL"):
                 step(one, x)
@@ -130,7 +130,7 @@ def test_several_graphs_of_one_model(named: bool) -> None:
     assert len(backend.graphs) == 2
     assert_counts(backend, 4, 8, {WARMING: 4})
     whole = compiled(model)
-    with pytest.raises(TraceError, match=r"(?s)graph_break.*test_compile_doors\.py"):
+    with pytest.raises(TraceError, match=r"(?s)graph_break.*test_compile_entry_points\.py"):
         whole(batch("cpu"))
 
 
@@ -173,7 +173,7 @@ def test_regional_compilation_compiles_one_layer_once() -> None:
     pieces = len(seen)
     assert pieces == len([p for p in backend.graphs[0].split.pieces if p.capture])
     assert_counts(backend, 8, 16, {WARMING: 8})
-    assert len(backend.graphs[0].bindings) == 4
+    assert len(backend.graphs[0].weight_sets) == 4
 
 
 def test_recompiles_of_torch_compile_are_counted_and_those_of_compile_refused() -> None:

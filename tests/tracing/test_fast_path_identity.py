@@ -1,4 +1,4 @@
-"""Which tensor an argument is, where the model tells them apart: what is returned is as in eager."""
+"""Arguments that are, or share memory with, each other or tensors of the model: as in eager."""
 
 import weakref
 from typing import Any
