@@ -207,8 +207,8 @@ class CompilationConfig:
         Returns the origin of the setting after that.
         """
         value, default = getattr(self, spec.name), spec.metadata["default"]
-        missing = None if value == default else self._missing(spec.metadata["needs"])
-        if missing is None:
+        missing = self._missing(spec.metadata["needs"])
+        if missing is None or (value == default and origin != "environment"):
             return origin
         if origin == "environment":
             object.__setattr__(self, spec.name, default)
