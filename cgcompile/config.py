@@ -111,9 +111,11 @@ class CompilationConfig:
         strict: raise where a step would otherwise run without a graph and count a reason.
         on_input_change: under a forward context, if the address of an input or a number differs
             from capture: ``raise``, ``recapture`` (bounded by ``max_captured_shapes``) or run
-            ``eager``. ``copy``: inputs that are only read are copied; compiled models only.
-        poison: fill the memory of graphs with NaN before each replay, so that stale reads show.
-        debug: raise where a result is touched whose memory a later step has overwritten.
+            ``eager``. ``copy``: inputs that are only read are copied, from any address; compiled
+            models only.
+        poison: fill the memory of graphs with NaN before each replay, so that stale reads show;
+            slow.
+        debug: raise where a result is touched whose memory a later step has overwritten; slow.
         num_warmups: calls of a new shape that run plain before one is captured.
         max_captured_shapes: how many shapes are captured without a forward context, per graph and
             weight set.
@@ -205,8 +207,8 @@ class CompilationConfig:
         Returns the origin of the setting after that.
         """
         value, default = getattr(self, spec.name), spec.metadata["default"]
-        missing = None if value == default else self._missing(spec.metadata["needs"])
-        if missing is None:
+        missing = self._missing(spec.metadata["needs"])
+        if missing is None or (value == default and origin != "environment"):
             return origin
         if origin == "environment":
             object.__setattr__(self, spec.name, default)

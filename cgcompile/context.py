@@ -224,7 +224,7 @@ class override_forward_context:
         self._tokens = token, self._tokens
         return context
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._tokens is None:
             raise ForwardContextError.not_entered()
         token, self._tokens = self._tokens

@@ -145,7 +145,7 @@ class ConfigError(CGCompileError, ValueError):
         settings beside a cgcompile.Backend object: the settings of the object are fixed.
         Give them to cgcompile.Backend(...), or use backend='cgcompile' with options.""")
     not_compiled_here = Template("""
-        cgcompile.runtime(): found {found:a}; expected a module that torch.compile compiled with it.
+        cgcompile.runtime(): found {found:a}; expected a module that this backend compiled.
         {knows_handle:if This one knows its handle by itself: model.backend.|For a function, keep \
         the object of backend=cgcompile.Backend(...).}""")
     captures_nothing = Template("""
@@ -219,7 +219,8 @@ class ForwardContextError(CGCompileError, RuntimeError):
 
     missing = Template("""
         get_forward_context(): no forward context is set in this thread or task.
-        with cgcompile.set_forward_context(...): model(...). New threads and tasks have none.""")
+        Wrap the call: with cgcompile.set_forward_context(...): model(...). A new thread or task \
+        has none.""")
 
     @classmethod
     def traced(cls, *, what: str) -> "ForwardContextError":  # Dynamo traces this, but no template
@@ -235,7 +236,8 @@ class ForwardContextError(CGCompileError, RuntimeError):
         expected CUDAGraphMode.NONE, PIECEWISE or FULL.
         Of a combined mode take decode_mode() or mixed_mode().""")
     near_miss = Template("""
-        set_forward_context({name}=...): there is no such parameter: it would be ignored.
+        set_forward_context({name}=...): there is no such parameter; it would only be in \
+        ForwardContext.additional.
         {meant:if Use {meant}|Leave it out}. Give your own data another name.""")
     batch_descriptor = Template("""
         set_forward_context(batch_descriptor={found:shown}): expected a \
@@ -602,10 +604,12 @@ class SizesError(CGCompileError, ValueError):
         capture sizes {sizes:first 8}: above the maximum of {maximum}; no batch needs them.
         Leave them out, or raise the maximum.""")
     no_multiple = Template("""
-        no capture size is possible: the maximum is {maximum}, the multiple {multiple}.
+        no capture size is possible: the maximum is {maximum}, and sizes must be multiples of \
+        {multiple}.
         Raise the maximum, or take a smaller query length or parallel size.""")
     bad_entry = Template("""
-        histogram: {{{batch!r}: {steps!r}}}; expected {{size: steps}}, at least 1 and 0.
+        histogram: {{{batch!r}: {steps!r}}}; expected {{size: steps}}, whole numbers of at \
+        least 1 and 0.
         Leave idle steps out: they run nothing.""")
     no_steps = Template("""
         fit_sizes(): the histogram holds no steps, so there is nothing to fit.
@@ -767,7 +771,8 @@ class AgreementError(CGCompileError, RuntimeError):
         Its own message says why; no rank has the graphs that it was at.""")
     out_of_step = Template("""
         rank {rank} {found}; rank 0 {first}.
-        Let all ranks make the same calls: capture(), then run() at each step, idle or not.""")
+        Let all ranks make the same calls: capture(), then run() at each step, with a batch or \
+        None.""")
     other_dispatcher = Template("""
         the agreement asks another dispatcher than the manager's.
         Take one: Agreement(dispatcher), CudaGraphManager(model, dispatcher, agreement=...).""")
@@ -797,8 +802,10 @@ class EncoderError(CGCompileError, ValueError):
         {method}() takes no {keyword}=, and the configuration has {why}.
         Add the keyword argument {keyword} to the method, by which it can tell the graphs apart.""")
     no_buffer = Template("""
-        the encoder's forward raised KeyError: {key!r}; buffers: {known:list}.{known:close {key}}
-        Add it to buffer_keys and both prepare methods (tables= or offsets= of PatchEncoder).""")
+        the forward of an encoder raised KeyError: {key!r}; its buffers are \
+        {known:list}.{known:close {key}}
+        A buffer belongs into buffer_keys and both prepare methods (tables= or offsets= of \
+        PatchEncoder).""")
     modality = Template("""
         an input {found:if of several modalities ({found:list})|of no known modality}: keys \
         {keys:list}; expected those of one of {known:list}.
@@ -811,7 +818,8 @@ class EncoderError(CGCompileError, ValueError):
         EncoderItemSpec: {name} = {found!r}; expected a whole number of at least 0.
         Read grids from the host once per call: grid_thw.tolist().""")
     unknown_path = Template("""
-        item {item}: tokens on unknown path {path!r}; paths: {known:list}.{known:close {path}}""")
+        item {item}: output tokens on path {path!r}, which the configuration does not have; paths: \
+        {known:list}.{known:close {path}}""")
     no_path = Template("""
         item {item}: {tokens} output tokens, and none of them on a path; paths: {known:list}.
         Give global_output_tokens and local_output_tokens, or path_output_tokens={{...}}.""")
@@ -833,11 +841,11 @@ class EncoderError(CGCompileError, ValueError):
         )
 
     rows = Template("""
-        {name!r} is a {found:type}; expected a tensor [rows, C].
+        {name!r} is {found:kind}; expected a tensor [rows, C].
         Give all patches of all items, one after the other, in the order of the grids.""")
     grid = Template("""
-        {name!r}: item {item} is {found!r}; expected (t, h, w), h and w multiples of merge_size = \
-        {merge}.
+        {name!r}: item {item} is {found!r}; expected (t, h, w), whole numbers of at least 0, \
+        h and w multiples of merge_size = {merge}.
         A token is merge_size * merge_size patches: resize the image, or pad its patches.""")
     patches = Template("""
         {name!r} has {found} rows; the grids of {grid!r} have {expected} patches.
@@ -945,7 +953,8 @@ class CommandError(CGCompileError, ValueError):
         Let it make the model and inputs: def make(): return Model(), (torch.randn(8, 16),)""")
     bad_result = Template("""
         {target} returned {found}; expected a model and its inputs.
-        Return (model, args), (model, args, kwargs) or a dict of them; args is a tuple.""")
+        Return (model, args), (model, args, kwargs) or a dict of them; args is a tuple, \
+        or one tensor.""")
     no_inputs = Template("""
         {target} returned a model without inputs, and {command} calls it.
         Return (model, args) or (model, args, kwargs).""")

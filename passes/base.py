@@ -53,9 +53,7 @@ log = logging.getLogger(__name__)
 class GraphPass(Protocol):
     """The interface of every pass, ours or a user's."""
 
-    @property
-    def name(self) -> str:
-        """The name in messages, dumps and ``disabled_passes``; an attribute will do."""
+    name: str
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Change ``gm`` in place, or return another graph with the same inputs and outputs."""
@@ -477,23 +475,22 @@ def _check_outputs(
 
 
 def _facts(output: Any, strided: bool) -> tuple[Any, list[Any]]:
-    """Return what must stay of an output: plain properties, and sizes and used strides."""
+    """Return what must stay of an output: plain properties, sizes and strides, None if unused."""
     if not isinstance(output, torch.Tensor):
         return None, [output] if is_integer(output) else []
     numbers = [*output.shape]
     if strided and output.layout is torch.strided:
-        # The stride of a dimension of size 1 is never used.
         pairs = zip(output.shape, output.stride(), strict=True)
-        numbers += [stride for size, stride in pairs if type(size) is not int or size != 1]
+        numbers += [None if type(size) is int and size == 1 else stride for size, stride in pairs]
     return (output.dtype, output.layout, output.device, output.dim()), numbers
 
 
 def _equal_numbers(one: Any, other: Any, symbols: Symbols) -> bool:
     """Return whether numbers are equal at all allowed sizes, as far as some sizes tell.
 
-    A size that depends on data is equal to any other.
+    A size that depends on data is equal to any other, and so is None.
     """
-    if one is other:
+    if one is other or one is None or other is None:
         return True
     if not all(type(n) is int or hasattr(n.node, "expr") for n in (one, other)):
         return True  # a length of nested tensors, which has no expression

@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from cgcompile import torch_compat as compat
+from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.passes.assign import PLACEMENT, Placement, placement
 from cgcompile.passes.capturable import graph_device
 from cgcompile.passes.nodes import (
@@ -176,6 +177,7 @@ class _Cutter:
             outputs=tuple(self._names[node] for node in sizes),
             num_ops=len(sizes),
             same_as=len(self._members),
+            support=AttentionCGSupport.ALWAYS,
         )
 
     def _piece(self, index: int, members: list[fx.Node]) -> Piece:

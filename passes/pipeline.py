@@ -15,7 +15,7 @@ from cgcompile.boundaries import Boundaries
 from cgcompile.errors import ConfigError
 from cgcompile.passes.aliases import resolve_aliases
 from cgcompile.passes.assign import AssignPieces
-from cgcompile.passes.base import FunctionPass, GraphPass, PassManager
+from cgcompile.passes.base import FunctionPass, PassManager
 from cgcompile.passes.eliminate import EliminateClones, EliminateNoOps
 from cgcompile.passes.normalize import bind_symbols, pull_items
 from cgcompile.passes.partition import cut
@@ -23,7 +23,7 @@ from cgcompile.passes.split import SplitGraph
 from cgcompile.settings import checked, parse_passes, parsed
 
 # Each pass is constructed from the registry of splitting ops, whether it needs it or not.
-PIPELINE: Mapping[str, Callable[[Boundaries], GraphPass]] = {
+PIPELINE: Mapping[str, Callable[[Boundaries], Any]] = {
     "bind_symbols": lambda _: FunctionPass("bind_symbols", bind_symbols, "3"),
     "pull_items": lambda _: FunctionPass("pull_items", pull_items, "2"),
     EliminateNoOps.name: EliminateNoOps,

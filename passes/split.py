@@ -70,9 +70,9 @@ class Piece:
     outputs: tuple[str, ...]
     num_ops: int
     same_as: int
+    support: AttentionCGSupport
     uncompiled: str | None = None
     lines: tuple[tuple[str, str], ...] = ()
-    support: AttentionCGSupport = AttentionCGSupport.ALWAYS
 
     @property
     def name(self) -> str:

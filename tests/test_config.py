@@ -236,7 +236,10 @@ def test_a_variable_that_a_mode_would_ignore_is_ignored(
 def test_a_variable_that_a_mode_uses_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGCOMPILE_CAPTURE_DEVICE", "host")
     monkeypatch.setenv("CGCOMPILE_CAPTURE_DIM", "x.size()[0]")
+    monkeypatch.setenv("CGCOMPILE_STRICT", "0")  # the default
+    assert CompilationConfig(mode="NONE").origins["strict"] == "default"
     config = CompilationConfig(mode="NONE", cudagraph_mode="FULL")
+    assert config.origins["strict"] == "environment"
     assert config.capture_device == "host"
     assert config.capture_dim is None
     assert CompilationConfig(compile_sizes=[2]).capture_dim == "x.size()[0]"

@@ -129,9 +129,44 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "DispatchError.other_breaks": {"now": ["attend"], "before": []},
     "InputBufferError.too_large": {"most": (8, 4)},
     "EncoderError.older_protocol": {"found": ["get_encoder_cudagraph_num_items"]},
-    "EncoderError.columns": {"found": [8, 16]},
+    "EncoderError.columns": {"found": [8, 16], "expected": 999},
     "EncoderError.modality": {"found": []},
+    "EncoderError.grid": {"found": (1, 3, 3)},
+    "EncoderError.item_need": {"tokens": (-1,)},
+    "EncoderError.not_a_budget": {"found": True},
+    "EncoderError.patches": {"expected": 16},
+    "AgreementError.out_of_step": {"found": "has captured a set", "first": "runs step 3"},
+    "CaptureError.rebinds": {"before": "a tensor (2,)"},
+    "CaptureError.seeded": {"before": 1, "after": 2},
+    "HostValueChangedError.changed": {"before": 2, "now": 3},
+    "HostValueChangedError.cpu_scalar": {"before": 1.5, "now": 4.0},
+    "HostValueChangedError.other_arguments": {"before": "1 argument", "now": "0 arguments"},
+    "ManagerError.output": {"found": "[8, 16]", "rows": "tokens"},
+    "ManagerError.presence": {"said": True},
+    "PieceCompileError.bad_outputs": {"expected": 2, "found": "no list"},
+    "SizesError.bad_entry": {"batch": 0},
+    "SizesError.not_a_size": {"found": True},
+    "SizesError.not_covered": {"batch": 500},
+    "SymbolError.size_refused": {"where": " (m.py:4)"},
+    "TraceError.fixed": {"dim": "x.shape[0] is 8"},
+    "TraceError.no_such_dimension": {"dim": 2, "path": "x"},
+    "WeightsError.shape": {"found": "(4, 2)", "expected": "(2, 4)"},
 }
+# Fields with which a message has another text, or nothing to list.
+OTHER_TEXTS: list[tuple[str, dict[str, Any]]] = [
+    ("AddressChangedError.metadata", {"now": None}),
+    ("AgreementError.missing", {"missing": []}),
+    ("CaptureBusyError.busy", {"same_thread": False}),
+    ("ConfigError.no_mapping", {"is_config": False}),
+    ("ConfigError.not_compiled_here", {"found": "NoneType", "knows_handle": True}),
+    ("ConfigError.unknown_setting", {"name": "level", "known": []}),
+    ("DispatchError.other_breaks", {"now": [], "before": ["attend"]}),
+    ("EncoderError.modality", {"found": ["image", "video"]}),
+    ("EncoderError.no_axis", {"known": []}),
+    ("ForwardContextError.near_miss", {"meant": ""}),
+    ("ForwardContextError.unpadded", {"most": None}),
+    ("SizesError.above", {"sizes": [16]}),
+]
 
 
 def _classes() -> dict[str, type[CGCompileError]]:
@@ -152,23 +187,23 @@ def _constructors() -> dict[str, frozenset[str]]:
     return found
 
 
-def _examples() -> dict[str, CGCompileError]:
-    examples = {}
-    for name, fields in _constructors().items():
+def _examples() -> list[tuple[str, CGCompileError]]:
+    examples, constructors = [], _constructors()
+    for name, other in [*((name, {}) for name in sorted(constructors)), *OTHER_TEXTS]:
         kind, _, message = name.partition(".")
-        own = OWN_FIELDS.get(name, {})
-        values = {field: own.get(field, FIELDS[field]) for field in sorted(fields)}
-        examples[name] = getattr(_classes()[kind], message)(**values)
+        own = OWN_FIELDS.get(name, {}) | other
+        values = {field: own.get(field, FIELDS[field]) for field in sorted(constructors[name])}
+        examples.append((name, getattr(_classes()[kind], message)(**values)))
     return examples
 
 
 def test_every_message_as_a_user_sees_it() -> None:
-    texts = [f"{name}: {error}" for name, error in sorted(_examples().items())]
+    texts = [f"{name}: {error}" for name, error in _examples()]
     assert_snapshot("errors", "\n".join(texts))
 
 
 def test_errors_are_of_the_tree_and_ascii() -> None:
-    for name, error in _examples().items():
+    for name, error in _examples():
         assert type(error).__name__ == name.partition(".")[0]
         assert isinstance(error, (ValueError, RuntimeError, TypeError))
         assert str(error).isascii()
