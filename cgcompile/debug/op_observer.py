@@ -69,6 +69,8 @@ class Notes:
         self.quiet = 0  # above 0 in code that runs eager, or that is noted already
         self.guarded: set[tuple[str, str]] = set()  # (file, name) of functions
         self._until = until  # the code that calls the model
+        # Nothing is traced: no region. A region around the examination is the caller's.
+        self._leaves_out_regions = way is not Way.UNTRACED and not eager_region_is_open()
         self._notes: dict[tuple[object, ...], Note] = {}
 
     def __iter__(self) -> Iterator[Note]:
@@ -77,7 +79,7 @@ class Notes:
     @property
     def listens(self) -> bool:
         """Whether code that runs now would be captured, and is not noted already."""
-        in_region = self.way is not Way.UNTRACED and eager_region_is_open()
+        in_region = self._leaves_out_regions and eager_region_is_open()
         return not self.quiet and not in_region
 
     @contextmanager

@@ -377,14 +377,14 @@ class EncoderGraphs:
         missing = {batch: key for key, batch in self._descriptors.items() if not self.has(key)}
         if len(missing) == len(self._descriptors):
             self._weights = []  # the graphs that read them were dropped
-        with self._setup.graph_capture(), self._uncompiled():
-            self.without_room = self._left_out(list(missing.values()), max_graph_bytes)
-            for key in self.without_room:
-                del missing[self._descriptors[key]]
-            for key in missing.values():
-                self.inputs(key).check_offsets()
-            self.wrapper.closed = False
-            try:
+        self.without_room = self._left_out(list(missing.values()), max_graph_bytes)
+        for key in self.without_room:
+            del missing[self._descriptors[key]]
+        for key in missing.values():  # memory of the caller's stream, whatever the context changes
+            self.inputs(key).check_offsets()
+        self.wrapper.closed = False
+        try:
+            with self._setup.graph_capture(), self._uncompiled():
                 result = capture_set(
                     "Capturing encoder CUDA graphs",
                     FULL,
@@ -394,8 +394,8 @@ class EncoderGraphs:
                     lambda: 0,
                     self._setup.settings,
                 )
-            finally:
-                self.wrapper.closed = True
+        finally:
+            self.wrapper.closed = True
         if self._setup.check_weights and not self._weights:
             kind = self._setup.device.type
             self._weights = [WeightsGuard(module, kind) for module in self._modules]
@@ -413,7 +413,8 @@ class EncoderGraphs:
         def fits(sizes: Sequence[Size]) -> bool:
             return self._fit([key for key in missing if key[:2] in sizes], left)
 
-        chosen = choose_sizes(missing, self.captured(), fits)
+        with self._setup.graph_capture(), self._uncompiled():
+            chosen = choose_sizes(missing, self.captured(), fits)
         why = (
             f"{Reason.NOT_CAPTURED.value}: no room in max_graph_bytes={max_graph_bytes}, of which "
             f"{max(left, 0)} were left"

@@ -178,7 +178,7 @@ class EncoderCalls:
             self._run_group(items, group, mm_kwargs, specs, dest)
         idle = [item for item, spec in enumerate(specs) if not self._has_tokens(spec)]
         if idle:  # last: results of others show the structure
-            self._run_idle(idle, self.selected(mm_kwargs, idle, len(specs)), dest)
+            self._run_idle(idle, mm_kwargs, len(specs), dest)
         missing = [item for item in range(len(specs)) if item not in dest]
         if missing:
             raise EncoderError.returned(
@@ -273,13 +273,15 @@ class EncoderCalls:
             reason = Reason.NOT_CAPTURED if room > budgets[-1] else Reason.CHEAPER_EAGER
         return None, reason
 
-    def _run_idle(self, items: list[int], mm_kwargs: dict[str, Any], dest: dict[int, Any]) -> None:
+    def _run_idle(
+        self, items: list[int], mm_kwargs: dict[str, Any], count: int, dest: dict[int, Any]
+    ) -> None:
         """Give items without tokens results without rows, as the model itself joins them."""
         self._statistics.record((), len(items))
         if self._model.splits_results:
             outputs = {path: self._graphs.empty(path) for path in self._paths}
             counts = {path: [0] * len(items) for path in self._paths}
-            self._split(outputs, items, counts, dest, mm_kwargs)
+            self._split(outputs, items, counts, dest, self.selected(mm_kwargs, items, count))
         for item in items:
             if item not in dest:
                 dest[item] = self._graphs.empty(self._paths[0])
@@ -349,7 +351,6 @@ class EncoderCudaGraphManager:
     Attributes:
         config: the model's description of its encoder, copied.
         statistics: hits, misses, padding, reasons.
-        token_budgets: the budgets, ascending; by path if there are several.
         max_batch_size: most items of a replay.
         max_frames_per_batch: most frames of a replay; 0 if graphs are not for videos: one per item.
         pool: the memory of the graphs; None where nothing can be captured.
@@ -411,8 +412,6 @@ class EncoderCudaGraphManager:
             graph_capture,
             check_weights,
         )
-        ladders = {path: list(budgets) for path, budgets in limits.budgets.items()}
-        self.token_budgets = ladders[DEFAULT] if list(ladders) == [DEFAULT] else ladders
         self.max_batch_size, self.max_frames_per_batch = limits.max_items, limits.max_frames
         self._graphs = EncoderGraphs(self._setup, pool)
         self.pool, self.wrapper = self._graphs.pool, self._graphs.wrapper
@@ -428,6 +427,12 @@ class EncoderCudaGraphManager:
             self.max_batch_size,
             self.max_frames_per_batch,
         )
+
+    @property
+    def token_budgets(self) -> list[int] | dict[str, list[int]]:
+        """A copy of the budgets, ascending; by path if there are several."""
+        ladders = {path: list(budgets) for path, budgets in self._setup.limits.budgets.items()}
+        return ladders[DEFAULT] if list(ladders) == [DEFAULT] else ladders
 
     @property
     def costs(self) -> Costs:

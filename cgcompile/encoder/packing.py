@@ -146,14 +146,15 @@ def pack(needs: Sequence[Need], capacity: Capacity, costs: Costs) -> list[Group]
         hints = {"needs": Sequence[Need], "capacity": Capacity, "costs": Costs}
         require_arguments("pack", values, hints)
         raise
-    ordinary = [index for index, need in enumerate(needs) if limits.holds(need)]
-    alone = sorted({*range(len(needs))}.difference(ordinary)) if len(ordinary) < len(needs) else []
-    grouped: list[tuple[int, ...]] = [(index,) for index in alone]
+    ordinary: Sequence[int] = range(len(needs))
+    grouped: list[tuple[int, ...]] = []
+    if not limits.hold(needs):
+        grouped = [(index,) for index in ordinary if not limits.holds(needs[index])]
+        ordinary = [index for index in ordinary if limits.holds(needs[index])]
     if len(ordinary) == 1:
         grouped.append((ordinary[0],))
     elif ordinary:
-        chosen = _grouped([needs[index] for index in ordinary], limits)
-        grouped += [tuple([ordinary[position] for position in group]) for group in chosen]
+        grouped += _grouped(ordinary, needs, limits)
     return [limits.group(items, needs) for items in grouped]
 
 
@@ -182,7 +183,14 @@ class _Limits:
         self.tops = tuple(ladder[-1] if ladder else inf for ladder in self.budgets)
         self.by_tokens: _GroupCosts | None = None  # kept for one path without a limit of frames
         if len(self.budgets) == 1 and self.budgets[0]:
-            self.by_tokens = _GroupCosts(self, [2 * self.budgets[0][-1]])
+            self.by_tokens = _GroupCosts(self, [self.budgets[0][-1]])
+
+    def hold(self, needs: Sequence[Need]) -> bool:
+        """Return whether all items are within every limit."""
+        if len(self.tops) > 1 or self.frames < inf:
+            return all(map(self.holds, needs))
+        top = self.tops[0]
+        return all([tokens[0] <= top for tokens, _ in needs])
 
     def holds(self, need: Need) -> bool:
         """Return whether an item is within every limit."""
@@ -204,8 +212,11 @@ class _Limits:
         """Return these items as a group, with the cheaper of graph and eager on each path."""
         if len(items) == 1 and needs[items[0]].frames > self.frames:
             return Group(items, tuple(None if tokens else 0 for tokens in needs[items[0]].tokens))
-        totals = map(sum, zip(*[needs[index].tokens for index in items], strict=True))
-        return Group(items, tuple([self.choose(*total)[0] for total in enumerate(totals)]))
+        budgets = []
+        for path in range(len(self.tops)):
+            tokens = sum([needs[index].tokens[path] for index in items])
+            budgets.append(self.choose(path, tokens)[0])
+        return Group(items, tuple(budgets))
 
 
 _limits = lru_cache(maxsize=32)(_Limits)
@@ -239,39 +250,46 @@ class _GroupCosts(dict[int, float]):
         return cost
 
 
-def _grouped(needs: Sequence[Need], limits: _Limits) -> list[Sequence[int]]:
-    """Group items that are all within the limits; return the positions of each group."""
-    frames = [need.frames for need in needs]
+def _grouped(
+    ordinary: Sequence[int], needs: Sequence[Need], limits: _Limits
+) -> list[tuple[int, ...]]:
+    """Group the items of these indices, which are all within the limits."""
+    frames = [needs[index].frames for index in ordinary]
     free = sum(frames) <= limits.frames or max(frames) * limits.items <= limits.frames
-    costs = limits.by_tokens
+    costs, top = limits.by_tokens, limits.tops[0]
     if free and costs is not None:
-        keys = [need.tokens[0] for need in needs]
-        order = sorted(range(len(needs)), key=keys.__getitem__)
+        order = sorted(ordinary, key=lambda index: needs[index].tokens[0])
+        keys = [needs[index].tokens[0] for index in order]
     else:
-        columns = zip(*[need.tokens for need in needs], strict=True)
-        costs = _GroupCosts(limits, [sum(column) for column in columns])
-        keys = [costs.key(need) for need in needs]
-        order = sorted(range(len(needs)), key=lambda at: (sum(needs[at].tokens), *needs[at]))
-    keys = [keys[position] for position in order]
-    least, groups = _runs(keys, costs, limits.items)
+        columns = zip(*[needs[index].tokens for index in ordinary], strict=True)
+        costs, top = _GroupCosts(limits, [sum(column) for column in columns]), inf
+        order = sorted(ordinary, key=lambda index: (sum(needs[index].tokens), *needs[index]))
+        keys = [costs.key(needs[index]) for index in order]
+    least, groups = _runs(keys, costs, top, limits.items)
     if keys[0] != keys[-1]:  # else the items are equal, and their order does not matter
-        other, fitted = _best_fit(keys, costs, limits.items)
+        other, fitted = _best_fit(keys, costs, top, limits.items)
         groups = fitted if other < least else groups
-    return [[order[at] for at in group] for group in groups]
+    return [tuple([order[at] for at in group]) for group in groups]
 
 
-def _runs(keys: Sequence[int], costs: _GroupCosts, most: int) -> tuple[float, list[Sequence[int]]]:
-    """Return cost and groups of the best cut into runs of neighbours, a shortest path."""
+def _runs(
+    keys: Sequence[int], costs: _GroupCosts, top: float, most: int
+) -> tuple[float, list[Sequence[int]]]:
+    """Return cost and groups of the best cut into runs of neighbours, a shortest path.
+
+    No group with a key above ``top`` is within the limits.
+    """
     before = [0, *accumulate(keys)]
     best, cuts = [0.0], [0]
     for end in range(1, len(before)):
         upto, least, cut = before[end], inf, end - 1
         for start in range(end - 1, max(end - most, 0) - 1, -1):
-            cost = best[start] + costs[upto - before[start]]
+            key = upto - before[start]
+            if key > top:
+                break
+            cost = best[start] + costs[key]
             if cost < least:
                 least, cut = cost, start
-            elif cost == inf:
-                break
         best.append(least)
         cuts.append(cut)
     groups: list[Sequence[int]] = []
@@ -283,7 +301,7 @@ def _runs(keys: Sequence[int], costs: _GroupCosts, most: int) -> tuple[float, li
 
 
 def _best_fit(
-    keys: Sequence[int], costs: _GroupCosts, most: int
+    keys: Sequence[int], costs: _GroupCosts, top: float, most: int
 ) -> tuple[float, list[Sequence[int]]]:
     """Return cost and groups where each item, the largest first, adds the least cost."""
     groups: list[list[int]] = []
@@ -292,7 +310,7 @@ def _best_fit(
         key = keys[position]
         least, best = costs[key], -1
         for number, total in enumerate(sums):
-            if len(groups[number]) < most:
+            if total + key <= top and len(groups[number]) < most:
                 more = costs[total + key] - costs[total]
                 if more <= least:
                     least, best = more, number

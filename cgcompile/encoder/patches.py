@@ -285,10 +285,8 @@ class PatchEncoder(SupportsEncoderCudaGraph):
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], *, path: str = DEFAULT) -> Any:
         if self._eager is not None:
             return self._eager(*self._patches(mm_kwargs))
-        specs = self.get_encoder_cudagraph_item_specs(mm_kwargs)
-        return unpadded_forward(
-            self, self._config, path, mm_kwargs, specs, self._converter(mm_kwargs)
-        )
+        convert = self._converter(mm_kwargs)  # buffers do not depend on the numbers of items
+        return unpadded_forward(self, self._config, path, mm_kwargs, (), convert)
 
     def _converter(self, mm_kwargs: Mapping[str, Any]) -> Callable[[str, Any], torch.Tensor]:
         """Return a function that moves values to the tower, as the dtype of their buffer."""

@@ -106,6 +106,8 @@ def test_regions_and_breaks_run_eager() -> None:
     """A region where the model is traced, a break where it is not; the context is read in both."""
     x = torch.tensor([1, 5, 3])
     assert kinds(examine(routes, x)) == {"outside": "host_sync break"}
+    with cgcompile.eager_region():  # one of the caller's changes nothing outside of the model's
+        assert kinds(examine(routes, x))["outside"] == "host_sync break"
     assert kinds(examine(routes, x, config=BREAKABLE))["region"] == "host_sync error"
     with cgcompile.set_forward_context(2.0):
         split = examine(uses_context, torch.ones(3))

@@ -192,6 +192,7 @@ def test_streams_of_cuda(forks: bool, joins: bool, severity: str, text: str) -> 
             if joins:
                 for _ in range(2):
                     assert torch.equal(wrapper(x), (x + 1) * 2)
+                assert wrapper.counters.replays == 1
             else:
                 with pytest.raises(CaptureError, match="unjoined work") as caught:
                     wrapper(x)

@@ -146,6 +146,30 @@ def test_padding_rows_are_named(hook: Any) -> None:
     assert "rows [4, 5] are padding" in str(found)
 
 
+def test_a_replay_that_returns_an_earlier_result(hook: Any) -> None:
+    """The first set of inputs cannot show it; a later one is replayed only once."""
+    plain, results = [], []
+
+    class Late(nn.Module):
+        def forward(self, x):
+            if not torch.compiler.is_compiling():
+                plain.append(True)
+            return torch.ops.cgentry.hooked(x.sin()).cos()
+
+    def late(x: torch.Tensor) -> torch.Tensor:
+        results.append(x * 2)
+        if plain:
+            plain.clear()
+            return results.pop()
+        return results[-2:][0].clone()
+
+    hook(late)
+    settings = config(splitting_ops=("cgentry::hooked",))
+    assert verify(built(Late, "cpu"), rows("cpu"), config=settings, sets=1).ok
+    found = verify(built(Late, "cpu"), rows("cpu"), config=settings, sets=2)
+    assert [difference.inputs for difference in found.differences] == [1]
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,8 @@
 """The manager: capture, calls and results, limits, statistics; numbers equal eager."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from lib.encoders import (
 
 import cgcompile
 from cgcompile.encoder import Costs, GraphKey
+from cgcompile.errors import EncoderError
 from cgcompile.reasons import Reason
 
 # ------------------------------------------------------------------ capture
@@ -53,6 +56,35 @@ def test_one_graph_for_each_budget_largest_first(device: str) -> None:
     assert encoder.token_budgets == [8, 16, 64]
     assert encoder.capture().captured == ()  # nothing is missing
     assert encoder.counters.captures == 3
+    encoder.get_cumulative_stats()["token_budgets"].clear()
+    assert encoder.token_budgets == [8, 16, 64]  # it was a copy
+
+
+@pytest.mark.parametrize("limit", [None, 2**40])
+def test_captures_run_in_a_context_and_buffers_are_made_outside(limit: int | None) -> None:
+    """There they have memory of the caller's stream, also if the context changes the stream."""
+    inside, seen = [0], set()
+
+    @contextmanager
+    def graph_capture() -> Iterator[None]:
+        inside[0] += 1
+        yield
+        inside[0] -= 1
+
+    class Looks(Rows):
+        def prepare_encoder_cudagraph_capture_inputs(self, *args: Any) -> Any:
+            seen.add(("buffers", inside[0]))
+            return super().prepare_encoder_cudagraph_capture_inputs(*args)
+
+        def encoder_cudagraph_forward(self, inputs: dict[str, torch.Tensor]) -> Any:
+            seen.add(("forward", inside[0]))
+            return super().encoder_cudagraph_forward(inputs)
+
+    encoder = manager(Looks(), captured=False, graph_capture=graph_capture)
+    encoder.capture(max_graph_bytes=limit)
+    assert len(encoder.budget_graphs) == len(BUDGETS)
+    trial = set() if limit is None else {("buffers", 1)}  # which are dropped
+    assert seen == {("forward", 1), ("buffers", 0), *trial}
 
 
 def test_without_graphs_calls_run_eager(device: str) -> None:
@@ -175,6 +207,17 @@ def test_several_outputs_of_an_item(device: str) -> None:
     deep = [list(result["deep"][0].shape) for result in results]
     assert deep == [[n, 2 * H] for n in (4, 3, 225, 2)]
     assert counts(encoder) == (3, 1)
+
+
+def test_items_without_tokens_are_not_selected() -> None:
+    class Selects(Rows):
+        def select_encoder_cudagraph_items(self, mm_kwargs: Any, indices: list[int]) -> Any:
+            assert all(mm_kwargs["lengths"][index] for index in indices)
+            return super().select_encoder_cudagraph_items(mm_kwargs, indices)
+
+    encoder = manager(Selects())
+    assert [len(result) for result in encoder.execute(rows(3, 0, 5, 0))] == [3, 0, 5, 0]
+    assert (counts(encoder), encoder.statistics.idle) == ((2, 0), 2)
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -432,6 +475,11 @@ def test_log(caplog: pytest.LogCaptureFixture) -> None:
     lines = [line for line in caplog.messages if line.startswith("encoder graphs: {")]
     assert len(lines) == 2  # of 270 items
     assert "'hits': 120, 'misses': 0" in lines[0]
+    caplog.clear()
+    encoder.statistics.clear()
+    with caplog.at_level(logging.DEBUG, logger="cgcompile.encoder"):
+        encoder.execute(rows(2))
+    assert not caplog.messages
     manager(Rows(), token_budgets=list(range(8, 80)), captured=False)
     assert "72 encoder graphs are planned" in caplog.text
 
@@ -561,3 +609,6 @@ def test_with_a_limit_the_capture_reports_what_cannot_be_captured() -> None:
     assert [(batch.num_tokens, "item" in why) for batch, why in missing] == [(16, True)]
     without_device = manager(config=None, captured=False)
     assert len(without_device.capture(max_graph_bytes=2**20).missing) == len(BUDGETS)
+    for limit in (-1, True, 2.5, "1 GiB"):
+        with pytest.raises(EncoderError, match="max_graph_bytes"):
+            without_device.capture(max_graph_bytes=limit)

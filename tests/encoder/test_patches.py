@@ -179,6 +179,15 @@ def test_a_given_eager_forward() -> None:
     assert seen == [[(1, 30, 30)]]
 
 
+def test_an_eager_run_reads_the_grids_once_more(device: str) -> None:
+    """Each time may wait for the device: once for the items, once for the buffers."""
+    model, read = patches(device), []
+    grids = model.grids
+    model.grids = lambda call: read.append(1) or grids(call)  # type: ignore[method-assign]
+    manager(model, device).execute(images((30, 30), device=device))
+    assert len(read) == 2
+
+
 @pytest.mark.parametrize("rows", [9, 20])
 @pytest.mark.parametrize("captured", [True, False])
 def test_patches_must_match_the_grids(rows: int, captured: bool) -> None:

@@ -51,6 +51,8 @@ def test_a_path_that_begins_above_the_range_is_named(field: str, path: str) -> N
     large = type("Large", (DualPath,), {field: 17})  # the range is 4 to 16
     with pytest.raises(EncoderError, match=f"path '{path}': its budgets begin at 17.* 16"):
         manager(large(), token_budgets=None, captured=False)
+    budgets = {"global": [32], "local": [32]}  # given ones may be outside
+    assert manager(large(), token_budgets=budgets, captured=False).token_budgets == budgets
     largest = type("Largest", (DualPath,), {field: 16})
     assert manager(largest(), token_budgets=None, captured=False).token_budgets[path] == [16]
 

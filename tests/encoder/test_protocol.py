@@ -231,6 +231,22 @@ def test_more_items_than_the_least_budget() -> None:
         manager(Rows(), token_budgets={"local": [8]}, captured=False)
 
 
+def test_the_configuration_is_read_once_and_copied() -> None:
+    class Mine(Rows):
+        def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+            self.count("config")
+            self.last = EncoderCudaGraphConfig(["image"], ["x"], H)
+            return self.last
+
+    model = Mine()
+    encoder = manager(model)
+    model.last.buffer_keys.append("y")  # type: ignore[attr-defined]
+    encoder.execute(rows(3))
+    assert model.calls["config"] == 1
+    assert encoder.config.buffer_keys == ["x"]
+    assert [encoder.supports_modality(name) for name in ("image", "video")] == [True, False]
+
+
 # ------------------------------------------------------------------ columns, keywords, buffers
 
 

@@ -130,6 +130,13 @@ def test_a_damaged_file_is_a_miss(store: Store, damage: Callable[[bytes], bytes]
     assert payload_of(store, "piece", KEY) == PAYLOAD
 
 
+def test_the_entry_of_another_key_is_a_miss(store: Store) -> None:
+    store.put("piece", KEY, PAYLOAD, FACTS)
+    only_file(store).rename(store.folder / "piece.0000.cgc")
+    assert payload_of(store, "piece", "0000") is None
+    assert list(store.folder.iterdir()) == []
+
+
 def test_another_version_of_the_format_is_a_miss(store: Store) -> None:
     store.put("piece", KEY, PAYLOAD, FACTS)
     path = only_file(store)
