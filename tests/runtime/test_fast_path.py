@@ -2,8 +2,10 @@
 
 import asyncio
 import contextvars
+import gc
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -168,7 +170,11 @@ def test_calls_that_are_left() -> None:
 
 
 def observed(engine: Engine) -> None:
-    engine.graph.observe(lambda program, recording, inputs, real: recording.replay(inputs, real))
+    def observer(program: Any, recording: Any, inputs: tuple[Any, ...], real: Any) -> Any:
+        assert len(inputs) == len(program.split.inputs)  # the frozen ones are among them
+        return recording.replay(inputs, real)
+
+    engine.graph.observe(observer)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +186,37 @@ def test_graphs_that_are_gone_or_observed(forget: Any) -> None:
     engine = Engine()
     forget(engine)
     assert not engine.is_fast()
+
+
+def test_weights_that_die() -> None:
+    """The fast path goes with them, and does not hold their graphs."""
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    models = [Linear().requires_grad_(False) for _ in range(2)]
+    runs, x = [torch.compile(model, backend=backend) for model in models], torch.randn(3, 4)
+
+    def step(index: int) -> int:
+        x.normal_()
+        before = graph.fast_paths.replays
+        with context():
+            assert_same([runs[index](x)], [models[index](x)])
+        return graph.fast_paths.replays - before
+
+    for index in (0, 0, 0, 1, 1, 1):
+        with context():
+            runs[index](x)
+    (graph,) = backend.graphs
+    assert step(1) == 1
+    recording = weakref.ref(graph.recordings[-1])
+    del models[1], runs[1]
+    gc.collect()
+    assert graph.fast_paths.graph is None
+    assert len(graph.recordings) == 1
+    assert (step(0), step(0)) == (0, 1)
+    models.append(Linear().requires_grad_(False))
+    runs.append(torch.compile(models[1], backend=backend))
+    assert [step(1) for _ in range(4)] == [0, 0, 0, 1]
+    gc.collect()
+    assert recording() is None
 
 
 def test_gradients() -> None:
