@@ -21,6 +21,7 @@ from torch import nn
 import cgcompile
 from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
 from cgcompile.graphs.profiling import observing
+from cgcompile.reasons import Reason
 from cgcompile.runtime.fast_path import ANOTHER
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -217,6 +218,24 @@ def test_weights_that_die() -> None:
     assert [step(1) for _ in range(4)] == [0, 0, 0, 1]
     gc.collect()
     assert recording() is None
+
+
+def test_a_result_of_other_weights_that_moves() -> None:
+    """Layers of one class: an input that is a result of another layer has no fast path."""
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    layers = [Linear().requires_grad_(False) for _ in range(2)]
+    runs, x = [torch.compile(layer, backend=backend) for layer in layers], torch.randn(3, 4)
+    old = list(layers[0].parameters())  # stay alive
+    for step in range(12):
+        if step == 6:
+            layers[0].load_state_dict(Linear().state_dict(), assign=True)
+            layers[0].requires_grad_(False)
+        x.normal_()
+        with context():
+            assert_same([runs[1](runs[0](x))], [layers[1](layers[0](x))])
+    (graph,) = backend.graphs
+    assert len(graph.recordings) == 3, old
+    assert graph.counters.plain[Reason.INPUT_CHANGED] == 1
 
 
 def test_gradients() -> None:
