@@ -113,9 +113,14 @@ class Backend(Registry):
     ) -> Callable[..., Any]:
         """Compile one pre-grad graph of Dynamo; ``torch.compile`` calls this.
 
+        Args:
+            gm: the graph.
+            example_inputs: what it was traced with.
+            mode: must be left out, like ``options``: the settings are fixed.
+
         Raises:
-            ConfigError: ``mode`` or ``options`` of ``torch.compile``, whose settings are fixed
-                here; or a mode that traces in another way.
+            ConfigError: ``mode`` or ``options`` of ``torch.compile``; or a mode that traces in
+                another way.
         """
         if mode is not None or options:
             raise ConfigError.settings_are_fixed()
@@ -135,8 +140,11 @@ class Backend(Registry):
     ) -> Callable[..., Any]:
         """Compile one pre-grad graph of Dynamo in the mode of the settings.
 
-        The last ``frozen`` inputs keep their identity and address in all calls, so that no guard
-        checks them.
+        Args:
+            gm: the graph.
+            example_inputs: what it was traced with.
+            frozen: how many of the last inputs keep their identity and address in all calls, so
+                that no guard checks them.
         """
         config = self.config
         if config.cudagraph_mode is CUDAGraphMode.NONE:

@@ -110,18 +110,13 @@ class CompiledTrace:
         run: Callable[..., Any] | None = compiled
         if compiled is not None and trace.frozen:
             run = _frozen(compiled, tuple(frozen.tensor for frozen in trace.frozen))
-        self._python = partial(trace.python.function, trace.original)  # the trace itself must go
-        self.run = self._python(run)
+        python = partial(trace.python.function, trace.original)  # the trace itself must go
+        self.run = python(run)
         self.fast_paths: FastPaths | None = None
+        self.learn: Callable[..., None]  # of the fast paths, if there are any
         if isinstance(compiled, CompiledGraph) and self.is_free and trace.python.is_plain:
             self.fast_paths = compiled.fast_paths
-
-    def learn(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], bound: Any, hooks: Sequence[Any]
-    ) -> None:
-        """Generate the fast path of a call that just ran; see :meth:`FastPaths.learn`."""
-        assert self.fast_paths is not None
-        self.fast_paths.learn(self._checks, self._python, args, kwargs, bound, hooks)
+            self.learn = partial(compiled.fast_paths.learn, fits.checks, python)
 
     @property
     def is_alive(self) -> bool:

@@ -112,6 +112,21 @@ def test_a_number_of_the_model_has_few_traces(device: str) -> None:
     assert served.backend.counters.replays == 1
 
 
+def test_strict_refuses_a_number_of_the_model(device: str) -> None:
+    module = Counts(WIDTH, WIDTH).to(device).requires_grad_(False)
+    module.calls = 0
+    served = cgcompile.compile(module, settings(device, strict=True))
+    x = torch.randn(ROWS, WIDTH, device=device)
+    for _ in range(8):
+        served(x)
+    for _ in range(2):
+        with pytest.raises(DispatchError, match=r"varying_number.*'calls'"):
+            served(x)
+    assert module.calls == 8, "nothing has run"
+    module.calls = 2
+    torch.testing.assert_close(served(x), nn.functional.linear(x, *module.parameters()) * 3)
+
+
 class Options(nn.Module):
     def forward(self, x: torch.Tensor, *sizes: int, options: dict[str, Any]) -> torch.Tensor:
         return x * options["scale"] + sizes[0] * sizes[1]

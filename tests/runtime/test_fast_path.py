@@ -2,8 +2,10 @@
 
 import asyncio
 import contextvars
+import gc
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from torch import nn
 import cgcompile
 from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
 from cgcompile.graphs.profiling import observing
+from cgcompile.reasons import Reason
 from cgcompile.runtime.fast_path import ANOTHER
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -168,7 +171,11 @@ def test_calls_that_are_left() -> None:
 
 
 def observed(engine: Engine) -> None:
-    engine.graph.observe(lambda program, recording, inputs, real: recording.replay(inputs, real))
+    def observer(program: Any, recording: Any, inputs: tuple[Any, ...], real: Any) -> Any:
+        assert len(inputs) == len(program.split.inputs)  # the frozen ones are among them
+        return recording.replay(inputs, real)
+
+    engine.graph.observe(observer)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +187,55 @@ def test_graphs_that_are_gone_or_observed(forget: Any) -> None:
     engine = Engine()
     forget(engine)
     assert not engine.is_fast()
+
+
+def test_weights_that_die() -> None:
+    """The fast path goes with them, and does not hold their graphs."""
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    models = [Linear().requires_grad_(False) for _ in range(2)]
+    runs, x = [torch.compile(model, backend=backend) for model in models], torch.randn(3, 4)
+
+    def step(index: int) -> int:
+        x.normal_()
+        before = graph.fast_paths.replays
+        with context():
+            assert_same([runs[index](x)], [models[index](x)])
+        return graph.fast_paths.replays - before
+
+    for index in (0, 0, 0, 1, 1, 1):
+        with context():
+            runs[index](x)
+    (graph,) = backend.graphs
+    assert step(1) == 1
+    recording = weakref.ref(graph.recordings[-1])
+    del models[1], runs[1]
+    gc.collect()
+    assert graph.fast_paths.graph is None
+    assert len(graph.recordings) == 1
+    assert (step(0), step(0)) == (0, 1)
+    models.append(Linear().requires_grad_(False))
+    runs.append(torch.compile(models[1], backend=backend))
+    assert [step(1) for _ in range(4)] == [0, 0, 0, 1]
+    gc.collect()
+    assert recording() is None
+
+
+def test_a_result_of_other_weights_that_moves() -> None:
+    """Layers of one class: an input that is a result of another layer has no fast path."""
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    layers = [Linear().requires_grad_(False) for _ in range(2)]
+    runs, x = [torch.compile(layer, backend=backend) for layer in layers], torch.randn(3, 4)
+    old = list(layers[0].parameters())  # stay alive
+    for step in range(12):
+        if step == 6:
+            layers[0].load_state_dict(Linear().state_dict(), assign=True)
+            layers[0].requires_grad_(False)
+        x.normal_()
+        with context():
+            assert_same([runs[1](runs[0](x))], [layers[1](layers[0](x))])
+    (graph,) = backend.graphs
+    assert len(graph.recordings) == 3, old
+    assert graph.counters.plain[Reason.INPUT_CHANGED] == 1
 
 
 def test_gradients() -> None:
