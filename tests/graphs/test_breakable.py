@@ -1264,6 +1264,29 @@ def test_break_of_a_capturing_call_sees_computed_data(device, wrap) -> None:
     assert_counters(wrapper, captures=1, replays=2)
 
 
+def test_break_that_fails_in_a_capturing_call_leaves_nothing(device, wrap) -> None:
+    error, failing_now = Asked("on purpose"), [True]
+
+    def sometimes(y):
+        if failing_now and len(calls) % 2 == 0:
+            raise error
+        return soft(y)
+
+    cut, calls = counted(sometimes)
+    wrapper, x = wrap(broken_model(cut), name="block"), rand(device=device)
+    for failures in (1, 2):
+        with step(4), pytest.raises(Asked) as caught:
+            wrapper(x)
+        assert caught.value is error
+        assert "block: in a breakable capture, after break 1 (" in error.__notes__[-1]
+        assert len(calls) == 2 * failures
+        assert not wrapper.concrete_cudagraph_entries
+        assert BreakableCUDAGraphCapture.current() is None
+    failing_now.clear()
+    assert_calls(wrapper, PLAIN_MODEL, x)
+    assert_counters(wrapper, captures=1, replays=2, failures=2)
+
+
 # ---------------------------------------------------------------- the wrapper: operators
 
 
