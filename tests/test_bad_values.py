@@ -78,7 +78,7 @@ WRAPPERS = {"drop", "entries_of", "entry_of", "keep", "record", "replay_entry"}
 INTERNAL = {
     "Backend": {"adopt", "compile_graph", "recompile_limit_reached", "remember", "run_plain"},
     "BreakableCUDAGraphWrapper": WRAPPERS,
-    "CUDAGraphEntry": {"check", "result", "serves"},
+    "CUDAGraphEntry": {"check", "result"},
     "CUDAGraphWrapper": WRAPPERS,
     "CudaGraphManager": {"capture_graph", "record", "run_dummy"},
     "ForwardContext": {"synthetic"},

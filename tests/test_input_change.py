@@ -487,7 +487,13 @@ def test_a_wrapper_recaptures_for_each_set_of_addresses(device: str, kind: Kind)
         runs.check(second)
         runs.check(first, 2)
     assert_counters(wrapper, captures=2, replays=13)
-    assert list(wrapper.concrete_cudagraph_entries) == [BatchDescriptor(ROWS)]
+    last = []
+    for given in (second, second, first, first, second):
+        runs.check(given)
+        last += wrapper.concrete_cudagraph_entries.values()
+    assert last[0] is last[1] is last[4] is not last[2]
+    assert last[2] is last[3] is not last[0]
+    assert set(wrapper.entries_of(kind.mode, BatchDescriptor(ROWS))) == {last[0], last[2]}
 
 
 def test_a_wrapper_recaptures_no_more_than_allowed(device: str, kind: Kind) -> None:

@@ -193,6 +193,43 @@ def test_a_change_that_a_replay_would_not_show_is_an_error(device: str, kind: st
     assert not wrapper.concrete_cudagraph_entries
 
 
+KEEPERS = {
+    "a tensor": (lambda tensor: tensor, lambda tensor: tensor),
+    "a view": (lambda tensor: tensor[1:], lambda view: view),
+    "C++": (torch.utils.dlpack.to_dlpack, torch.from_dlpack),
+}
+KEPT = [("a tensor", False), ("a view", False), ("a view", True), ("C++", True)]
+
+
+@pytest.mark.parametrize(("keeper", "by_break"), KEPT)
+def test_a_result_of_a_break_that_is_kept_and_written(
+    device: str, keeper: str, by_break: bool
+) -> None:
+    keep, take = KEEPERS[keeper]
+    kept = []
+
+    @eager_break_during_capture
+    def doubles(x):
+        result = x * 2
+        kept[:] = [keep(result)]
+        return result
+
+    def write(target):
+        target.add_(1)
+
+    write_here = eager_break_during_capture(write) if by_break else write
+
+    def model(x):
+        result = doubles(x)
+        write_here(take(kept[0]))
+        return result + 1
+
+    wrapper = BreakableCUDAGraphWrapper(model, HOST, PIECEWISE)
+    with step(4), pytest.raises(CaptureError, match=r"doubles.*one of the two is stale"):
+        wrapper(torch.ones(4, 8, device=device))
+    assert not wrapper.concrete_cudagraph_entries
+
+
 def test_a_graph_may_write_what_a_break_made(device: str) -> None:
     check_wrapper(lambda x: doubled(x).add_(x).sin_() + x, device)
 

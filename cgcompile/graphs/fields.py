@@ -11,8 +11,9 @@ while it is captured refuses the capture (:class:`Rebinding`):
   calls, the counter of a hook), and may change.
 
 Opened are modules, dicts, lists, tuples, sets, plain objects and dataclasses, their ``__slots__``
-too, closures of functions and what a ``functools.partial`` holds. Closed are objects of torch and
-of Python's own libraries, and objects of C extensions; a guard compares those by identity.
+too, closures and defaults of functions and what a ``functools.partial`` holds. Closed are objects
+of torch and of Python's own libraries, and objects of C extensions; a guard compares those by
+identity.
 """
 
 from array import array
@@ -147,6 +148,8 @@ def _holders(value: Any, path: str) -> Iterator[_Holder]:
             yield _Holder(path, ".{}", attributes.get(table, {}), of_module=True)
     if isinstance(value, FunctionType):
         yield _Holder(path, " closure {}", Cells(value))
+        yield _Holder(path, " default {}", value.__defaults__ or ())
+        yield _Holder(path, " default {!r}", value.__kwdefaults__ or {})
         return
     if isinstance(value, partial):
         yield _Holder(path, "[{}]", (value.func, value.args, value.keywords))

@@ -7,7 +7,7 @@ returns is built from these wrappers and does the copying; use one directly for 
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -248,6 +248,14 @@ def holds_parameters_with_grad(runnable: Any) -> bool:
     unwrap = getattr(runnable, "unwrap", None)
     weights = weights_of(unwrap() if callable(unwrap) else runnable)
     return any([weight.requires_grad for weight in weights])
+
+
+def requires_grad_beside(
+    tensors: Iterable[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Return whether one of ``tensors`` requires grad and is no argument of a call."""
+    with_grad = {id(tensor) for tensor in tensors if tensor.requires_grad}
+    return bool(with_grad) and not with_grad <= set(map(id, compat.tree_tensors((args, kwargs))))
 
 
 def _fallback(error: CaptureError) -> Fallback:
@@ -502,7 +510,7 @@ class CUDAGraphWrapper(Transparent):
         storages: SameStorages | None = None,
         wait: bool = True,
     ) -> Captured | None:
-        """Capture ``runnable`` for a descriptor (``shown`` as text); None if an output needs grad.
+        """Capture ``runnable`` for a descriptor (``shown`` as text); None if gradients are due.
 
         It must not rebind fields, nor replace the memory of ``storages``, by default of all that is
         reachable: both are restored. Run the result once, then :meth:`keep` its entry.
@@ -512,9 +520,12 @@ class CUDAGraphWrapper(Transparent):
         level = logging.INFO if self.options.debug_log_enable else logging.DEBUG
         log.log(level, "capturing %s (%s)", self.name, shown)
         rebinding = Rebinding(self.unwrap(), args, kwargs) if self._guarded else None
+        fields = [] if rebinding is None else rebinding.tensors
+        reads_grad = requires_grad_beside(fields, args, kwargs)
+        if reads_grad and torch.is_grad_enabled() and self._executes:
+            return None  # its ops skip autograd: a result would not show it
         if storages is None:
-            tensors = compat.tree_tensors((args, kwargs)) + weights_of(self.unwrap())
-            tensors += [] if rebinding is None else rebinding.tensors
+            tensors = compat.tree_tensors((args, kwargs)) + weights_of(self.unwrap()) + fields
             storages = SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
         step = partial(self.runnable, *args, **kwargs)
         sequence, result, refused = self._record_step(step, shown, rebinding, storages, wait)
@@ -530,13 +541,14 @@ class CUDAGraphWrapper(Transparent):
         else:
             tensor_type = self._pool.device.tensor_type
             weights = WeightsGuard(self.unwrap(), tensor_type)
+            reads_grad &= not torch.is_grad_enabled()  # where the result has shown it
             entry = CUDAGraphEntry(
                 descriptor,
                 sequence,
                 output,
                 ArgumentGuard(args, kwargs, tensor_type),
                 weights,
-                holds_parameters_with_grad(self.runnable),
+                reads_grad or holds_parameters_with_grad(self.runnable),
                 Passed.of(result, args, kwargs, weights.objects),
                 FieldsGuard.of(args, kwargs, tensor_type),
             )

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import functools
 import gc
+import threading
+import time
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ from lib.breakable import (
     FULL,
     NONE,
     PIECEWISE,
+    TIMEOUT,
     Asked,
     Hook,
     Stack,
@@ -43,6 +46,7 @@ from cgcompile import (
     BatchDescriptor,
     CompilationConfig,
     CUDAGraphMode,
+    CUDAGraphOptions,
     get_forward_context,
     set_forward_context,
 )
@@ -53,6 +57,7 @@ from cgcompile.errors import (
     CaptureError,
     CGCompileError,
     DispatchError,
+    GradientError,
     HostValueChangedError,
 )
 from cgcompile.graphs.breakable import (
@@ -1259,6 +1264,29 @@ def test_break_of_a_capturing_call_sees_computed_data(device, wrap) -> None:
     assert_counters(wrapper, captures=1, replays=2)
 
 
+def test_break_that_fails_in_a_capturing_call_leaves_nothing(device, wrap) -> None:
+    error, failing_now = Asked("on purpose"), [True]
+
+    def sometimes(y):
+        if failing_now and len(calls) % 2 == 0:
+            raise error
+        return soft(y)
+
+    cut, calls = counted(sometimes)
+    wrapper, x = wrap(broken_model(cut), name="block"), rand(device=device)
+    for failures in (1, 2):
+        with step(4), pytest.raises(Asked) as caught:
+            wrapper(x)
+        assert caught.value is error
+        assert "block: in a breakable capture, after break 1 (" in error.__notes__[-1]
+        assert len(calls) == 2 * failures
+        assert not wrapper.concrete_cudagraph_entries
+        assert BreakableCUDAGraphCapture.current() is None
+    failing_now.clear()
+    assert_calls(wrapper, PLAIN_MODEL, x)
+    assert_counters(wrapper, captures=1, replays=2, failures=2)
+
+
 # ---------------------------------------------------------------- the wrapper: operators
 
 
@@ -1388,6 +1416,48 @@ def test_a_break_breaks_while_another_thread_compiles(device, wrap) -> None:
             with step(4, metadata=metadata):
                 assert same(wrapper(x), (x + 1) * metadata + 1)
     assert_counters(wrapper, captures=1, replays=2)
+
+
+def test_threads_take_turns_with_one_wrapper(device, wrap) -> None:
+    """Each replays another size, under a forward context of its own, which breaks read."""
+
+    def scaled(x):
+        time.sleep(0.001)  # other threads may run in the middle of a replay
+        return x * get_forward_context().attn_metadata
+
+    scale, calls = counted(scaled)
+    options = CUDAGraphOptions(weak_ref_output=False)  # results outlive replays of other sizes
+    wrapper = wrap(lambda x: scale(x + 1).sin(), options=options)
+    checked = []
+
+    def replay(x, times=20):
+        for k in range(times):
+            with step(len(x), metadata=k + len(x)):
+                assert same(wrapper(x.uniform_()), ((x + 1) * (k + len(x))).sin())
+                checked.append(len(x))
+
+    buffers = [rand(tokens, 8, device=device) for tokens in (2, 3, 4)]
+    for x in buffers:
+        replay(x, times=1)
+    threads = [threading.Thread(target=replay, args=(x,)) for x in buffers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert sorted(checked) == sorted([2, 3, 4] * 21)
+    assert_counters(wrapper, captures=3, replays=60)
+    assert len(calls) == 63
+
+
+def test_a_result_that_requires_grad_is_an_error(device, wrap) -> None:
+    """Ops of the capture skip autograd, and a part of the step has run: it cannot run plain."""
+    cut, calls = counted(soft)
+    wrapper, x = wrap(lambda x: cut(x + 1).requires_grad_(), name="block"), rand(device=device)
+    with step(4), pytest.raises(GradientError, match="block"):
+        wrapper(x)
+    assert not wrapper.entries
+    assert_counters(wrapper, failures=1)
+    assert len(calls) == 1
 
 
 def test_plain_module_of_eight_layers(device, wrap) -> None:

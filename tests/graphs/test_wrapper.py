@@ -468,7 +468,7 @@ def test_parameter_that_requires_grad_runs_plain(device, wrap) -> None:
     assert_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 3})
 
 
-def test_call_with_gradients_executes_once(device) -> None:
+def test_call_with_gradients_executes_once(device, wrap) -> None:
     weight = torch.rand(8, device=device, requires_grad=True)
     count = torch.zeros((), device=device)
 
@@ -476,8 +476,7 @@ def test_call_with_gradients_executes_once(device) -> None:
         count.add_(1)
         return x * weight
 
-    wrapper = CUDAGraphWrapper(function, CompilationConfig(capture_device="host"))
-    x = torch.rand(4, 8, device=device)
+    wrapper, x = wrap(function), torch.rand(4, 8, device=device)
     with step(4):
         assert wrapper(x).requires_grad
     assert count.item() == 1
