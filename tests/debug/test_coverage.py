@@ -246,6 +246,9 @@ def test_an_encoder_counts_what_ran() -> None:
     assert (without.graph, without.reason, without.hits) == (None, "oversize", hits[0])
     assert (found.total, found.on_graphs, found.unit) == (40, 40 - hits[0], "items")
     assert found.counters.replays == found.on_graphs
+    data = found.to_dict()
+    made.execute(rows(1))
+    assert found.to_dict() == data != coverage(made).to_dict()  # of one moment
 
 
 # ------------------------------------------------------------------ how it prints
