@@ -109,9 +109,9 @@ def _import_file(path: Path) -> ModuleType:
 def _function(module: ModuleType, where: str, name: str) -> Any:
     function = getattr(module, name, None)
     if not callable(function):
-        functions = inspect.getmembers(module, inspect.isfunction)
-        own = [known for known, value in functions if value.__module__ == module.__name__]
-        raise CommandError.no_function(module=where, name=name, known=own)
+        functions = {known: v for known, v in vars(module).items() if inspect.isfunction(v)}
+        own = [known for known, v in functions.items() if v.__module__ == module.__name__]
+        raise CommandError.no_function(module=where, name=name, known=sorted(own))
     return function
 
 

@@ -34,7 +34,7 @@ class CoverageRow:
     graph: str | None = None  # the key of the graph; None without one
     captured: bool | None = None  # whether the graph still exists; None without one
     real: int | None = None  # rows without padding, where known
-    ran: int = 0  # rows with padding
+    ran: int = 0  # rows with padding; 0 without a graph
     part: str = ""  # a path of an encoder, or a compiled graph or wrapper of a model
     reason: str | None = None  # why there was no graph
     detail: str = ""  # the last one of the reason; or which of several captures of one key it is
@@ -126,7 +126,8 @@ def coverage(model: Any) -> Coverage:
         rows = _of_recorders(recorders, counters)
         rows += _reasons("NONE", counters.plain, counters)
         lesser += _reasons("-", counters.degraded, counters)
-    return Coverage(VERSION, kind, unit, tuple(rows), tuple(lesser), counters)
+    # A copy: an encoder manager has the counters of its wrapper, which go on counting.
+    return Coverage(VERSION, kind, unit, tuple(rows), tuple(lesser), counters + Counters())
 
 
 # ---------------------------------------------------------------- models
@@ -171,9 +172,11 @@ def _of_wrapper(wrapper: CUDAGraphWrapper) -> Iterator[CoverageRow]:
     for descriptor in wrapper.concrete_cudagraph_entries:
         for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
             for entry in wrapper.entries_of(mode, descriptor):
-                batches, hits = _tokens(descriptor.num_tokens), entry.sequence.stats.replays + 1
-                key, part = str(descriptor), wrapper.name
-                yield CoverageRow(batches, mode.name, hits, key, captured=True, part=part)
+                size, hits = descriptor.num_tokens, entry.sequence.stats.replays + 1
+                batches, key, ran = _tokens(size), str(descriptor), hits * size
+                yield CoverageRow(
+                    batches, mode.name, hits, key, captured=True, ran=ran, part=wrapper.name
+                )
 
 
 def _reasons(mode: str, counts: Counter[Reason], counters: Counters) -> list[CoverageRow]:

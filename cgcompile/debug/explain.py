@@ -19,7 +19,7 @@ from cgcompile.boundaries import Boundaries, target_name
 from cgcompile.compile import CompiledModel, check_compilable
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.debug.output import Page, clipped, human, wrapped
-from cgcompile.debug.subject import resolved
+from cgcompile.debug.subject import name_of, resolved
 from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.passes.nodes import (
     COMPUTING,
@@ -136,7 +136,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """The first place where Dynamo ends a graph; it traces on only after running that far."""
+    """A place where Dynamo ends a graph; of a call without one graph, only the first is known."""
 
     entry_point: str  # "cgcompile.compile", or "torch.compile" if it breaks by default settings
     what: str  # Dynamo's reason in one line
@@ -178,11 +178,6 @@ def _plain_setting(value: Any) -> Any:
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     return str(getattr(value, "name", None) or getattr(value, "__qualname__", None) or value)
-
-
-def name_of(model: Any) -> str:
-    """Return the name of a function, or of the type of a module."""
-    return str(getattr(model, "__qualname__", type(model).__name__))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -511,6 +506,10 @@ def explain(
             vary; None: the setting of that name.
         query_lens: tokens per request of uniform decode, for the resulting mode.
         **kwargs: of the call.
+
+    Returns:
+        The split; without pieces where the call does not become one graph or the settings trace
+        nothing: ``breaks`` and ``notes`` contain the cause.
 
     Raises:
         ConfigError: settings or dimensions are invalid.

@@ -18,12 +18,11 @@ from cgcompile.debug.explain import (
     SplitReporter,
     SymbolReport,
     Totals,
-    name_of,
     settings_of,
 )
 from cgcompile.debug.output import Page
 from cgcompile.debug.profile import timeline
-from cgcompile.debug.subject import original_of, recorders_of
+from cgcompile.debug.subject import name_of, original_of, recorders_of
 from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.pieces.cache import Compilation

@@ -190,6 +190,21 @@ def test_all_captures_of_a_batch_are_there(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("without_gradients")
+def test_steps_in_a_lesser_mode_are_there_twice() -> None:
+    _, compiled, _ = compiled_model(Hooked, "cpu", **HOOKED)
+    x = batch("cpu", 6)
+    for _ in range(4):
+        with step(6):
+            compiled(x)
+    found = coverage(compiled)
+    assert (found.total, found.on_graphs) == (4, 3)
+    assert [(row.mode, row.hits) for row in found.rows] == [("PIECEWISE", 3), ("NONE", 1)]
+    (lesser,) = found.lesser
+    assert (lesser.reason, lesser.hits) == ("attention_support", 4)
+    assert str(found).split("in a lesser mode than was to be:")[1].count(lesser.detail) == 1
+
+
+@pytest.mark.usefixtures("without_gradients")
 def test_captures_in_another_thread_while_rows_are_listed() -> None:
     _, compiled, backend = compiled_model(Hooked, "cpu", **HOOKED)
     for size in (6, 6, 7, 7):
@@ -246,6 +261,9 @@ def test_an_encoder_counts_what_ran() -> None:
     assert (without.graph, without.reason, without.hits) == (None, "oversize", hits[0])
     assert (found.total, found.on_graphs, found.unit) == (40, 40 - hits[0], "items")
     assert found.counters.replays == found.on_graphs
+    data = found.to_dict()
+    made.execute(rows(1))
+    assert found.to_dict() == data != coverage(made).to_dict()  # of one moment
 
 
 # ------------------------------------------------------------------ how it prints

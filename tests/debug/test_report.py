@@ -73,29 +73,55 @@ def compiled_and_run(model: nn.Module, **settings: Any) -> Any:
 NUMBERS = {  # of a table: where the rows are in the value, and the field of each column
     "steps": (
         lambda found: found["steps"],
-        {"graphs": "graphs", "breaks": "breaks", "bytes": "nbytes", "capture": "seconds"},
+        {
+            "graphs": "graphs",
+            "breaks": "breaks",
+            "bytes": "nbytes",
+            "capture": "seconds",
+            "replays": "replays",
+        },
     ),
-    "timeline": (lambda found: found["timeline"], {"time": "seconds", "bytes": "nbytes"}),
+    "timeline": (
+        lambda found: [
+            {
+                **record,
+                "after": record["start"] - found["timeline"][0]["start"],
+                "length": len(record["segments"]),
+            }
+            for record in found["timeline"]
+        ],
+        {"after": "after", "time": "seconds", "bytes": "nbytes", "segments": "length"},
+    ),
     "coverage": (lambda found: found["coverage"]["rows"], {"steps": "hits", "padding": "padding"}),
     "pieces": (lambda found: found["graphs"][0]["pieces"], {"ops": "num_ops"}),
+    "pieces#1": (lambda found: found["graphs"][1]["pieces"], {"ops": "num_ops"}),
 }
 TEXTS = {  # of a table: what stands in a column, of a row of the value
     "steps": {"batch": lambda step: step["batch"], "mode": lambda step: step["mode"]},
-    "timeline": {"batch": lambda record: record["batch"], "what": lambda record: record["name"]},
-    "coverage": {"mode": lambda row: row["mode"], "graph": lambda row: row["graph"] or ""},
+    "timeline": {
+        "batch": lambda record: record["batch"],
+        "what": lambda record: record["name"],
+        "mode": lambda record: record["mode"],
+    },
+    "coverage": {
+        "batches": lambda row: row["batches"],
+        "mode": lambda row: row["mode"],
+        "graph": lambda row: row["graph"] or "",
+        "why without a graph": lambda row: " ".join(filter(None, (row["reason"], row["detail"]))),
+    },
     "pieces": {"kind": lambda piece: "captured" if piece["captured"] else "eager"},
 }
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_tables_are_those_of_the_value(page: Page, overview: Overview, name: str) -> None:
-    rows_of, fields = NUMBERS[name]
+    (rows_of, fields), texts = NUMBERS[name], TEXTS[name.split("#")[0]]
     values = rows_of(overview.to_dict())
     rows = page.rows(name)
-    assert len(rows) == {"steps": 9, "timeline": 9, "coverage": 10, "pieces": 5}[name]
+    assert len(rows) == {"steps": 9, "timeline": 9, "coverage": 10}.get(name, 5)
     for row, value in zip(rows, values, strict=True):
         assert {c: exact(row, c) for c in fields} == {c: value[f] for c, f in fields.items()}
-        assert {c: row[c][0] for c in TEXTS[name]} == {c: f(value) for c, f in TEXTS[name].items()}
+        assert {c: row[c][0] for c in texts} == {c: f(value) for c, f in texts.items()}
 
 
 def drawing(page: Page, start: str) -> list[str]:
@@ -105,12 +131,14 @@ def drawing(page: Page, start: str) -> list[str]:
 
 
 def test_drawings_are_those_of_the_value(page: Page, overview: Overview) -> None:
-    titles = drawing(page, "The pieces of graph 0 in order: 3 captured, 2 eager")
-    assert len(titles) == len(overview.graphs[0].pieces)
-    assert titles[1].startswith("piece_1, eager, 1 ops; splitting_op: cgserve::attend")
+    assert len(overview.graphs) == 2
+    for graph in overview.graphs:
+        titles = drawing(page, f"The pieces of graph {graph.index} in order: 3 captured, 2 eager")
+        assert len(titles) == len(graph.pieces)
+        assert titles[1].startswith("piece_1, eager, 1 ops; splitting_op: cgserve::attend")
     captures = drawing(page, "Captures")
     for title, record in zip(captures, overview.timeline, strict=True):
-        assert title.startswith(f"{record.batch}: ")
+        assert title.startswith(f"{record.name}, {record.mode.name}, {record.batch}: ")
     assert drawing(page, "Real") == [
         f"{row.mode} {row.graph}: {row.padding:.1%} padding in {row.hits} steps"
         for row in overview.coverage.rows
@@ -119,11 +147,12 @@ def test_drawings_are_those_of_the_value(page: Page, overview: Overview) -> None
 
 
 def test_distinct_pieces_are_those_of_the_value(page: Page, overview: Overview) -> None:
-    graph, rows = overview.graphs[0], page.rows("distinct")
-    assert sum(exact(row, "times") for row in rows) == len(graph.pieces)
-    assert len(rows) == graph.totals.distinct
-    assert "splitting_op cgserve::attend" in rows[1]["why, and where"][0]
-    assert "manager.py:" in rows[0]["why, and where"][0]
+    for graph, name in zip(overview.graphs, ("distinct", "distinct#1"), strict=True):
+        rows = page.rows(name)
+        assert sum(exact(row, "times") for row in rows) == len(graph.pieces)
+        assert len(rows) == graph.totals.distinct
+        assert "splitting_op cgserve::attend" in rows[1]["why, and where"][0]
+        assert "manager.py:" in rows[0]["why, and where"][0]
 
 
 def test_counters_and_memory_are_those_of_the_value(page: Page, overview: Overview) -> None:
@@ -139,6 +168,10 @@ def test_counters_and_memory_are_those_of_the_value(page: Page, overview: Overvi
     assert rows == counters["plain"]
     memory = {row["what for"][0]: exact(row, "bytes") for row in page.rows("memory")}
     assert memory == overview.memory
+    versions = {row["what"][0]: row["which"][0] for row in page.rows("versions")}
+    assert versions == overview.environment
+    compilations = re.findall(r"Compilation took .*: (.*)\.", page.text)
+    assert compilations == [f"{len(g.compilation.pieces)} compiled" for g in overview.graphs]
     assert "oversize" in page.rows("coverage")[-1]["why without a graph"][0]
 
 
