@@ -29,13 +29,6 @@ ALIASES = {
     "fx.node": "torch.fx.node",
     "dist": "torch.distributed",
 }
-# Attributes that other rooms read, to be moved behind compat.
-NOT_MOVED_YET = {
-    "debug/explain.py": {"_orig_mod"},
-    "graphs/host.py": {"_schema"},
-    "graphs/outputs.py": {"_orig_mod"},
-    "graphs/stale.py": {"_cdata"},
-}
 
 
 def dotted(node: ast.AST) -> str:
@@ -133,7 +126,7 @@ def test_private_attributes_are_read_in_compat_only(path: Path) -> None:
     (tree,) = parsed([path])
     listed = {name for _, names, _ in PRIVATE_ATTRIBUTES for name in names.split()}
     read = (attributes_read(tree) & listed) - own_names(tree)
-    assert read == NOT_MOVED_YET.get("/".join(path.parts[-2:]), set())
+    assert read == set()
 
 
 def test_versions_are_tested_ones() -> None:

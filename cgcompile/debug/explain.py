@@ -746,7 +746,7 @@ def _traced_as(
         model, config = model.unwrap(), model.backend if config is None else config
         dims = own_dims if dims is None else dims
     else:
-        original = getattr(model, "_orig_mod", None)  # what torch.compile returned
+        original = compat.original_of(model)
         if original is not None:
             config = handle_of(model) if config is None else config
             model = original

@@ -138,8 +138,9 @@ class GraphPool:
         That memory is not held, so a capture may use it.
         """
         identity, origin = compat.storage_identity, self.stale.origin
-        lent = {identity(tensor) for user in self._users for tensor in user.lent()}
-        return any(origin(identity(tensor)) in lent for tensor in tensors)
+        results = (tensor for user in self._users for tensor in user.lent())
+        lent = {identity(tensor.untyped_storage()) for tensor in results}
+        return any(origin(identity(tensor.untyped_storage())) in lent for tensor in tensors)
 
     def poison(self, inputs: Iterable[Any] = (), owner: Hashable = None) -> None:
         """Fill the memory of the pool and of the arena, so that reading what is stale shows.

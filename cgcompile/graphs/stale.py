@@ -80,11 +80,13 @@ class StaleResults:
             inputs: of that step; those that are results stay readable until the next one.
         """
         tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
-        read = {compat.storage_identity(tensor) for tensor in tensors}
+        read = {compat.storage_identity(tensor.untyped_storage()) for tensor in tensors}
         results = self._results.pop(owner, [])
-        self._results[owner] = [result for result in results if result.storage._cdata in read]
+        self._results[owner] = []
         for result in results:
-            if result.storage._cdata not in read:
+            if compat.storage_identity(result.storage) in read:
+                self._results[owner].append(result)
+            else:
                 compat.expire_storage(result.storage, result.text)
 
     def clear(self) -> None:
@@ -96,6 +98,6 @@ class StaleResults:
     def origin(self, identity: int) -> int:
         """The identity of the storage that a result was made of; ``identity`` for all else."""
         for result in chain.from_iterable(self._results.values()):
-            if result.storage._cdata == identity:
-                return int(result.origin._cdata)
+            if compat.storage_identity(result.storage) == identity:
+                return compat.storage_identity(result.origin)
         return identity

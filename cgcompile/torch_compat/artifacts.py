@@ -20,7 +20,12 @@ from torch import fx
 from cgcompile.locks import new_lock
 from cgcompile.torch_compat.compilers import compile_standalone, known_patches
 from cgcompile.torch_compat.guard_text import guards_hold, require_guards
-from cgcompile.torch_compat.ops import autocast_state, op_overloads
+from cgcompile.torch_compat.ops import (
+    OpOverload,
+    OpOverloadPacket,
+    autocast_state,
+    op_overloads,
+)
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +253,7 @@ def compiler_settings(patches: Mapping[str, Any]) -> dict[str, str]:
 def _passes_among(module: Any) -> list[str]:
     """Return the settings that hold functions: torch leaves them out of its portable form."""
     ends = ("custom_pass", "custom_pre_pass", "custom_post_pass", "_fuse_ddp_communication_passes")
-    return [each for each in module._config if each.endswith(ends)]
+    return [name for name in module.get_config_copy() if name.endswith(ends)]
 
 
 def _setting_text(name: str, value: Any) -> str:
@@ -315,7 +320,7 @@ def qualified_name(target: Any) -> str | None:
     if isinstance(target, torch._ops.HigherOrderOperator):
         is_torchs = type(target).__module__.partition(".")[0] == "torch"
         return f"higher_order.{target.name()}" if is_torchs else None
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
         own = [op for op in op_overloads(target) if op.namespace not in _TORCHS_OPS]
         # A user may give the same name to another op.
         schemas = [f"{op._schema} {sorted(map(str, op.tags))}" for op in own]
@@ -340,6 +345,8 @@ _TORCHS_OPS |= {"c10d", "c10d_functional", "rngprims", "higher_order", "_quantiz
 
 def traced_through(op: Any) -> str | None:
     """Return why a compiler traces through an op of a user; None where it calls the op."""
+    from torch._library.triton import get_triton_kernels_for_op
+
     # A user who registered something with Inductor has imported it.
     inductor = "torch._inductor"
     decompositions = getattr(sys.modules.get(f"{inductor}.decomposition"), "decompositions", {})
@@ -348,21 +355,12 @@ def traced_through(op: Any) -> str | None:
         name = overload.name()
         if overload.namespace in _TORCHS_OPS:
             continue
-        if overload._can_decompose():
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        if overload.has_kernel_for_dispatch_key(composite):
             return f"{name} is decomposed into other ops"
         lowered = overload in lowerings or overload.overloadpacket in lowerings
         if lowered or overload in decompositions:
             return f"{name} has a lowering of its own"
-        if _has_dispatch_rule(name):
+        if get_triton_kernels_for_op(name.removesuffix(".default")):
             return f"{name} is traced through"
     return None
-
-
-def _has_dispatch_rule(name: str) -> bool:
-    """Return whether a user's op has a rule for tracing, as ``torch.library.triton_op`` has."""
-    from torch._library import simple_registry, triton
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
-
-    rules = simple_registry.singleton.find(name.removesuffix(".default")).torch_dispatch_rules
-    ruled = rules.find(FunctionalTensorMode) is not None
-    return ruled or bool(triton.get_triton_kernels_for_op(name))

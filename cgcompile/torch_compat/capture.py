@@ -46,10 +46,9 @@ def expire_storage(storage: torch.UntypedStorage, text: str) -> None:
     torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, text)
 
 
-def storage_identity(tensor: torch.Tensor) -> int:
-    """Return a key of the storage object of a tensor, not of its memory, while it lives."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
+def storage_identity(storage: torch.UntypedStorage) -> int:
+    """Return a key of a storage object, not of its memory, while it lives."""
+    return storage._cdata
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,14 +85,14 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
 def physical(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view without the conjugate and negative bits: the numbers in memory."""
     if tensor.is_conj():
-        tensor = torch._conj(tensor)
+        tensor = tensor.conj()
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def with_bits(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
     """Return a view of a physical tensor with these bits set."""
     if conjugate:
-        tensor = torch._conj(tensor)
+        tensor = tensor.conj()
     return torch._neg_view(tensor) if negative else tensor
 
 

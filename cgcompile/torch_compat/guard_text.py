@@ -1,4 +1,4 @@
-"""Guards on sizes as text: a grammar of comparisons and arithmetic, evaluated without ``eval``.
+"""Guards on sizes as text: an allow-list of comparisons and arithmetic, evaluated after the check.
 
 The text comes from ``ShapeEnv.produce_guards_expression``, in which ``L['t0']`` is the first size.
 It may be read from a file, so only what torch's printer of guards writes is evaluated.
@@ -6,7 +6,6 @@ It may be read from a file, so only what torch's printer of guards writes is eva
 
 import ast
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -21,26 +20,10 @@ class NotAGuard(ValueError):
     """A text that is not a guard on sizes."""
 
 
-_OPERATORS: Mapping[type, Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-    ast.Not: operator.not_,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
+_OPERATORS = (
+    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.BitAnd, ast.BitOr),
+    *(ast.BitXor, ast.USub, ast.UAdd, ast.Not, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE),
+)
 
 
 @cache
@@ -59,90 +42,65 @@ def require_guards(text: str) -> None:
 
 
 def guards_hold(text: str, sizes: Sequence[Any]) -> bool:
-    """Return whether guards hold for integer or symbolic sizes; raises as above."""
-    return bool(_evaluated(_parsed(text), sizes))
+    """Return whether guards hold for integer or symbolic sizes; raise as above."""
+    tree, count = _parsed(text)
+    if count > len(sizes):
+        raise NotAGuard(f"guards on size {count - 1} of {len(sizes)}")
+    names = {f"t{number}": size for number, size in enumerate(sizes)}
+    builtins = {name: _functions()[name] for name in ("abs", "max", "min", "round")}
+    scope = {"__builtins__": builtins, "math": math, "torch": torch, "L": names}
+    return bool(eval(compile(tree, "guards", "eval"), scope))
 
 
-def _parsed(text: str) -> ast.expr:
+def _parsed(text: str) -> tuple[ast.Expression, int]:
+    """Return the checked tree and the number of sizes that it needs."""
     if len(text) > _LONGEST:
         raise NotAGuard(f"guards of {len(text)} characters, more than {_LONGEST}")
     try:
-        tree = ast.parse(text, mode="eval").body
+        tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NotAGuard(f"guards that do not parse: {error}") from None
-    _check(tree, 0)
-    return tree
+    return tree, _checked(tree.body, 0)
 
 
-def _check(node: ast.expr, depth: int) -> None:
-    """Allow what :func:`_evaluated` evaluates, and nothing else."""
+def _checked(node: ast.expr, depth: int) -> int:
+    """Return the number of sizes that a node needs; raise NotAGuard outside the allow-list."""
     if depth > _DEEPEST:
         raise NotAGuard(f"guards nested deeper than {_DEEPEST}")
     if isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
-        return
-    if _size_number(node) is not None:
-        return
-    parts = _parts(node)
-    if parts is None:
+        return 0
+    number = _size_number(node)
+    if number is not None:
+        return number + 1
+    operands = _operands(node)
+    if operands is None:
         raise NotAGuard(f"{ast.unparse(node)[:80]!r} is no comparison or arithmetic of sizes")
-    for part in parts:
-        _check(part, depth + 1)
+    return max((_checked(operand, depth + 1) for operand in operands), default=0)
 
 
-def _parts(node: ast.expr) -> list[ast.expr] | None:
-    """Return the operands of a node of the grammar; None for any other node."""
+def _operands(node: ast.expr) -> list[ast.expr] | None:
+    """Return the operands of an allowed node; None for any other node."""
     if isinstance(node, ast.BoolOp):
         return node.values
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, _OPERATORS):
         return [node.operand]
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
         return [node.left, node.right]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         # 9 ** 9 ** 9 would not return.
         small = isinstance(node.right, ast.Constant) and node.right.value in range(9)
         return [node.left] if small else None
-    if isinstance(node, ast.Compare) and all(type(op) in _OPERATORS for op in node.ops):
+    if isinstance(node, ast.Compare) and all(isinstance(op, _OPERATORS) for op in node.ops):
         return [node.left, *node.comparators]
-    if isinstance(node, ast.Call) and not node.keywords and _name(node.func) in _functions():
+    if isinstance(node, ast.Call) and not node.keywords and ast.unparse(node.func) in _functions():
         return node.args
     return None
 
 
-def _evaluated(node: Any, sizes: Sequence[Any]) -> Any:
-    """Return the value of a checked node."""
-    number = _size_number(node)
-    if number is not None:
-        if number >= len(sizes):
-            raise NotAGuard(f"guards on size {number} of {len(sizes)}")
-        return sizes[number]
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.BoolOp):
-        hold = all if isinstance(node.op, ast.And) else any
-        return hold(_evaluated(part, sizes) for part in node.values)
-    if isinstance(node, ast.Compare):
-        values = [_evaluated(part, sizes) for part in (node.left, *node.comparators)]
-        rows = zip(node.ops, values, values[1:], strict=False)
-        return all(_OPERATORS[type(op)](left, right) for op, left, right in rows)
-    values = [_evaluated(part, sizes) for part in _parts(node) or ()]
-    if isinstance(node, ast.Call):
-        return _functions()[_name(node.func)](*values)
-    if isinstance(node.op, ast.Pow):
-        return values[0] ** node.right.value
-    return _OPERATORS[type(node.op)](*values)
-
-
 def _size_number(node: ast.expr) -> int | None:
     """Return N of ``L['tN']``; None for anything else."""
-    if not (isinstance(node, ast.Subscript) and _name(node.value) == "L"):
+    if not (isinstance(node, ast.Subscript) and ast.unparse(node.value) == "L"):
         return None
     name = node.slice.value if isinstance(node.slice, ast.Constant) else None
     plain = isinstance(name, str) and name[:1] == "t" and name[1:].isdecimal() and len(name) < 8
-    return int(str(name)[1:]) if plain else None
-
-
-def _name(node: ast.expr) -> str:
-    """Return a name, or a name with one attribute; empty for anything else."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return f"{node.value.id}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
+    return int(str(name)[1:]) if plain and name == f"t{int(str(name)[1:])}" else None

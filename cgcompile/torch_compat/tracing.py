@@ -472,9 +472,10 @@ def trace_call(
     up at each call.
     """
     from torch._dynamo import config, convert_frame
-    from torch._dynamo.eval_frame import set_enable_dynamic
 
     patches = {
+        "automatic_dynamic_shapes": False,
+        "assume_static_by_default": True,
         "install_free_tensors": freeze,
         "capture_scalar_outputs": True,
         "capture_dynamic_output_shape_ops": True,
@@ -486,7 +487,6 @@ def trace_call(
         stack.enter_context(_as_cannot_trace())
         stack.enter_context(patched(config, patches))
         stack.enter_context(measured())
-        stack.enter_context(set_enable_dynamic(False))
         before = set(function.__globals__)
         with new_sources() as sources:
             output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
@@ -559,8 +559,8 @@ def _lift(graph: fx.GraphModule, inputs: int) -> tuple[FrozenTensor, ...]:
             continue
         if node.target not in lifted:
             source = sources[node.target]
-            where = last[-1] if last else graph.graph._root
-            with graph.graph.inserting_after(where):
+            where = last[-1].next if last else next(iter(graph.graph.nodes))
+            with graph.graph.inserting_before(where):
                 placeholder = graph.graph.placeholder(str(node.target))
             placeholder.meta = dict(node.meta)
             placeholder._dynamo_source = source
