@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # ---------------------------------------------------------------- raw memory
 
@@ -113,7 +112,7 @@ class StorageLife:
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a (fake) tensor is dense, with one storage, and wraps no other tensors."""
-    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
 
 
 _ITEMS_OF_TUPLE = tuple.__basicsize__  # CPython: where the items begin, from the tuple's address

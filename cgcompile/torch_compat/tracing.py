@@ -591,7 +591,8 @@ def marked(dims: list[tuple[torch.Tensor, int, str | None]], unbacked: bool) -> 
 
     ``unbacked``: the trace may assume nothing of the sizes; equal names are equal sizes.
     """
-    from torch._dynamo.decorators import mark_dynamic, mark_unbacked
+    from torch._dynamo import mark_dynamic
+    from torch._dynamo.decorators import mark_unbacked
 
     tensors = {id(tensor): tensor for tensor, _, _ in dims}
     before = {key: dict(tensor.__dict__) for key, tensor in tensors.items()}
