@@ -125,10 +125,10 @@ class SizeGuards:
     """The guards on the sizes of one piece, as text that another process can evaluate."""
 
     def __init__(self, fake_inputs: Sequence[Any]) -> None:
-        sizes = [each for each in fake_inputs if isinstance(each, torch.SymInt)]
-        self._sizes = [each for each in sizes if each.node.expr.is_Symbol]
+        sizes = [value for value in fake_inputs if isinstance(value, torch.SymInt)]
+        self._sizes = [size for size in sizes if size.node.expr.is_Symbol]
         self._env = self._sizes[0].node.shape_env if self._sizes else None
-        self._symbols = {each.node.expr for each in self._sizes}
+        self._symbols = {size.node.expr for size in self._sizes}
         self._before = 0 if self._env is None else len(self._env.guards)
 
     def known(self) -> list[Any]:
@@ -141,8 +141,8 @@ class SizeGuards:
         if self._env is None:
             return ""
         new = self._env.guards[self._before :]
-        fixed = not all(each.node.expr in self._symbols for each in self._sizes)
-        if fixed or any(not each.expr.free_symbols <= self._symbols for each in new):
+        fixed = not all(size.node.expr in self._symbols for size in self._sizes)
+        if fixed or any(not guard.expr.free_symbols <= self._symbols for guard in new):
             return None
         if not new:
             return ""
@@ -155,7 +155,7 @@ class SizeGuards:
         """Return whether guards hold for the present sizes; if so, they are added to the graph."""
         if not text or self._env is None:
             return not text
-        hints = [each.node.hint for each in self._sizes]
+        hints = [size.node.hint for size in self._sizes]
         if None in hints or not guards_hold(text, hints):
             return False
         # With symbols, the evaluation adds them to the graph that Dynamo is compiling.

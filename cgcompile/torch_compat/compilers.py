@@ -178,7 +178,8 @@ def compile_standalone(
 
     ``gm`` is not changed. Outputs of the result are a list. With ``aot`` it can be saved.
     """
-    if any(isinstance(each, torch.Tensor) and each.device.type == "cuda" for each in fake_inputs):
+    tensors = (value for value in fake_inputs if isinstance(value, torch.Tensor))
+    if any(tensor.device.type == "cuda" for tensor in tensors):
         start_compile_workers()  # before the imports of the next line, which take seconds
     from torch._inductor import standalone_compile
 

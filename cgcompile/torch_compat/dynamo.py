@@ -82,7 +82,9 @@ def size_conditions(shape_env: Any, sizes: Set[Any]) -> list[tuple[str, tuple[st
     shapes = Shapes(shape_env)
     for guard, _ in shapes.guards():
         # Sizes that are equal have one name by now, and are compared as such.
-        guard = guard.xreplace({each: shapes.replacement(each) for each in guard.free_symbols})
+        guard = guard.xreplace(
+            {symbol: shapes.replacement(symbol) for symbol in guard.free_symbols}
+        )
         symbols = tuple(sorted(map(str, guard.free_symbols)))
         if symbols:
             conditions.append((PythonPrinter().doprint(guard), symbols))
@@ -99,6 +101,7 @@ def size_conditions(shape_env: Any, sizes: Set[Any]) -> list[tuple[str, tuple[st
 
 
 _SQUEEZES = frozenset({"squeeze", "squeeze_", torch.squeeze, torch.Tensor.squeeze})
+_SQUEEZES |= {torch.ops.aten.squeeze, torch.ops.aten.squeeze_}
 
 
 def squeeze_conditions(graph: fx.Graph) -> list[tuple[str, tuple[str, ...]]]:
@@ -108,10 +111,8 @@ def squeeze_conditions(graph: fx.Graph) -> list[tuple[str, tuple[str, ...]]]:
     """
     conditions = {}
     for node in graph.nodes:
-        name = str(node.target) if isinstance(node.target, OpOverload) else ""
-        if node.target not in _SQUEEZES and not name.startswith(
-            ("aten.squeeze.", "aten.squeeze_.")
-        ):
+        op = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+        if op not in _SQUEEZES:
             continue
         tensor = node.args[0] if node.args else node.kwargs.get("input")
         fake = tensor.meta.get("example_value") if isinstance(tensor, fx.Node) else None
