@@ -92,7 +92,8 @@ def _function(target: Any, boundaries: Boundaries, device: torch.device) -> Call
     if own is not None:
         return own
     overloads = compat.op_overloads(target)  # a packet looks its only overload up at every call
-    return overloads[0] if len(overloads) == 1 else target
+    function: Callable[..., Any] = overloads[0] if len(overloads) == 1 else target
+    return function
 
 
 def _own_function(

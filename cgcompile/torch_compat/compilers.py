@@ -168,7 +168,9 @@ def compile_whole(
     """Compile an unsplit graph as ``torch.compile(backend="inductor")`` would."""
     from torch._dynamo import lookup_backend
 
-    return lookup_backend("inductor")(gm, list(inputs), config_patches=dict(patches))
+    inductor: Any = lookup_backend("inductor")
+    compiled: Callable[..., Any] = inductor(gm, list(inputs), config_patches=dict(patches))
+    return compiled
 
 
 def compile_standalone(
