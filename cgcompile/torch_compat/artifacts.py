@@ -253,7 +253,7 @@ def compiler_settings(patches: Mapping[str, Any]) -> dict[str, str]:
 def _passes_among(module: Any) -> list[str]:
     """Return the settings that hold functions: torch leaves them out of its portable form."""
     ends = ("custom_pass", "custom_pre_pass", "custom_post_pass", "_fuse_ddp_communication_passes")
-    return [name for name in module.get_config_copy() if name.endswith(ends)]
+    return [name for name in module._config if name.endswith(ends)]
 
 
 def _setting_text(name: str, value: Any) -> str:

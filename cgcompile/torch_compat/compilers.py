@@ -148,9 +148,9 @@ def unfused_residuals(then: Pass | None) -> Any:
 @cache
 def inductor_option_names() -> frozenset[str]:
     """Return the names of Inductor's settings."""
-    from torch._inductor import list_options
+    import torch._inductor.config as config
 
-    return frozenset(list_options())
+    return frozenset(config._config)  # ``list_options`` leaves aliases out
 
 
 def inductor_mode_options(torch_mode: str) -> dict[str, Any]:

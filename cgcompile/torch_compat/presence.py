@@ -19,7 +19,7 @@ TESTED = ("2.11", "2.13", "2.15")
 DOCUMENTED_NAMES: Mapping[str, str] = {
     "functorch.compile": "make_boxed_func",  # page "Custom Backends"
     "torch._dynamo": "config lookup_backend mark_dynamic",  # "Custom Backends", "Dynamic Shapes"
-    "torch._inductor": "config list_mode_options list_options",  # docstring of torch.compile
+    "torch._inductor": "config list_mode_options",  # docstring of torch.compile
     "torch._subclasses.fake_tensor": "FakeTensorMode",  # page "Fake tensor"
     # Page "torch.fx.experimental".
     "torch.fx.experimental.symbolic_shapes": "DimDynamic ShapeEnv constrain_range "
@@ -90,6 +90,7 @@ PRIVATE_ATTRIBUTES: Mapping[str, str] = {
     "a module": "_forward_hooks _forward_pre_hooks _compiled_call_impl",
     "a module of torch.compile": "_orig_mod",
     "a function of torch.compile": "_torchdynamo_orig_callable",
+    "a module of settings": "_config",
     "CheckFunctionManager": "_weakrefs",
     "the metrics context of Dynamo": "_metrics",
     "inspect, of Python": "_shadowed_dict_from_mro_tuple",
