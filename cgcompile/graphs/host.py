@@ -347,11 +347,11 @@ class _Recorder(compat.DispatchMode):
         if refused is not None:
             self._refuse(CaptureError.refused(op=refused.what))
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        packet, schema = getattr(func, "overloadpacket", None), getattr(func, "_schema", None)
+        packet = getattr(func, "overloadpacket", None)
         # A device copies Python data from pageable memory; kernels take a 0-dim tensor by value.
         if packet is aten.lift_fresh and first is not None and first.dim() and first.numel():
             self._refuse(CaptureError.pageable(op=str(func), shape=_shown(first)))
-        replaced = first if schema is not None and schema.name in _REPLACE_MEMORY else None
+        replaced = first if _REPLACE_MEMORY.intersection(compat.op_names(func)) else None
         if replaced is not None and replaced.untyped_storage().data_ptr() not in self._made:
             self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(replaced)))
         return self._op(func, args, kwargs)

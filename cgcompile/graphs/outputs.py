@@ -258,7 +258,8 @@ def update_weights(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         WeightsError: a name that the module does not have, or another shape.
     """
-    module = getattr(module, "_orig_mod", module)
+    original = compat.original_of(module)
+    module = module if original is None else original
     state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     own.update(module.named_buffers(remove_duplicate=False))

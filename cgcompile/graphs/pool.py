@@ -122,8 +122,8 @@ class GraphPool:
     def lends(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether one is memory of a graph's result: not held, a capture may use it."""
         identity, origin = compat.storage_identity, self.stale.origin
-        results = {identity(tensor) for tensor in self._lent()}
-        return any(origin(identity(tensor)) in results for tensor in tensors)
+        results = {identity(tensor.untyped_storage()) for tensor in self._lent()}
+        return any(origin(identity(tensor.untyped_storage())) in results for tensor in tensors)
 
     def _lent(self) -> Iterator[torch.Tensor]:
         """Yield the results of replays that do not hold their memory."""

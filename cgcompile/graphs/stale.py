@@ -67,11 +67,14 @@ class StaleResults:
 
     def expire(self, owner: Hashable, inputs: Iterable[Any] = ()) -> None:
         """Make the results of an owner raise, except ``inputs`` of its step that runs next."""
-        read = {compat.storage_identity(x) for x in inputs if isinstance(x, torch.Tensor)}
+        tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
+        read = {compat.storage_identity(tensor.untyped_storage()) for tensor in tensors}
         results = self._results.pop(owner, [])
-        self._results[owner] = [result for result in results if result.storage._cdata in read]
+        self._results[owner] = []
         for result in results:
-            if result.storage._cdata not in read:
+            if compat.storage_identity(result.storage) in read:
+                self._results[owner].append(result)
+            else:
                 compat.expire_storage(result.storage, result.text)
 
     def clear(self) -> None:
@@ -83,6 +86,6 @@ class StaleResults:
     def origin(self, identity: int) -> int:
         """Return the identity of the storage that a result was made of; ``identity`` otherwise."""
         for result in chain.from_iterable(self._results.values()):
-            if result.storage._cdata == identity:
-                return int(result.origin._cdata)
+            if compat.storage_identity(result.storage) == identity:
+                return compat.storage_identity(result.origin)
         return identity
