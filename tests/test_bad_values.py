@@ -252,7 +252,7 @@ WITHOUT_ARGUMENTS = words("""
 """)
 # The arguments of a valid call of each, by name; ``*`` stands for one of *args.
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
-    **dict.fromkeys(WITHOUT_ARGUMENTS, dict),
+    **dict.fromkeys(sorted(WITHOUT_ARGUMENTS), dict),
     "Backend": lambda: {"config": CONFIG},
     "Backend.anticipate": lambda: {"model": MODEL},
     "Backend.capture": lambda: {"step": lambda batch: None, "batches": []},
