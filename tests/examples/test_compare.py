@@ -41,8 +41,7 @@ def test_compare_measures_cgcompile_on_a_cpu(tmp_path: Path) -> None:
     given = ["--device", "cpu", "--layers", "2", "--models", "main", "--rounds", "1"]
     given += ["--repeats", "2", "--batches", "4", "2", "--out", str(tmp_path)]
     names = ["cgcompile piecewise", "cgcompile FULL", "reduce-overhead"]
-    done = run("benchmarks/compare.py", *given, "--only", *names)
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed = run("benchmarks/compare.py", *given, "--only", *names)
     found = json.loads((tmp_path / "compare.json").read_text())
     assert found["schema"] == 1
     assert set(found["versions"]) >= {"python", "torch"}
@@ -60,7 +59,7 @@ def test_compare_measures_cgcompile_on_a_cpu(tmp_path: Path) -> None:
             assert model["variants"][name]["errors"][batch] <= model["error_limit"] == 1e-4
     captured = model["variants"]["cgcompile piecewise"]["capture"]
     assert (captured["sizes"], captured["graphs"]) == (2, 3)
-    assert "reduce-overhead was left out: reduce-overhead needs a CUDA device" in done.stdout
+    assert "reduce-overhead was left out: reduce-overhead needs a CUDA device" in printed
     assert "main: 2 layers (3 pieces)" in (tmp_path / "compare.txt").read_text()
     assert (tmp_path / "compare.png").exists() == can_plot()
 
