@@ -44,9 +44,9 @@ def compiled_graphs() -> tuple[Any, ...]:
 # One process for all imports torch once. Each imports its neighbours from its own folder.
 STARTED = """
 import contextlib, io, runpy, sys
-given = sys.path[:]
+before = sys.path[:]
 for script in sys.argv[1:]:
-    sys.path[:] = [script.rpartition("/")[0], *given]
+    sys.path[:] = [script.rpartition("/")[0], *before]
     sys.argv, out = [script, "--help"], io.StringIO()
     try:
         with contextlib.redirect_stdout(out):

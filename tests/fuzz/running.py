@@ -1,4 +1,4 @@
-"""Runs one random program over a schedule of steps and compares each with eager: :func:`fuzz`.
+"""Run one random program over a schedule of steps, and compare each with eager: :func:`fuzz`.
 
 Compared are the results, all inputs, all buffers, and results of earlier steps that the caller
 owns. The reference is a deep copy of the model that runs in eager with copies of the inputs.
@@ -219,7 +219,7 @@ class Run:
             self.due_replays += replayed
 
     def check_replayed(self) -> None:
-        """Graphs that are captured anew for each set of weights are right, and of no use."""
+        """Check that enough steps replay: a capture at each step would be right and useless."""
         rebinds = any(op == "rebind" for op, _, _ in self.models[0].steps)
         without = self.drawn.traced and self.drawn.mode == "NONE"
         # a fresh input that the step writes is bound by address: it does not replay

@@ -63,7 +63,7 @@ def operators() -> Iterator[None]:
 
 
 def split_of(function: Any, *inputs: torch.Tensor) -> SplitGraph:
-    """The split of a function of ``meta`` tensors; it is traced and never run."""
+    """Return the split of a function of ``meta`` tensors, which is traced and never run."""
     backend = cgcompile.Backend(compiler="eager")
     splits = []
 

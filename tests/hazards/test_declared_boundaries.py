@@ -1,4 +1,4 @@
-"""A declared splitting op is found however the model spells it, or a warning names it."""
+"""A declared splitting op matches every spelling of it in the model, or a warning names it."""
 
 import logging
 from collections.abc import Callable

@@ -103,7 +103,7 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], **settings: Any) -> to
 
 
 def compile_config(**settings: Any) -> CompileConfig:
-    """transformers compiles on accelerators only, unless it is told."""
+    """Return a configuration that compiles on every device; transformers skips the CPU by default."""
     config = CompileConfig(backend="cgcompile", **settings)
     config._compile_all_devices = True
     return config
