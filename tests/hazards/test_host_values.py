@@ -1,11 +1,11 @@
-"""Code that branches on small sizes takes the branch of eager, whatever size was traced first."""
+"""Code that branches on sizes, or computes with numbers read on the host, does what eager does."""
 
 from collections.abc import Callable
 from itertools import permutations
 
 import pytest
 import torch
-from lib.front_ends import WIDTH, settings
+from lib.front_ends import COMPILED, ROWS, WIDTH, check, compiled, settings
 
 import cgcompile
 from cgcompile.errors import TraceError
@@ -43,8 +43,6 @@ CONDITIONS: dict[str, Callable[[torch.Tensor], bool]] = {
     "squeeze_()": lambda x: (x * 1).squeeze_().dim() == 1,
     "transpose is contiguous": lambda x: x.t().is_contiguous(),
 }
-ORDERS = ((0, 1, 2, 3), (3, 0, 1, 2), (1, 0, 3, 2))
-SHAPES = ("backed", "backed_size_oblivious", "unbacked")
 
 
 def branch(condition: Callable[[torch.Tensor], bool]) -> Callable[..., torch.Tensor]:
@@ -55,15 +53,16 @@ def branch(condition: Callable[[torch.Tensor], bool]) -> Callable[..., torch.Ten
 
 
 def check_sizes(compiled: Callable[..., torch.Tensor], eager: Callable[..., torch.Tensor]) -> None:
-    for order in ORDERS:
-        for size in order:
+    """Compare small sizes in several orders."""
+    with torch.no_grad():
+        for size in (0, 1, 2, 3, 3, 0, 1, 2, 1, 0, 3, 2):
             x, y = torch.randn(size, WIDTH), torch.randn(3)
             torch.testing.assert_close(
-                compiled(x, y), eager(x, y), msg=lambda m, n=size: f"{n}: {m}"
+                compiled(x, y), eager(x, y), msg=lambda text, size=size: f"{size}: {text}"
             )
 
 
-@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("shapes", ["backed", "backed_size_oblivious", "unbacked"])
 @pytest.mark.parametrize("guards", ["keep", "shape", "none"])
 def test_a_branch_on_a_small_size_through_compile(guards: str, shapes: str) -> None:
     refused = set()
@@ -73,8 +72,7 @@ def test_a_branch_on_a_small_size_through_compile(guards: str, shapes: str) -> N
             step, settings("cpu"), dynamic_dims={"x": 0}, guards=guards, dynamic_shapes=shapes
         )
         try:
-            with torch.no_grad():
-                check_sizes(compiled, step)
+            check_sizes(compiled, step)
         except TraceError:
             refused.add(name)
     if shapes != "unbacked":
@@ -87,9 +85,7 @@ def test_a_branch_on_a_small_size_through_compile(guards: str, shapes: str) -> N
 def test_a_branch_on_a_small_size_through_torch_compile(dynamic: bool | None) -> None:
     for condition in CONDITIONS.values():
         step = branch(condition)
-        compiled = torch.compile(step, backend=cgcompile.Backend(settings("cpu")), dynamic=dynamic)
-        with torch.no_grad():
-            check_sizes(compiled, step)
+        check_sizes(compiled("torch.compile", step, settings("cpu"), dynamic).step, step)
         torch._dynamo.reset()
 
 
@@ -99,9 +95,36 @@ def test_one_trace_serves_all_sizes_that_are_not_0(first: tuple[int, ...], devic
         return (x * 2).sum(-1, keepdim=True).squeeze(-1) if len(x) else x.sum(-1) - 1
 
     compiled = cgcompile.compile(step, settings(device), dynamic_dims={"x": 0})
-    with torch.no_grad():
-        for size in (*first, 0) * 4:
-            x = torch.randn(size, WIDTH, device=device)
-            torch.testing.assert_close(compiled(x), step(x))
+    for size in (*first, 0) * 4:
+        check(compiled, step, device, rows=size, grad=torch.no_grad)
     assert len(compiled.traces) == 2
     assert compiled.backend.counters.replays >= 6
+
+
+def item(x: torch.Tensor) -> int:
+    return int(x[0, 0].item())
+
+
+ITEMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "constant size": lambda x: (x * 2)[:, : item(x) * 0 + 4],
+    "size of an input": lambda x: (x * 2)[: item(x) * 0 + x.shape[0]],
+    "difference": lambda x: (lambda n: (x * 2)[:, : n - n + 2])(item(x)),
+    "maximum": lambda x: (x * 2)[:, : max(item(x) * 0, 1)],
+    "factor": lambda x: (x * 2) + item(x) * 0,
+    "branch": lambda x: x * 2 if item(x) * 0 == 0 else x,
+    "does not cancel": lambda x: (x * 2) + item(x),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("kind", ITEMS)
+def test_arithmetic_on_a_number_that_the_host_reads(kind: str, name: str, device: str) -> None:
+    step = ITEMS[kind]
+    served = compiled(name, step, settings(device))
+    with torch.no_grad():
+        for number in range(5):
+            x = torch.randn(ROWS, WIDTH, device=device) + 10 * number
+            torch.testing.assert_close(served.step(x), step(x))
+    # torch.compile ends the graph at the read, and the number is a key of the next graph.
+    assert served.counters().replays >= (2 if name == "cgcompile.compile" else 0)
+    assert served.counters().calls >= 5
