@@ -54,7 +54,7 @@ STANDARD_LIBRARY_ONLY = {
     "serving/statistics": {*DISPATCH, "locks", "serving/dispatcher", "serving/plan"},
 }
 
-LONGEST = 73  # lines of a function, with its docstring
+LONGEST = 60  # lines of a function, with its docstring
 
 # Private names of torch, and modules it does not document, are compat's alone.
 PRIVATE = ("torch._", "torch.fx.experimental", "torch.utils._", "functorch")

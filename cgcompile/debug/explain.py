@@ -485,19 +485,16 @@ def explain(
 ) -> Explanation:
     """Return what would be split where, and why; nothing is run, compiled or captured.
 
-    No GPU is needed, and no memory for weights: the model may be on the meta device, or created
-    under a ``FakeTensorMode``. Meta tensors stand for tensors of the device that captures; a CPU
-    argument of a meta model counts as one if no argument is on meta, and a meta argument of another
-    model as one on its device. Passes and predicates among the settings are called. The model, the
-    arguments and the globals of its module are unchanged afterwards. Gradients are off. Nothing
-    synchronises.
+    Needs no GPU and no memory for weights: the model may be on the meta device, or created under a
+    ``FakeTensorMode``. Meta tensors stand for tensors of the device that captures; of a meta model,
+    so do CPU arguments. Passes and predicates among the settings are called. The model, the
+    arguments and the globals of its module are unchanged. Gradients are off. Never synchronises.
 
     Args:
         model: a module, bound method or function; or what ``torch.compile`` or
             :func:`cgcompile.compile` made of one, whose settings are then used.
         *args: of the call.
-        config: a config, a backend, or a mapping as for ``options``; None: environment and
-            defaults.
+        config: a config, a backend, or a mapping as for ``options``; None: as in the environment.
         dynamic_dims: which dimensions vary, as for :func:`cgcompile.compile`; None: as compiled.
         dynamic_shapes: what a trace may assume of them; likewise.
         sizes: sizes of the batch dimension at which bytes are evaluated, as numbers or as text

@@ -420,13 +420,9 @@ class EncoderCudaGraphManager:
         self._calibrate, self._sharder, self._inference_mode = calibrate, sharder, inference_mode
         self._logged = 0
         self._lock = new_lock() if self.pool is None else self.pool.lock
-        log.info(
-            "encoder graphs of %s: token budgets %s, at most %d items and %d frames a replay",
-            type(model).__name__,
-            self.token_budgets,
-            self.max_batch_size,
-            self.max_frames_per_batch,
-        )
+        text = "encoder graphs of %s: token budgets %s, at most %d items and %d frames a replay"
+        largest = self.max_batch_size, self.max_frames_per_batch
+        log.info(text, type(model).__name__, self.token_budgets, *largest)
 
     @property
     def token_budgets(self) -> list[int] | dict[str, list[int]]:

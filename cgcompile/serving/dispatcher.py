@@ -303,6 +303,20 @@ def allowed_modes(
 # ---------------------------------------------------------------- the dispatcher
 
 
+def _find_piecewise(
+    row: Row, num_tokens: int, allowed: bool, why: Fallback | None, listed: bool
+) -> Dispatched:
+    """Return the PIECEWISE graph of a batch, or none; ``why`` it has no FULL graph."""
+    slot = row.find(num_tokens)
+    if allowed and slot is not None and slot.ready:
+        return slot.result if why is None else Dispatched(PIECEWISE, slot.result.descriptor, why)
+    if listed:
+        lesser = slot.why_not() if slot is not None and allowed else _NO_PIECEWISE
+        why = row.oversize if slot is None else lesser
+    assert why is not None  # an unlisted variant is a reason
+    return _plain(num_tokens, why)
+
+
 class CudagraphDispatcher:
     """Chooses the graph of each step.
 
@@ -578,8 +592,7 @@ class CudagraphDispatcher:
             has_lora: LoRA adapters are active.
             num_active_loras: how many; 0 with ``has_lora``: not counted.
             extra: the value of each axis, in the order of ``axes``.
-            valid_modes: modes this step may run in; None for all. NONE need not be listed: a step
-                can always run without a graph, so that an empty collection means NONE.
+            valid_modes: modes this step may run in; None for all. NONE is always allowed.
             invalid_modes: modes that it may not run in. Neither collection is changed.
 
         Returns:
@@ -613,16 +626,10 @@ class CudagraphDispatcher:
             else:
                 why = slot
         row = None if tables is None else tables.piecewise
-        if row is not None:
-            slot = row.find(num_tokens)
-            if piecewise and slot is not None and slot.ready:
-                result = slot.result
-                return result if why is None else Dispatched(PIECEWISE, result.descriptor, why)
-            if unlisted is None:
-                lesser = slot.why_not() if slot is not None and piecewise else _NO_PIECEWISE
-                why = row.oversize if slot is None else lesser
-        assert why is not None  # without PIECEWISE graphs, FULL ones were requested
-        return _plain(num_tokens, why)
+        if row is None:
+            assert why is not None  # without PIECEWISE graphs, FULL ones were requested
+            return _plain(num_tokens, why)
+        return _find_piecewise(row, num_tokens, piecewise, why, unlisted is None)
 
     def _find_full(
         self,
